@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
 
 

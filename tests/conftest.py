@@ -7,11 +7,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-from moemesh.cli import progress
+from moemesh.cli import terminal
 from tests import sandbox
 
 # Whether a verb works for a second depends on the machine: none says so by chance.
-progress.FIRST = 1e6
+terminal.FIRST = 1e6
 
 
 @pytest.hookimpl(tryfirst=True)

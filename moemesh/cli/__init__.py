@@ -9,29 +9,36 @@ from moemesh.cli.application import USER_ERROR, app, run
 
 __all__ = ["USER_ERROR", "import_verbs", "main"]
 
-#: Module -> the verbs, or groups of verbs, that it adds; the help shows them in this order.
+#: Verb, or group of verbs -> the modules that add it; the help shows them in this order.
 VERBS: dict[str, tuple[str, ...]] = {
     "train": ("train",),
-    "insight": ("report", "explain", "profile"),
-    "launching": ("launch",),
-    "weights": ("convert", "evaluate", "generate"),
+    "report": ("insight",),
+    "explain": ("insight",),
+    "profile": ("insight",),
+    "launch": ("launching",),
+    "convert": ("weights",),
+    "evaluate": ("weights",),
+    "generate": ("weights",),
     "esft": ("esft",),
-    "data": ("tokenize", "data"),
-    "configuration": ("config",),
-    "doctor": ("doctor",),
-    "checkpoints": ("checkpoint",),
-    "checkpoint_diff": ("checkpoint",),
-    "replaying": ("replay",),
-    "planning": ("estimate", "plan", "validate", "calibrate"),
+    "tokenize": ("data",),
+    "data": ("data",),
+    "config": ("configuration",),
+    "doctor": ("machine",),
+    "checkpoint": ("checkpoints", "checkpoint_diff"),
+    "replay": ("replaying",),
+    "estimate": ("planning",),
+    "plan": ("planning",),
+    "validate": ("planning",),
+    "calibrate": ("planning",),
     "layout": ("layout",),
     "dispatch": ("dispatch",),
-    "clusters": ("cluster",),
+    "cluster": ("clusters",),
     "partition": ("partition",),
-    "pipelines": ("schedule",),
-    "balancing": ("balance",),
-    "benches": ("bench",),
-    "repro": ("repro",),
-    "watching": ("watch",),
+    "schedule": ("pipelines",),
+    "balance": ("balancing",),
+    "bench": ("machine",),
+    "repro": ("replaying",),
+    "watch": ("watching",),
 }
 
 
@@ -39,16 +46,13 @@ def import_verbs(words: Sequence[str] = ()) -> None:
     """Add the verb that a command line of these words names, or all where it names none: every
     module costs milliseconds that each start and each completion would wait for."""
     verb = words[0] if words else ""
-    modules = [name for name, verbs in VERBS.items() if verb in verbs] or list(VERBS)
-    for name in modules:
-        importlib.import_module(f"moemesh.cli.{name}")
+    for modules in [VERBS[verb]] if verb in VERBS else VERBS.values():
+        for name in modules:
+            importlib.import_module(f"moemesh.cli.{name}")
     order = list(VERBS)
-    app.registered_commands.sort(key=lambda one: order.index(_module_of(one.callback)))
-
-
-def _module_of(callback: object) -> str:
-    """The module, below this package, that a command is written in."""
-    return getattr(callback, "__module__", "").removeprefix("moemesh.cli.")
+    app.registered_commands.sort(
+        key=lambda one: order.index(one.name or getattr(one.callback, "__name__", ""))
+    )
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import exp
 from pathlib import Path
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
@@ -20,7 +20,7 @@ from moemesh.planner.accuracy.calibration_file import (
     use_cluster,
 )
 from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
-from moemesh.planner.accuracy.published import PublishedRun, read_runs
+from moemesh.planner.accuracy.published import read_runs
 from moemesh.planner.accuracy.validate import (
     ErrorStatistics,
     Validation,
@@ -29,7 +29,7 @@ from moemesh.planner.accuracy.validate import (
     validate,
 )
 from moemesh.planner.intervals import Intervals
-from moemesh.planner.timing.calibration import Calibration, prior_calibration, shipped_calibration
+from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 from moemesh.report.agreement import Agreement, agreement_chart
 
 _NUM_WORST = 12
@@ -65,13 +65,29 @@ def validate_command(
     start = replace(prior_calibration(), allocations=calibration.allocations)
     if cross:
         validation = summarize(cross_validate(runs, start))
-        further = _further_left_out(runs, start)
+        lines: list[str] = []
+        kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
+        for kind, name in kinds:
+            unseen = summarize(cross_validate(runs, start, left_out=kind))
+            lines += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
+        further = "\n" + "\n".join(lines)
     else:
         validation = validate(runs, calibration)
     if out is not None:
         _write(out, json_text(validation))
     if plot is not None:
-        _write(plot, _picture(validation))
+        points = [
+            Agreement(
+                name=f"{one.run.id} {one.run.row.get('model', '')}",
+                series=one.run.source or one.run.cluster,
+                measured=one.run.seconds,
+                predicted=one.seconds,
+            )
+            for one in validation.predictions
+            if one.seconds and one.run.seconds and one.run.ended == "ok"
+        ]
+        title = "Step time of published runs, predicted and measured"
+        _write(plot, agreement_chart("agreement", title, points, unit="seconds a step"))
     if intervals is not None:
         errors = left_out_errors(runs, start)
         _write(intervals, intervals_toml(errors))
@@ -104,31 +120,6 @@ def intervals_text(found: Intervals) -> str:
 
 def _factor(width: float) -> str:
     return f"x {exp(-width):.2f} to {exp(width):.2f}"
-
-
-def _further_left_out(runs: Sequence[PublishedRun], start: Calibration) -> str:
-    """Errors of models, and of software stacks, that a fit has not seen at all."""
-    lines: list[str] = []
-    kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
-    for kind, name in kinds:
-        found = summarize(cross_validate(runs, start, left_out=kind))
-        lines += ["", f"with a whole {name} left out:", _errors(_by_kind(found))]
-    return "\n" + "\n".join(lines)
-
-
-def _picture(validation: Validation) -> str:
-    points = [
-        Agreement(
-            name=f"{one.run.id} {one.run.row.get('model', '')}",
-            series=one.run.source or one.run.cluster,
-            measured=one.run.seconds,
-            predicted=one.seconds,
-        )
-        for one in validation.predictions
-        if one.seconds and one.run.seconds and one.run.ended == "ok"
-    ]
-    title = "Step time of published runs, predicted and measured"
-    return agreement_chart("agreement", title, points, unit="seconds a step")
 
 
 def calibrate_command(

@@ -51,19 +51,15 @@ class Verbs(typer.Typer):
 def with_examples(text: str) -> str:
     """The docstring `text` with every example marked to be kept, a line a command; a long command
     goes on behind a backslash."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(_kept(one) if _is_example(one) else one for one in paragraphs)
-
-
-def _is_example(paragraph: str) -> bool:
-    return all(line.startswith(_INDENT) for line in paragraph.splitlines())
-
-
-def _kept(paragraph: str) -> str:
-    """click keeps the lines of a paragraph that begins with a backspace."""
-    commands = inspect.cleandoc(paragraph).replace("\\\n", "").splitlines()
-    lines = [line for command in commands for line in _folded(" ".join(command.split()))]
-    return "\n".join(["\b", *(_INDENT + line for line in lines)])
+    paragraphs: list[str] = []
+    for one in inspect.cleandoc(text).split("\n\n"):
+        if all(line.startswith(_INDENT) for line in one.splitlines()):
+            commands = inspect.cleandoc(one).replace("\\\n", "").splitlines()
+            lines = [line for command in commands for line in _folded(" ".join(command.split()))]
+            # click keeps the lines of a paragraph that begins with a backspace.
+            one = "\n".join(["\b", *(_INDENT + line for line in lines)])
+        paragraphs.append(one)
+    return "\n\n".join(paragraphs)
 
 
 def _folded(command: str) -> list[str]:

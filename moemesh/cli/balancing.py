@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,8 +11,7 @@ import typer
 
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
-from moemesh.cli.progress import progress
-from moemesh.cli.table import table
+from moemesh.cli.terminal import progress, table
 from moemesh.trace.strict_json import strict_json
 
 #: Problems with fewer slots in all layers together are solved before a compiler is even loaded.
@@ -28,9 +27,7 @@ class BalanceSettings:
     """Which loads to place where."""
 
     loads: Annotated[
-        Path,
-        "JSON, CSV, NumPy file, or a run's folder.",
-        {"argument": True, "metavar": "LOADS"},
+        Path, "JSON, CSV, NumPy file, or a run's folder.", {"argument": True, "metavar": "LOADS"}
     ]
     gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
     replicas: Annotated[
@@ -214,7 +211,10 @@ def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
         maps = rebalance_published(loads, *sizes)
     else:
         policy = settings.policy
-        maps = rebalance_experts(loads, *sizes, effort=_effort(settings.effort), policy=policy)
+        effort: Any = settings.effort  # a name, or seconds
+        with suppress(ValueError):
+            effort = float(effort)
+        maps = rebalance_experts(loads, *sizes, effort=effort, policy=policy)
     mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / settings.gpus, 1e-300)
     bound = lower_bound(loads, *sizes, policy=policy) / mean
     return Placed(
@@ -261,14 +261,6 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
         moved=replan.moved,
         transfers=replan.transfers,
     )
-
-
-def _effort(text: str) -> Any:
-    """The effort of `rebalance_experts`: a name, or seconds."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _text(placed: Placed, settings: BalanceSettings) -> str:

@@ -1,17 +1,14 @@
 """The verb checkpoint diff: which tensors of two checkpoints differ, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
-
-if TYPE_CHECKING:
-    from moemesh.checkpoint.stored import StoredCheckpoint
 
 #: Rows of a table of differences, unless all are asked for.
 _LINES = 20
@@ -46,8 +43,10 @@ def diff(
         elif (found := difference(a, b, name)).num_different:
             rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
     rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
-    states = _changed(a, b)
-    content = {
+    keys = sorted({*a.state, *b.state})
+    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
+    states = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    content: dict[str, Any] = {
         "first": str(a.path),
         "second": str(b.path),
         "equal": len(ours & theirs) - len(rows) - len(others),
@@ -61,19 +60,6 @@ def diff(
     if as_json:
         typer.echo(strict_json(content, indent=1))
         raise typer.Exit(int(differs))
-    _say_difference(content, all_lines=all_lines)
-    raise typer.Exit(int(differs))
-
-
-def _changed(a: "StoredCheckpoint", b: "StoredCheckpoint") -> dict[str, list[Any]]:
-    """The keys of the state that differ, each with both values."""
-    keys = sorted({*a.state, *b.state})
-    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
-    rows: list[dict[str, Any]] = content["different"]
     shown = rows if all_lines else rows[:_LINES]
     if rows:
         header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
@@ -94,7 +80,7 @@ def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
         if any(row["num_nonfinite"]):
             here, there = row["num_nonfinite"]
             typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
-    for line in content["other_shape_or_dtype"]:
+    for line in others:
         typer.echo(line)
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
         names: list[str] = content[key]

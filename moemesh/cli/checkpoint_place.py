@@ -34,7 +34,9 @@ def find(text: str) -> CheckpointPlace:
         for folder in _folders(place.parent):
             if (folder / place.name).is_dir():
                 return CheckpointPlace(folder, [int(match[1])])
-        raise CheckpointError(f"{place}: there is no such checkpoint{_others(place.parent)}")
+        steps = next(filter(None, map(candidates, _folders(place.parent))), [])
+        others = f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
+        raise CheckpointError(f"{place}: there is no such checkpoint{others}")
     for folder in _folders(place):
         if steps := candidates(folder):
             return CheckpointPlace(folder, steps)
@@ -88,10 +90,3 @@ def _folders(place: "Folder") -> "list[Folder]":
     from moemesh.train.run_folder import checkpoints_of
 
     return [checkpoints_of(place), place] if isinstance(place, Path) else [place]
-
-
-def _others(place: "Folder") -> str:
-    from moemesh.checkpoint.stored import candidates
-
-    steps = next(filter(None, map(candidates, _folders(place))), [])
-    return f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""

@@ -11,11 +11,10 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find, held
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.checkpoint.remote import Place as Folder
     from moemesh.checkpoint.stored import Damage
 
 Place = Annotated[
@@ -76,6 +75,11 @@ def _row(row: dict[str, Any]) -> list[str]:
     verified = "yes" if row["verified"] else "damaged" if row["problem"] else "no"
     if row["finite"] is False:
         verified += ", not finite"
+    seconds = row["age_seconds"]
+    age = f"{seconds:.0f} s"
+    for unit, length in (("min", 60), ("h", 3600), ("d", 86400)):
+        if seconds >= 2 * length:
+            age = f"{seconds / length:.0f} {unit}"
     layout = row["layout"]
     degrees = [f"{key}{n}" for key, n in (layout or {}).items() if n != 1]
     words = " ".join(degrees) or "1 rank"
@@ -85,15 +89,8 @@ def _row(row: dict[str, Any]) -> list[str]:
         str(row["tensors"]),
         words if layout else f"{row['ranks']} rank(s)",
         verified,
-        _age(row["age_seconds"]),
+        age,
     ]
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 @checkpoint_app.command(short_help="Read every byte back; name damaged files and tensors.")
@@ -114,6 +111,7 @@ def verify(
     """
     from moemesh.checkpoint.retention import Standing, nonfinite, remember
     from moemesh.checkpoint.stored import examine, open_stored
+    from moemesh.trace.memory_profile import format_bytes
 
     found = find(place)
     content: list[dict[str, Any]] = []
@@ -139,7 +137,16 @@ def verify(
         )
         if not as_json:
             told = [str(one) for one in damages] if all_lines else by_file(damages)
-            _say_verified(found.path(step), told, names, size)
+            path = found.path(step)
+            if damages:
+                typer.echo(f"{path}: DAMAGED")
+                for damage in told:
+                    typer.echo(f"  {damage}")
+                continue
+            typer.echo(f"{path}: {format_bytes(size)} are what was written")
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                typer.echo(f"  numbers that are not finite: {', '.join(names[:3])}{more}")
     if as_json:
         folder = str(found.folder)
         typer.echo(strict_json({"folder": folder, "checkpoints": content}, indent=1))
@@ -163,20 +170,6 @@ def by_file(damages: "Sequence[Damage]") -> list[str]:
     return lines
 
 
-def _say_verified(path: "Folder", damages: Sequence[str], names: Sequence[str], size: int) -> None:
-    from moemesh.trace.memory_profile import format_bytes
-
-    if damages:
-        typer.echo(f"{path}: DAMAGED")
-        for damage in damages:
-            typer.echo(f"  {damage}")
-        return
-    typer.echo(f"{path}: {format_bytes(size)} are what was written")
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        typer.echo(f"  numbers that are not finite: {', '.join(names[:3])}{more}")
-
-
 @checkpoint_app.command(short_help="Delete old checkpoints as a run would.")
 def prune(
     place: Annotated[
@@ -191,8 +184,7 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print what would be deleted; delete nothing."),
+        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -203,9 +195,12 @@ def prune(
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
     """
+    import tomllib
+
     from moemesh.checkpoint import retention
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.remote import place_of
+    from moemesh.config.train import TrainConfig
 
     found = find(place)
     if len(found.steps) == 1 and place.rstrip("/").endswith(f"/step-{found.steps[0]}"):
@@ -217,7 +212,11 @@ def prune(
         run = named if found.folder != named else named.parent
     if keep is None and run is None:
         raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
-    keep = _kept(run) if keep is None and run is not None else keep
+    if keep is None and run is not None:
+        keep = TrainConfig().checkpoints_kept  # where the run does not say
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = (run / "config.toml").read_text(encoding="utf-8")
+            keep = max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
     assert keep is not None
     is_on_disk = run is not None
     with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
@@ -241,15 +240,3 @@ def prune(
         typer.echo(f"{name}: {word}")
     if not plan.doomed and not plan.leftovers:
         typer.echo("nothing to delete")
-
-
-def _kept(run: Path) -> int:
-    """`train.checkpoints_kept` of a run; 2, its default, where the run does not say."""
-    import tomllib
-
-    from moemesh.config.train import TrainConfig
-
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        text = (run / "config.toml").read_text(encoding="utf-8")
-        return max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
-    return TrainConfig().checkpoints_kept

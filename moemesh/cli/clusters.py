@@ -9,7 +9,7 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, cluster_app
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from moemesh.cli.application import AsJson, ConfigFile, Overrides, config_app, l
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.config.load import Resolved
+    pass
 
 
 @config_app.command("show")
@@ -23,11 +23,31 @@ def config_show(
     as_json: AsJson = False,
 ) -> None:
     """Print every key with its value and where it came from."""
+    from moemesh.config.load import config_values
+    from moemesh.config.toml import format_value
+
     resolved = load(config, overrides)
+    values = config_values(resolved.config)
     if as_json:
-        _show_json(resolved, origin)
-    else:
-        _show_plain(resolved, origin)
+        shown: dict[str, object] = {"config": values}
+        if origin:
+            shown["origins"] = resolved.origins
+        typer.echo(strict_json(shown, indent=2))
+        return
+    rows = [
+        (
+            f"{section}.{key}",
+            "(not set)" if value is None else format_value(value),
+            resolved.origins[f"{section}.{key}"],
+        )
+        for section, fields in values.items()
+        for key, value in fields.items()
+    ]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    for key, value, source in rows:
+        line = f"{key:{key_width}} = {value:{value_width}}  # {source}" if origin else ""
+        typer.echo(line or f"{key:{key_width}} = {value}")
 
 
 @config_app.command("check")
@@ -133,38 +153,3 @@ def config_migrate(
         write_texts([(file, found.text)])
     for change in found.changes or ("nothing to change",):
         typer.echo(f"{file}: {change}")
-
-
-def _rows(resolved: "Resolved") -> list[tuple[str, str, str]]:
-    """(key, value as TOML, origin) of every key."""
-    from moemesh.config.load import config_values
-    from moemesh.config.toml import format_value
-
-    return [
-        (
-            f"{section}.{key}",
-            "(not set)" if value is None else format_value(value),
-            resolved.origins[f"{section}.{key}"],
-        )
-        for section, fields in config_values(resolved.config).items()
-        for key, value in fields.items()
-    ]
-
-
-def _show_plain(resolved: "Resolved", origin: bool) -> None:
-    rows = _rows(resolved)
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = max(len(value) for _, value, _ in rows)
-    for key, value, source in rows:
-        line = f"{key:{key_width}} = {value:{value_width}}  # {source}" if origin else ""
-        typer.echo(line or f"{key:{key_width}} = {value}")
-
-
-def _show_json(resolved: "Resolved", origin: bool) -> None:
-
-    from moemesh.config.load import config_values
-
-    shown: dict[str, object] = {"config": config_values(resolved.config)}
-    if origin:
-        shown["origins"] = resolved.origins
-    typer.echo(strict_json(shown, indent=2))

@@ -17,7 +17,17 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
     """Every sample under a header line, with a line before each document."""
     on_terminal = sys.stdout.isatty()
     marked = not all(one.learned.all() for one in shown)
-    lines = [_summary(samples, shown, marked, on_terminal)]
+    borders = (
+        "attention stays inside a document, where positions begin anew"
+        if samples.masks_documents
+        else "attention and positions go on across documents"
+    )
+    look = "in green" if on_terminal else f"in {_OPEN} {_CLOSE}"
+    loss = f"targets that carry loss are {look}" if marked else "all targets carry loss"
+    lines = [
+        f"{samples.num_tokens:,} tokens, {samples.num_training:,} training samples of "
+        f"{samples.seq_len:,}\n{borders}; {loss}"
+    ]
     for one in shown:
         step, place = one.position // global_batch + 1, one.position % global_batch + 1
         with_loss = f"{int(one.learned.sum()):,} of {samples.seq_len:,} targets carry loss"
@@ -56,22 +66,6 @@ def samples_json(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
     }
 
 
-def _summary(
-    samples: "Samples", shown: "Sequence[Preview]", marked: bool, on_terminal: bool
-) -> str:
-    borders = (
-        "attention stays inside a document, where positions begin anew"
-        if samples.masks_documents
-        else "attention and positions go on across documents"
-    )
-    look = "in green" if on_terminal else f"in {_OPEN} {_CLOSE}"
-    loss = f"targets that carry loss are {look}" if marked else "all targets carry loss"
-    return (
-        f"{samples.num_tokens:,} tokens, {samples.num_training:,} training samples of "
-        f"{samples.seq_len:,}\n{borders}; {loss}"
-    )
-
-
 def _documents(samples: "Samples", one: "Preview", marked: bool, on_terminal: bool) -> "list[str]":
     lines: list[str] = []
     document = None
@@ -84,19 +78,17 @@ def _documents(samples: "Samples", one: "Preview", marked: bool, on_terminal: bo
             if first == 0 and one.continued:
                 place += f", from its token {one.continued:,} on"
             lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
-        lines[-1] += _piece(piece.text, piece.learned, marked, on_terminal)
+        # What a text holds must not steer the terminal.
+        shown = "".join(
+            one if one in "\n\t" or one.isprintable() else f"\\u{ord(one):04x}"
+            for one in piece.text
+        )
+        if not marked:
+            lines[-1] += shown
+        elif on_terminal:
+            lines[-1] += f"{_GREEN if piece.learned else _DIM}{shown}{_PLAIN}"
+        else:
+            lines[-1] += f"{_OPEN}{shown}{_CLOSE}" if piece.learned else shown
     if padding := int((one.documents[:-1] < 0).sum()):
         lines.append(f"--- {padding:,} tokens of padding")
     return lines
-
-
-def _piece(text: str, learned: bool, marked: bool, on_terminal: bool) -> str:
-    # What a text holds must not steer the terminal.
-    shown = "".join(
-        one if one in "\n\t" or one.isprintable() else f"\\u{ord(one):04x}" for one in text
-    )
-    if not marked:
-        return shown
-    if on_terminal:
-        return f"{_GREEN if learned else _DIM}{shown}{_PLAIN}"
-    return f"{_OPEN}{shown}{_CLOSE}" if learned else shown

@@ -9,7 +9,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import tokens as option_tokens
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def show_dispatch(
         ),
     ] = None,
     plan: Annotated[
-        str | None,
-        typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.'),
+        str | None, typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.')
     ] = None,
     dispatcher: Annotated[
         list[str] | None,
@@ -102,7 +101,14 @@ def show_dispatch(
         moemesh dispatch --compare --cluster hgx_h800 --tokens 4096
     """
     if compare:
-        _refuse_with_compare(routing=routing, plan=plan, svg=svg, dtype=dtype, seed=seed)
+        for name, value in (
+            ("ROUTING", routing), ("--plan", plan), ("--svg", svg), ("--dtype", dtype),
+            ("--seed", seed),
+        ):  # fmt: skip
+            if value is not None:
+                raise typer.BadParameter(
+                    f"{name} shows a routing, --compare a table: leave one out"
+                )
         if cluster is None:
             raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
         given = {
@@ -139,11 +145,7 @@ def show_dispatch(
             if value is not None:
                 raise typer.BadParameter(f"{name} draws a random routing; {routing} names its own")
         example = read_example(
-            routing,
-            plan=plan,
-            dispatchers=dispatcher or (),
-            hidden_size=hidden_size,
-            dtype=dtype,
+            routing, plan=plan, dispatchers=dispatcher or (), hidden_size=hidden_size, dtype=dtype
         )
     if svg is not None:
         from moemesh.report.files import write_texts
@@ -160,13 +162,6 @@ def show_dispatch(
         typer.echo(strict_json(to_json(example)))
     else:
         typer.echo(dispatch_text(example))
-
-
-def _refuse_with_compare(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            where = name.upper() if name == "routing" else f"--{name}"
-            raise typer.BadParameter(f"{where} shows a routing, --compare a table: leave one out")
 
 
 def _compare(
@@ -263,7 +258,14 @@ def dispatch_text(example: "RoutingExample") -> str:
             lines.append(f"  {_title(found, one)}")
             if len(example.choices) <= MOST_RANKS:
                 lines.append(_matrix(_rows(found, one)))
-        summary.append((name, *_totals(found)))
+        ranks = range(len(found.ledgers))
+        forward = [one for one in found.exchanges if one.phase == "forward"]
+        sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
+        received = [sum(one.wire_received(rank) for one in forward) for rank in ranks]
+        headers = [one for one in forward if one.caller in ("moe.counts", "moe.headers")]
+        before = sum(one.wire_sent(rank) for one in headers for rank in ranks)
+        sums = (sum(sent), max(sent), max(received), before)
+        summary.append((name, *(f"{round(n):,}" for n in sums)))
     header = ("forward", "sent, all ranks", "busiest rank", "received, busiest rank", "counts")
     lines += ["", table(header, summary)]
     lines.append("Bytes over wires; counts are ids and sizes that go before the rows.")
@@ -296,13 +298,3 @@ def _matrix(rows: list[list[int]]) -> str:
     totals = [sum(line[to] for line in rows) - rows[to][to] for to in range(len(rows))]
     lines.append(("    received", *map(str, totals), str(sum(totals))))
     return table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), lines)
-
-
-def _totals(found: "DispatchExchanges") -> tuple[str, ...]:
-    ranks = range(len(found.ledgers))
-    forward = [one for one in found.exchanges if one.phase == "forward"]
-    sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
-    received = [sum(one.wire_received(rank) for one in forward) for rank in ranks]
-    counts = [one for one in forward if one.caller in ("moe.counts", "moe.headers")]
-    before = sum(one.wire_sent(rank) for one in counts for rank in ranks)
-    return tuple(f"{round(n):,}" for n in (sum(sent), max(sent), max(received), before))

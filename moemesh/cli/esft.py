@@ -27,8 +27,7 @@ def scores(
         ),
     ] = None,
     experts_per_layer: Annotated[
-        int | None,
-        typer.Option("--experts-per-layer", min=1, help="Or: so many of every layer."),
+        int | None, typer.Option("--experts-per-layer", min=1, help="Or: so many of every layer.")
     ] = None,
     score: Annotated[
         Literal["gate", "token"],

@@ -135,7 +135,10 @@ def profile(
     short += ["train.checkpoint_every=0", "train.resume=never"]
     chosen = [*(overrides or []), *short]
     name = config.stem if config is not None else "default"
-    path = out or _free(Path("profiles") / name)
+    path, number = out or Path("profiles") / name, 1
+    while out is None and path.exists():  # the first number that no folder has
+        number += 1
+        path = path.with_name(f"{name}-{number}")
     from moemesh.train.preparation import prepare
 
     prepared = prepare(load(config, chosen), config, path)
@@ -149,12 +152,3 @@ def profile(
     trace = path / "profile.json"
     trace.write_text(strict_json(found.to_json()), encoding="utf-8")
     typer.echo("\n".join([*verdict(found), f"trace       {trace}  (open it in ui.perfetto.dev)"]))
-
-
-def _free(path: Path) -> Path:
-    """`path`, or with the first number behind it that no folder has."""
-    found, number = path, 1
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found

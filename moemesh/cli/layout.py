@@ -9,8 +9,7 @@ import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
 from moemesh.cli.options import MODEL, PLAN, tokens
-from moemesh.cli.progress import progress
-from moemesh.cli.table import interval, spans, table
+from moemesh.cli.terminal import interval, progress, spans, table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -107,7 +106,16 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
     if left:
         lines.append(f"... {left} more: --rank NUMBER shows one, --json all of them")
     if held.model is not None:
-        lines += ["", *_notes(held)]
+        lines += [
+            "",
+            f"sequences: of the {held.global_batch} of a step, each of {held.seq_len} positions.",
+            "tokens: of the rank's first microbatch, outside of attention and MLP.",
+        ]
+        if held.plan.spare_slots:
+            lines.append(
+                f"spare_slots: {held.plan.spare_slots} replicas of experts more on every rank; "
+                "the loads of a step decide which."
+            )
     return "\n".join(lines)
 
 
@@ -155,17 +163,3 @@ def _shares_table(held: "Holdings", ranks: Sequence[int]) -> str:
         if (name, is_cut, cell) not in cut and name != "node" and cell(shares[0]) != "-"
     ]
     return found + (f"\nevery rank: {', '.join(whole)}" if whole else "")
-
-
-def _notes(held: "Holdings") -> list[str]:
-    """The words of the table that are not those of the configuration."""
-    notes = [
-        f"sequences: of the {held.global_batch} of a step, each of {held.seq_len} positions.",
-        "tokens: of the rank's first microbatch, outside of attention and MLP.",
-    ]
-    if held.plan.spare_slots:
-        notes.append(
-            f"spare_slots: {held.plan.spare_slots} replicas of experts more on every rank; the "
-            "loads of a step decide which."
-        )
-    return notes

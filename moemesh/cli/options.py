@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -28,7 +28,27 @@ def options_from(
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)
         _, *others = signature.parameters.values()
-        own = list(_parameters(settings, completions))
+        hints = get_type_hints(settings, include_extras=True)
+        own: list[inspect.Parameter] = []
+        for field in fields(settings):
+            if get_origin(hints[field.name]) is not Annotated:
+                continue
+            kind, text, *more = get_args(hints[field.name])
+            keywords: dict[str, Any] = dict(more[0]) if more else {}
+            make = typer.Argument if keywords.pop("argument", False) else typer.Option
+            flags = keywords.pop("names", ())
+            if keywords.pop("tokens", False):
+                keywords |= {"parser": tokens, "metavar": "N"}
+            if field.name in completions:
+                keywords["autocompletion"] = completions[field.name]
+            own.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                    annotation=Annotated[kind, make(*flags, help=text, **keywords)],
+                )
+            )
         names = [parameter.name for parameter in own]
 
         @wraps(verb)
@@ -65,31 +85,6 @@ def tokens_of_any_sign(text: str | int) -> int:
     return int(text) if re.fullmatch(r"[+-]?\d+", str(text).strip()) else tokens(text)
 
 
-def _parameters(settings: type, completions: Mapping[str, Complete]) -> list[inspect.Parameter]:
-    hints = get_type_hints(settings, include_extras=True)
-    found: list[inspect.Parameter] = []
-    for field in fields(settings):
-        if get_origin(hints[field.name]) is not Annotated:
-            continue
-        kind, text, *more = get_args(hints[field.name])
-        keywords: dict[str, Any] = dict(more[0]) if more else {}
-        make = typer.Argument if keywords.pop("argument", False) else typer.Option
-        names = keywords.pop("names", ())
-        if keywords.pop("tokens", False):
-            keywords |= {"parser": tokens, "metavar": "N"}
-        if field.name in completions:
-            keywords["autocompletion"] = completions[field.name]
-        found.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=Annotated[kind, make(*names, help=text, **keywords)],
-            )
-        )
-    return found
-
-
 #: Options of every verb that is asked about a model on a cluster.
 MODEL = typer.Option(
     "--model",
@@ -107,10 +102,7 @@ PLAN = typer.Option(
     help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
 )
 LENGTH = typer.Option(
-    "--seq-len",
-    metavar="S",
-    parser=tokens_of_any_sign,
-    help="Tokens of one sequence; 4k is 4096.",
+    "--seq-len", metavar="S", parser=tokens_of_any_sign, help="Tokens of one sequence; 4k is 4096."
 )
 BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
 NODES = typer.Option("--nodes", metavar="N", help="Nodes, instead of the cluster's own number.")

@@ -1,7 +1,6 @@
 """The verb `partition`: stages, operator strategies and the plan that they imply."""
 
 # No `from __future__ import annotations` here: typer reads the annotations.
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,8 +8,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import CLUSTER, LENGTH, NODES
-from moemesh.cli.progress import progress
-from moemesh.cli.table import interval, table
+from moemesh.cli.terminal import interval, progress, table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -71,9 +69,20 @@ def partition(
         rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
         typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))
     else:
-        typer.echo(
-            _text(found[0]) if len(found) == 1 else f"{_text(found[0])}\n\n{_methods(found)}"
-        )
+        typer.echo(_text(found[0]))
+        if len(found) > 1:
+            heads = ("method", "seconds", "gap", "evaluations", "wall")
+            compared = [
+                (
+                    one.method,
+                    f"{one.seconds:.6g}",
+                    f"{one.gap:.2%}",
+                    f"{one.evaluations:,}",
+                    f"{one.wall_seconds:.3g} s",
+                )
+                for one in found
+            ]
+            typer.echo(f"\n{table(heads, compared)}")
 
 
 def _text(found: "Partition") -> str:
@@ -83,7 +92,8 @@ def _text(found: "Partition") -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
     lines = [
         f"{found.model} on {found.num_devices} devices of {found.cluster}, "
-        f"{found.global_batch} a step in {_count(found.microbatches, 'microbatch')}; "
+        f"{found.global_batch} a step in {found.microbatches} "
+        f"microbatch{'es' * (found.microbatches != 1)}; "
         f"mesh of a stage: {mesh}",
         f"{found.method}: {found.seconds:.6g} s a step, {found.gap:.2%} above the optimum, "
         f"{found.evaluations:,} evaluations",
@@ -158,23 +168,3 @@ def _assignment(assignment: "OperatorAssignment") -> list[str]:
         heads = ("group", "edge", "change of layout", "edge seconds")
         lines += ["", table(heads, edges, left=3)]
     return lines
-
-
-def _methods(found: "Sequence[Partition]") -> str:
-    """The methods side by side."""
-    heads = ("method", "seconds", "gap", "evaluations", "wall")
-    rows = [
-        (
-            one.method,
-            f"{one.seconds:.6g}",
-            f"{one.gap:.2%}",
-            f"{one.evaluations:,}",
-            f"{one.wall_seconds:.3g} s",
-        )
-        for one in found
-    ]
-    return table(heads, rows)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + "es" * (number != 1)

@@ -11,8 +11,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
-from moemesh.cli.progress import progress
-from moemesh.cli.table import table
+from moemesh.cli.terminal import progress, table
 from moemesh.schedule.answer import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 

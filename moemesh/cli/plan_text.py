@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import floor
 from typing import Any
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import untrained
@@ -69,6 +69,19 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     lines += _handoff(planned, best, file)
     if not explain:
         return "\n".join([*lines, "more: --explain, --html FILE, --why PLAN, --headroom, --tokens"])
+    memory = best.memory
+    kept = ("states", "activations", "logits", "working")
+    rest = memory.needed - sum(getattr(memory, name) for name in kept)
+    parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
+    held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
+    free = format_bytes(round(capacity - memory.needed))
+    rows = [
+        (f"  {name}", f"{seconds:.4g} s", f"{percent:.1f}%", f"  {PARTS.get(name, '')}")
+        for name, seconds, percent in step_parts(best.breakdown)
+    ]
+    rows.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
+    step_lines = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
+    texts = ["", *(row[3] for row in rows)]
     lines += [
         "",
         *wrapped(
@@ -78,9 +91,12 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         *wrapped(f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"),
         *wrapped(mfu_words(planned)),
         "",
-        *_step(best),
+        *(f"{line}{text}".rstrip() for line, text in zip(step_lines, texts, strict=True)),
         "",
-        *_memory(best, capacity),
+        *wrapped(
+            f"memory ({PREDICTED_PEAK}) of pipeline rank {memory.rank}: "
+            f"{format_bytes(memory.needed)}: {held}; {free} of the usable are free"
+        ),
         *wrapped(f"binding: {planned.advice.binding}"),
     ]
     if planned.advice.why_not:
@@ -213,30 +229,6 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
     return [(name, x, tenth / 10) for (name, x), tenth in zip(ordered, tenths, strict=True)]
 
 
-def _step(best: Candidate) -> list[str]:
-    rows = [
-        (f"  {name}", f"{seconds:.4g} s", f"{percent:.1f}%", f"  {PARTS.get(name, '')}")
-        for name, seconds, percent in step_parts(best.breakdown)
-    ]
-    rows.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
-    lines = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
-    texts = ["", *(row[3] for row in rows)]
-    return [f"{line}{text}".rstrip() for line, text in zip(lines, texts, strict=True)]
-
-
-def _memory(best: Candidate, capacity: float) -> list[str]:
-    memory = best.memory
-    kept = ("states", "activations", "logits", "working")
-    rest = memory.needed - sum(getattr(memory, name) for name in kept)
-    parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
-    held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
-    free = format_bytes(round(capacity - memory.needed))
-    return wrapped(
-        f"memory ({PREDICTED_PEAK}) of pipeline rank {memory.rank}: {format_bytes(memory.needed)}: "
-        f"{held}; {free} of the usable are free"
-    )
-
-
 def risk_of_memory(planned: PlannedAnswer) -> str:
     """Whether the first layout may run out of memory on another software, and what would not."""
     first, *others = planned.candidates
@@ -297,7 +289,18 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     if rival.beyond:
         told.append(f"outside of what the search assumes and varies: {', '.join(rival.beyond)}")
     if rival.short:
-        told += _too_large(rival, found, capacity)
+        needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
+        excess = ", ".join(
+            f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
+        )
+        told.append(
+            f"does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are "
+            f"usable, {format_bytes(round(rival.short))} short"
+            + (f"; against the first: {excess}" if excess else "")
+        )
+        if near := rival.nearest:
+            size = format_bytes(round(near.needed))
+            told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     if rival.verdict == "equal":
         return [*told, "as fast as the first: the time model does not tell them apart"]
     share, word = rival.slower / best.seconds, "slower" if rival.slower > 0 else "faster"
@@ -306,23 +309,6 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     changed = [f"{name} {more:+.4g} s" for name, more in rival.parts if abs(more) >= least]
     if changed:
         told.append(f"by part: {', '.join(changed)}")
-    return told
-
-
-def _too_large(rival: Rival, found: Candidate, capacity: float) -> list[str]:
-    """By how much it does not fit, in which parts, and what would."""
-    needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
-    more = ", ".join(
-        f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
-    )
-    told = [
-        f"does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are usable, "
-        f"{format_bytes(round(rival.short))} short"
-        + (f"; against the first: {more}" if more else "")
-    ]
-    if near := rival.nearest:
-        size = format_bytes(round(near.needed))
-        told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     return told
 
 

@@ -13,7 +13,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
-from moemesh.cli.progress import progress
+from moemesh.cli.terminal import progress
 from moemesh.trace.strict_json import strict_json
 
 
@@ -81,7 +81,15 @@ def estimate(
     from moemesh.planner.kv_cache import read_cache_size
 
     if config is not None:
-        _refuse_beside_config(model, plan, seq_len, global_batch)
+        # What a configuration says may not be said a second time.
+        own = {
+            "--model": model,
+            "--plan": plan,
+            "--seq-len": seq_len,
+            "--global-batch": global_batch,
+        }
+        if twice := [name for name, value in own.items() if value is not None]:
+            raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
         from moemesh.config.load import load_run
         from moemesh.planner.run_estimate import estimate_run
 
@@ -104,13 +112,6 @@ def estimate(
     from moemesh.cli.planning_text import estimate_text
 
     typer.echo(estimate_text(found, wanted))
-
-
-def _refuse_beside_config(*given: object) -> None:
-    """What a configuration says may not be said a second time."""
-    names = ("--model", "--plan", "--seq-len", "--global-batch")
-    if twice := [name for name, value in zip(names, given, strict=True) if value is not None]:
-        raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
 
 
 @app.command(short_help="Find the best layouts of a model on a cluster.")

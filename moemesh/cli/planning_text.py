@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.planner.estimate import Estimate
 from moemesh.planner.intensity import decoding_intensity, layer_intensities
-from moemesh.planner.intervals import Interval
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
@@ -26,6 +25,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     fits = "fits" if found.peak["fits"] else "does NOT fit"
     needed = format_bytes(found.peak["needed_bytes"])
     device = format_bytes(found.cluster.memory_bytes)
+    low, high = (format_bytes(round(value)) for value in found.memory_interval)
     lines = [
         f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
         f"({found.shape.name})",
@@ -35,7 +35,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         *_cache(found, cache),
         "",
         f"memory      {needed} {PREDICTED_PEAK}, of {device}: {fits}",
-        f"            80 % interval {_bytes(found.memory_interval)}; "
+        f"            80 % interval {low} to {high}; "
         f"{found.usable_share:.1%} of the device is usable",
         *_worst_routing(found),
     ]
@@ -73,7 +73,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         )
         for one in by_axis(found.traffic)
     ]
-    speed, (low, high) = found.speed, found.seconds_interval
+    speed, (least, most) = found.speed, found.seconds_interval
     parts = [
         (name, f"{seconds:.4g} s")
         for name, seconds in found.seconds.items()
@@ -92,7 +92,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         ),
         "",
         _indented(table(("step", f"{found.seconds['total']:.4g} s"), parts)).lstrip(),
-        f"  80 % interval {low:.4g} to {high:.4g} s",
+        f"  80 % interval {least:.4g} to {most:.4g} s",
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
         f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
         "",
@@ -141,11 +141,6 @@ def _cache(found: Estimate, cache: CacheSize | None) -> list[str]:
             f"            decoding one token of each: {intensity:,.0f} FLOP/byte of the weights",
         ]
     return lines
-
-
-def _bytes(interval: Interval) -> str:
-    low, high = (format_bytes(round(value)) for value in interval)
-    return f"{low} to {high}"
 
 
 def _large(number: int) -> str:

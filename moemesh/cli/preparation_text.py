@@ -13,8 +13,18 @@ from moemesh.train.preparation import Preparation
 
 def preparation_text(prepared: Preparation) -> str:
     """The plan, what is found and what would be written, one fact a line."""
-    config, folder = prepared.config, prepared.folder
+    from moemesh.trace.memory_profile import format_bytes
+    from moemesh.train.disk import disk_warning
+
+    config, folder, need = prepared.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data
+    disk_note = disk_warning(config, folder.checkpoints)
+    resume = "nothing there: a new run"
+    if steps := prepared.steps:
+        more = f", the newest of {len(steps)}" if len(steps) > 1 else ""
+        resume = f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
+    elif folder.has_run:
+        resume = f"{folder.path} holds a run without a checkpoint: from the first step"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
     lines = [
@@ -22,17 +32,18 @@ def preparation_text(prepared: Preparation) -> str:
         f"edp={plan.edp}",
         f"steps    {ends} of {data.global_batch:,} sequences of {data.seq_len:,} tokens",
         f"memory   {_memory(prepared)}",
-        f"disk     {_disk(prepared)}",
+        f"disk     {format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with "
+        f"{train.checkpoints_kept} kept and one being written; {format_bytes(need.free)} free",
         *_data(data),
         *_samples(prepared),
         f"tokens   by {data.tokenizer}",
         *([f"weights  {config.model_path}"] if config.model_path is not None else []),
         *([f"adapters {config.lora.path}"] if config.lora.path is not None else []),
-        f"resume   {_resume(prepared)}",
+        f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(_files(prepared))}",
         *(f"note: {warning}" for warning in warnings_before_ranks(prepared.readable)),
-        *(f"note: {warning}" for warning in filter(None, [_disk_warning(prepared)])),
+        *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]
     return "\n".join(lines)
@@ -51,22 +62,6 @@ def _memory(prepared: Preparation) -> str:
     return (
         f"{format_bytes(worst.peak)} {PREDICTED_HELD}, of {whose}: {format_bytes(states)} of "
         f"weights, gradients and optimizer, {format_bytes(worst.activations)} of activations"
-    )
-
-
-def _disk_warning(prepared: Preparation) -> str | None:
-    from moemesh.train.disk import disk_warning
-
-    return disk_warning(prepared.config, prepared.folder.checkpoints)
-
-
-def _disk(prepared: Preparation) -> str:
-    from moemesh.trace.memory_profile import format_bytes
-
-    need, kept = prepared.disk, prepared.config.train.checkpoints_kept
-    return (
-        f"{format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with {kept} kept "
-        f"and one being written; {format_bytes(need.free)} free"
     )
 
 
@@ -101,16 +96,6 @@ def _samples(prepared: Preparation) -> Iterator[str]:
         yield f"chat     conversations by the template of {config.data.tokenizer}"
         yield f"         {learned:,} tokens bear loss"
     yield from prepared.opened.notes
-
-
-def _resume(prepared: Preparation) -> str:
-    folder, steps = prepared.folder, prepared.steps
-    if steps:
-        more = f", the newest of {len(steps)}" if len(steps) > 1 else ""
-        return f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
-    if folder.has_run:
-        return f"{folder.path} holds a run without a checkpoint: from the first step"
-    return "nothing there: a new run"
 
 
 def _files(prepared: Preparation) -> Iterator[str]:

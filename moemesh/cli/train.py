@@ -27,8 +27,7 @@ def train(
     auto_layout: Annotated[
         bool,
         typer.Option(
-            "--auto-layout",
-            help="Choose another plan where the plan's ranks are not available.",
+            "--auto-layout", help="Choose another plan where the plan's ranks are not available."
         ),
     ] = False,
     ranks: Annotated[

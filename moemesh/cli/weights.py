@@ -64,8 +64,7 @@ def convert(
         ),
     ] = False,
     delta: Annotated[
-        bool,
-        typer.Option("--delta", help="Write only the tensors that a run has trained."),
+        bool, typer.Option("--delta", help="Write only the tensors that a run has trained.")
     ] = False,
     apply: Annotated[
         Path | None,
@@ -162,7 +161,19 @@ def evaluate(
         moemesh evaluate runs/first --data book.txt --seq-len 128
     """
     if seq_len is None:
-        seq_len = _length_of_run(source, overrides or [])
+        from moemesh.config.errors import UserError
+        from moemesh.config.huggingface.folder import CONFIG
+        from moemesh.train.weight_sources import config_of
+
+        config = config_of(source, overrides or [])
+        if (source / CONFIG).exists():
+            longest = config.model.max_position_embeddings
+            most = f", at most {longest}" if longest else ""
+            raise UserError(
+                f"{source} is a folder of transformers, which names no length of windows: choose "
+                f"one{most}, such as --seq-len {min(2048, longest or 2048)}"
+            )
+        seq_len = config.data.seq_len  # that of the run
     _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
     from moemesh.train.evaluation import evaluate as run
 
@@ -180,8 +191,7 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat",
-            help="Answer --prompt by the chat template; without it, talk at the terminal.",
+            "--chat", help="Answer --prompt by the chat template; without it, talk at the terminal."
         ),
     ] = False,
     system: Annotated[
@@ -237,23 +247,6 @@ def generate(
         as_json=as_json,
     )
     raise typer.Exit(code)
-
-
-def _length_of_run(source: Path, given: list[str]) -> int:
-    """The sequence length that a run trained with; folders of transformers name none."""
-    from moemesh.config.errors import UserError
-    from moemesh.config.huggingface.folder import CONFIG
-    from moemesh.train.weight_sources import config_of
-
-    config = config_of(source, given)
-    if (source / CONFIG).exists():
-        longest = config.model.max_position_embeddings
-        most = f", at most {longest}" if longest else ""
-        raise UserError(
-            f"{source} is a folder of transformers, which names no length of windows: choose one"
-            f"{most}, such as --seq-len {min(2048, longest or 2048)}"
-        )
-    return config.data.seq_len
 
 
 def _check(source: Path, given: list[str]) -> None:

@@ -39,7 +39,22 @@ class AsynchronousPlan(Protocol):
 
 def asynchronous_problems(plan: AsynchronousPlan, model: ModelConfig | None) -> list[Problem]:
     """Everything that is wrong with them; nothing to say about a synchronous plan."""
-    problems = _strangers(plan)
+    problems: list[Problem] = []
+    for name, (default, schedules) in OPTIONS.items():
+        value: object = getattr(plan, name)
+        if value == default or plan.schedule in schedules:
+            continue
+        owners = " or ".join(schedules)
+        problems.append(
+            Problem(
+                code="conflict",
+                key=f"plan.{name}",
+                value=value,
+                message=f"{name} is a key of schedule {owners}, the schedule is {plan.schedule}",
+                fix=f"leave {name} out, or schedule = {owners}",
+                related=("plan.schedule",),
+            )
+        )
     window = plan.update_window
     if window is not None and window > 0 and not problems:
         problems += _window_rules(plan, window)
@@ -57,27 +72,6 @@ def asynchronous_problems(plan: AsynchronousPlan, model: ModelConfig | None) -> 
         )
     if plan.schedule in ASYNCHRONOUS_SCHEDULES and model is not None:
         problems += _model_rules(plan, model)
-    return problems
-
-
-def _strangers(plan: AsynchronousPlan) -> list[Problem]:
-    """Keys of one schedule that are set under another."""
-    problems: list[Problem] = []
-    for name, (default, schedules) in OPTIONS.items():
-        value: object = getattr(plan, name)
-        if value == default or plan.schedule in schedules:
-            continue
-        owners = " or ".join(schedules)
-        problems.append(
-            Problem(
-                code="conflict",
-                key=f"plan.{name}",
-                value=value,
-                message=f"{name} is a key of schedule {owners}, the schedule is {plan.schedule}",
-                fix=f"leave {name} out, or schedule = {owners}",
-                related=("plan.schedule",),
-            )
-        )
     return problems
 
 

@@ -10,15 +10,7 @@ from pydantic import BeforeValidator
 
 from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem
-from moemesh.config.section import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
 from moemesh.config.toml import format_value
 
 Attention = Literal["gqa", "mla"]

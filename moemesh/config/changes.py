@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moemesh.config.errors import UserError
-from moemesh.config.renames import SCHEMA_KEY
+from moemesh.config.migration import SCHEMA_KEY
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value
 
@@ -78,7 +78,15 @@ def compare(old: str, new: str) -> list[Change]:
         before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
-    defaults = _defaults()
+    # The default of every key that has one, as TOML has it.
+    defaults: dict[str, object] = {
+        f"{name}.{key}": list(cast("tuple[object, ...]", field.default))
+        if isinstance(field.default, tuple)
+        else field.default
+        for name, section in SECTIONS.items()
+        for key, field in section.model_fields.items()
+        if field.default is not None
+    }
     for text in (before, after):
         text.pop(SCHEMA_KEY, None)
     before, after = defaults | before, defaults | after
@@ -87,20 +95,6 @@ def compare(old: str, new: str) -> list[Change]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
-
-
-def _defaults() -> dict[str, object]:
-    """The default of every key that has one, as TOML has it."""
-    found: dict[str, object] = {}
-    for name, section in SECTIONS.items():
-        for key, item in section.model_fields.items():
-            value: object = item.default
-            if value is not None:
-                is_list = isinstance(value, tuple)
-                found[f"{name}.{key}"] = (
-                    list(cast("tuple[object, ...]", value)) if is_list else value
-                )
-    return found
 
 
 def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Kind:

@@ -279,37 +279,33 @@ def _build(table: dict[str, object], origin: str) -> Cluster:
     try:
         cluster = Cluster.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_detail_problems(error, origin)) from None
+        problems: list[Problem] = []
+        for detail in error.errors(include_url=False):
+            name = ".".join(str(part) for part in detail["loc"])
+            value = None if detail["type"] == "missing" else detail["input"]
+            key, message, code = name.partition(".")[0], detail["msg"], "wrong-type"
+            fix = example(key)
+            if detail["type"] == "missing":
+                code, message = "missing", "it must be given"
+            if name in KEYS:
+                message = f"{message[0].lower()}{message[1:]}: {told(name)}"
+            if detail["type"] == "extra_forbidden":
+                code = "unknown-key"
+                message, fix = (
+                    f"a cluster has no key `{name}`",
+                    nearest_choice(name, tuple(Cluster.model_fields)),
+                )
+            problems.append(
+                Problem(
+                    code=code,
+                    key=f"cluster.{name}",
+                    value=value,
+                    origin=origin,
+                    message=message,
+                    fix=fix,
+                )
+            )
+        raise ConfigError(problems) from None
     if problems := cluster.check():
         raise ConfigError(problems)
     return cluster
-
-
-def _detail_problems(error: ValidationError, origin: str) -> list[Problem]:
-    problems: list[Problem] = []
-    for detail in error.errors(include_url=False):
-        name = ".".join(str(part) for part in detail["loc"])
-        value = None if detail["type"] == "missing" else detail["input"]
-        key, message, code = name.partition(".")[0], detail["msg"], "wrong-type"
-        fix = example(key)
-        if detail["type"] == "missing":
-            code, message = "missing", "it must be given"
-        if name in KEYS:
-            message = f"{message[0].lower()}{message[1:]}: {told(name)}"
-        if detail["type"] == "extra_forbidden":
-            code = "unknown-key"
-            message, fix = (
-                f"a cluster has no key `{name}`",
-                nearest_choice(name, tuple(Cluster.model_fields)),
-            )
-        problems.append(
-            Problem(
-                code=code,
-                key=f"cluster.{name}",
-                value=value,
-                origin=origin,
-                message=message,
-                fix=fix,
-            )
-        )
-    return problems

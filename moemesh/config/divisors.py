@@ -11,7 +11,11 @@ def divisors(number: int) -> list[int]:
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` next to `wanted`, below and above: "2 or 4"."""
-    legal = divisors(number)
+    return nearest(divisors(number), wanted)
+
+
+def nearest(legal: list[int], wanted: int) -> str:
+    """The same of ascending legal numbers."""
     below = [d for d in legal if d <= wanted][-1:]
     above = [d for d in legal if d > wanted][:1]
     return " or ".join(str(d) for d in below + above)

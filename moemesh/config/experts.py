@@ -225,7 +225,18 @@ class ExpertConfig(Section):
         """Which layers have experts."""
         layers, problems = self.moe_layers, list[Problem]()
         if layers is None:
-            return self._first_dense_rules()
+            if self.first_dense_layers > self.num_layers:
+                problems.append(
+                    self.problem(
+                        "too-large",
+                        "first_dense_layers",
+                        f"first_dense_layers ({self.first_dense_layers}) exceeds "
+                        f"num_layers ({self.num_layers})",
+                        f"first_dense_layers = {self.num_layers}",
+                        "num_layers",
+                    )
+                )
+            return problems
         if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
             legal = sorted({index for index in layers if 0 <= index < self.num_layers})
             problems.append(
@@ -248,21 +259,6 @@ class ExpertConfig(Section):
                     "layers have experts",
                     f"first_dense_layers = {default}, or leave moe_layers out",
                     "moe_layers",
-                )
-            )
-        return problems
-
-    def _first_dense_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.first_dense_layers > self.num_layers:
-            problems.append(
-                self.problem(
-                    "too-large",
-                    "first_dense_layers",
-                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
-                    f"num_layers ({self.num_layers})",
-                    f"first_dense_layers = {self.num_layers}",
-                    "num_layers",
                 )
             )
         return problems
@@ -355,27 +351,24 @@ class ExpertConfig(Section):
                 )
             )
         if self.router_selection != "token_choice":
-            problems += self._balanced_selection_rules()
+            # Balanced choices leave no room for other means to the same end.
+            others: list[tuple[str, bool, str]] = [
+                ("router_selection_bias", self.router_selection_bias, "false"),
+                ("router_groups", self.router_groups > 1, "1"),
+            ]
+            if self.router_selection == "expert_choice":
+                # A token may get no expert at all, or many: no K scores to take the softmax of.
+                others.append(("router_when", self.router_when == "after", '"before"'))
+            problems += [
+                self.problem(
+                    "conflict",
+                    name,
+                    f'router_selection = "{self.router_selection}" does not go with '
+                    f"{name} = {format_value(getattr(self, name))}",
+                    f'{name} = {legal}, or router_selection = "token_choice"',
+                    "router_selection",
+                )
+                for name, wrong, legal in others
+                if wrong
+            ]
         return problems
-
-    def _balanced_selection_rules(self) -> list[Problem]:
-        """Balanced choices leave no room for other means to the same end."""
-        others: list[tuple[str, bool, str]] = [
-            ("router_selection_bias", self.router_selection_bias, "false"),
-            ("router_groups", self.router_groups > 1, "1"),
-        ]
-        if self.router_selection == "expert_choice":
-            # A token may get no expert at all, or many: no K scores to take the softmax of.
-            others.append(("router_when", self.router_when == "after", '"before"'))
-        return [
-            self.problem(
-                "conflict",
-                name,
-                f'router_selection = "{self.router_selection}" does not go with '
-                f"{name} = {format_value(getattr(self, name))}",
-                f'{name} = {legal}, or router_selection = "token_choice"',
-                "router_selection",
-            )
-            for name, wrong, legal in others
-            if wrong
-        ]

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,26 +72,29 @@ class ClusterJob:
         Raises ConfigError where the ranks do not fill their nodes, and for words (of `more`) that
         are no names of schedulers: they stand in their files as they are.
         """
-        _check_names(more)
+        # A scheduler or YAML would read other names as something else.
+        problems: list[Problem] = []
+        for key in ("partition", "account", "image", "accelerator"):
+            name = more.get(key)
+            if name is not None and not _NAME.fullmatch(name):
+                plain = re.sub(r"[^\w./:@,+-]+", "-", name, flags=re.ASCII).strip("-:./@,+")
+                message = "a name has letters and digits, with - _ . / : @ , + between them"
+                fix = f"--{key} {plain or 'NAME'}"
+                problems.append(Problem.of("syntax", key, name, message, fix))
+        if problems:
+            raise ConfigError(problems)
         ranks = config.plan.world_size
         each = ranks_per_node or config.plan.ranks_per_node or min(ranks, 8)
         if ranks % each:
             nearest = max(size for size in range(1, each + 1) if ranks % size == 0)
             message = f"{ranks} ranks do not fill nodes of {each}"
             fix = f"--ranks-per-node {nearest}"
-            raise ConfigError(
-                [
-                    Problem(
-                        code="not-divisible",
-                        key="ranks_per_node",
-                        value=each,
-                        message=message,
-                        fix=fix,
-                    )
-                ]
-            )
+            raise ConfigError([Problem.of("not-divisible", "ranks_per_node", each, message, fix)])
+        # Slurm and Kubernetes both take such a name; a service of Kubernetes begins with a letter.
+        plain = re.sub(r"[^a-z0-9-]+", "-", out.name.lower()).strip("-")
+        plain = plain if plain[:1].isalpha() else f"moemesh-{plain}"
         return ClusterJob(
-            name=_plain(out.name),
+            name=plain[:50].strip("-"),
             arguments=tuple(arguments),
             out=str(out),
             nodes=ranks // each,
@@ -108,7 +111,7 @@ class ClusterJob:
     def text(self, launcher: Launcher) -> str:
         """The file for `launcher`."""
         makers = {
-            "local": self._local,
+            "local": lambda: f"{self.command}\n",
             "torchrun": self._torchrun,
             "slurm": self._slurm,
             "k8s": self._kubernetes,
@@ -127,11 +130,6 @@ class ClusterJob:
             for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
         )
 
-    @property
-    def _files(self) -> list[str]:
-        """The configuration file of the run, if there is one."""
-        return [one for one in self.arguments[1:2] if not one.startswith("-")]
-
     def _place(self) -> str:
         """Lines of a script that find this environment, and files by relative paths."""
         lines: list[str] = []
@@ -140,9 +138,6 @@ class ClusterJob:
         if self.directory:
             lines.append(f"cd {shlex.quote(self.directory)}  # where relative paths begin")
         return "".join(f"{line}\n" for line in lines)
-
-    def _local(self) -> str:
-        return f"{self.command}\n"
 
     def _torchrun(self) -> str:
         comment = self._comment(
@@ -270,7 +265,9 @@ spec:
             "A machine that is taken away is replaced, and the run goes on from its folder. To "
             "change: MOEMESH, the address of this package's repository or wheel, and " + shared,
         )
-        mounts = [f"{json.dumps(one)}: {json.dumps(one)}" for one in self._files]
+        # The configuration file of the run, if there is one.
+        files = [one for one in self.arguments[1:2] if not one.startswith("-")]
+        mounts = [f"{json.dumps(one)}: {json.dumps(one)}" for one in files]
         if self.nodes == 1:
             mounts.append(f"{json.dumps(folder)}: {{source: BUCKET_URL, mode: MOUNT_CACHED}}")
         lines = "".join(f"  {one}\n" for one in mounts)
@@ -292,30 +289,3 @@ resources:
     --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} \\
     --no-python {self.command}
 """
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError with every name that a scheduler or YAML would read as something else."""
-    problems: list[Problem] = []
-    for key in ("partition", "account", "image", "accelerator"):
-        name = given.get(key)
-        if name is not None and not _NAME.fullmatch(name):
-            plain = re.sub(r"[^\w./:@,+-]+", "-", name, flags=re.ASCII).strip("-:./@,+")
-            problems.append(
-                Problem(
-                    code="syntax",
-                    key=key,
-                    value=name,
-                    message="a name has letters and digits, with - _ . / : @ , + between them",
-                    fix=f"--{key} {plain or 'NAME'}",
-                )
-            )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _plain(name: str) -> str:
-    """A name that Slurm and Kubernetes both take; a service of Kubernetes begins with a letter."""
-    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    plain = plain if plain[:1].isalpha() else f"moemesh-{plain}"
-    return plain[:50].strip("-")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.schema import SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names
@@ -91,17 +91,13 @@ def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
         kinds = [_of_type(one, limits) for one in arguments if one is not NoneType]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     if origin is tuple:
-        return _list(arguments, limits)
+        found: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}
+        if arguments[-1] is not Ellipsis:
+            found |= {"minItems": len(arguments), "maxItems": len(arguments)}
+        return found
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return _section(annotation, f"{annotation.section}.")
     return {**_TYPES[annotation], **_limits(limits)}
-
-
-def _list(arguments: tuple[Any, ...], limits: Range | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}
-    if arguments[-1] is not Ellipsis:
-        found |= {"minItems": len(arguments), "maxItems": len(arguments)}
-    return found
 
 
 def _limits(limits: Range | None) -> Mapping[str, float]:

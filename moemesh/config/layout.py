@@ -132,7 +132,14 @@ class Layout(Shown):
         """All groups of `axis`, each a tuple of ascending ranks; groups ordered by first rank."""
         whole, _, part = axis.rpartition("_")
         if part in ("shard", "copies") and whole in SHARDED_AXES:
-            return self._cut_groups(whole, part)
+            found: list[tuple[int, ...]] = []
+            for group in self.groups(whole):
+                size = gcd(self.shard_group, len(group)) if self.shard_group else len(group)
+                if part == "shard":
+                    found += [group[start : start + size] for start in range(0, len(group), size)]
+                else:
+                    found += [group[start::size] for start in range(size)]
+            return tuple(sorted(found))
         view, spanned = AXES[axis]
         first, members, distance = [0], [0], self.world_size
         for name, degree in self.dimensions(view).items():
@@ -150,17 +157,6 @@ class Layout(Shown):
                 for end in range((len(group) + 1) // 2)
             ]
         return tuple(sorted(groups))
-
-    def _cut_groups(self, axis: str, part: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of one of the two axes into which a sharded `axis` is cut."""
-        found: list[tuple[int, ...]] = []
-        for group in self.groups(axis):
-            size = gcd(self.shard_group, len(group)) if self.shard_group else len(group)
-            if part == "shard":
-                found += [group[start : start + size] for start in range(0, len(group), size)]
-            else:
-                found += [group[start::size] for start in range(size)]
-        return tuple(sorted(found))
 
     def sharding_axes(self, axis: str) -> tuple[str, str]:
         """(ranks that share the states of `axis`, ranks with the same share): names of axes. The

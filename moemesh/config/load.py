@@ -18,9 +18,9 @@ from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.run import DEFAULT_PRESET, RunConfig
 from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
 from moemesh.config.section import Section
@@ -100,8 +100,14 @@ def load_run(
         base = read_folder(Path(path))
     problems += base.problems
     leaves = merge([base, *given])
-    if (weaker := _overruled_end(given)) is not None:
-        del leaves[weaker]
+    # Of train.steps and train.epochs a stronger source overrules one by giving the other, so that
+    # --set can end a run whose file says it in the other way.
+    last = {
+        key: max((n for n, source in enumerate(given) if key in source.leaves), default=-1)
+        for key in ("train.steps", "train.epochs")
+    }
+    if min(last.values()) >= 0 and len(set(last.values())) > 1:
+        del leaves[min(last, key=lambda key: last[key])]
     if PRESET_KEY in broken or base.problems:
         # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
@@ -123,18 +129,6 @@ def load_run(
         raise ConfigError(_as_the_model(problem, base) for problem in problems)
     notes = tuple(note for source in given for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
-
-
-def _overruled_end(given: Sequence[ConfigSource]) -> str | None:
-    """Of ``train.steps`` and ``train.epochs`` the one that a stronger source overrules by giving
-    the other, so that --set can end a run whose file says it in the other way."""
-    last = {
-        key: max((n for n, source in enumerate(given) if key in source.leaves), default=-1)
-        for key in ("train.steps", "train.epochs")
-    }
-    if min(last.values()) < 0 or len(set(last.values())) == 1:
-        return None
-    return min(last, key=lambda key: last[key])
 
 
 def load_recorded(

@@ -1,4 +1,4 @@
-"""Bringing a configuration file to the keys of this version, with its comments and order kept."""
+"""The version of the keys, those that had other names in earlier ones, and files brought to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ import tomllib
 from dataclasses import dataclass
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION, later_version, renamed
 from moemesh.config.toml import key_lines, unreadable
+
+#: The top-level key of a file that names the version of its keys; without it the file is read as
+#: one of this version.
+SCHEMA_KEY = "schema_version"
+SCHEMA_VERSION = 1
+#: Version -> old dotted key -> new one, for every key that this version has renamed. The one place:
+#: messages, `moemesh config migrate` and the tests read it.
+RENAMES: dict[int, dict[str, str]] = {}
+
+
+def renamed() -> dict[str, str]:
+    """Every old key -> its name now, also where it was renamed more than once."""
+    found: dict[str, str] = {}
+    for version in sorted(RENAMES, reverse=True):
+        for old, new in RENAMES[version].items():
+            found[old] = found.get(new, new)
+    return found
+
+
+def later_version(version: int, origin: str) -> Problem:
+    """A file whose keys are of a version that is not known yet."""
+    return Problem(
+        code="too-large",
+        key=SCHEMA_KEY,
+        value=version,
+        origin=origin,
+        message=f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}",
+        fix="a newer moemesh",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +81,13 @@ def migrate(text: str, name: str = "") -> Migration:
     for section, found in moved:
         _append(lines, section, found)
     if version != SCHEMA_VERSION:
-        _write_version(lines, places)
+        if (SCHEMA_KEY,) in places:
+            number = places[(SCHEMA_KEY,)]
+            lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
+        else:  # behind the comment that the file begins with
+            first = next((i for i, line in enumerate(lines) if line[:1] != "#"), len(lines))
+            gap = [] if lines[first : first + 1] in ([""], []) else [""]
+            lines[first:first] = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}", *gap]
         changes.append(f"{SCHEMA_KEY} = {SCHEMA_VERSION}")
     ending = "\n" if text.endswith("\n") or not text else ""
     return Migration(text="\n".join(lines) + ending, changes=tuple(changes))
@@ -112,17 +146,6 @@ def _append(lines: list[str], section: str, found: list[str]) -> None:
     while end > own[0] + 1 and not lines[end - 1].strip():
         end -= 1
     lines[end:end] = found
-
-
-def _write_version(lines: list[str], places: dict[tuple[str, ...], int]) -> None:
-    """The version: in its line, or behind the comment that the file begins with."""
-    if (SCHEMA_KEY,) in places:
-        number = places[(SCHEMA_KEY,)]
-        lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
-        return
-    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    gap = [] if lines[first : first + 1] in ([""], []) else [""]
-    lines[first:first] = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}", *gap]
 
 
 def _by_hand(old: str, new: str, name: str, number: int, why: str) -> Problem:

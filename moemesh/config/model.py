@@ -12,12 +12,7 @@ from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
 from moemesh.config.lora import LoraConfig
 from moemesh.config.rules import CutSizes
-from moemesh.config.section import (
-    LARGEST_SIZE,
-    POSITIVE,
-    SIZE,
-    Range,
-)
+from moemesh.config.section import LARGEST_SIZE, POSITIVE, SIZE, Range
 
 
 class ModelConfig(ExpertConfig, AttentionConfig):

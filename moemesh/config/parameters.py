@@ -68,7 +68,11 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     for index in range(model.num_layers):
         yield from _layer(model, plan, index)
     for index in model.mtp_layers:
-        yield from _layer_ahead(model, plan, index)
+        hidden, prefix = model.hidden_size, f"layers.{index}"
+        yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
+        yield from _layer(model, plan, index)
+        for norm in ("embedding_norm", "stream_norm"):
+            yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
     yield ParameterTensor(name="norm.weight", shape=(hidden,))
     for index in model.mtp_layers:
         yield ParameterTensor(name=f"ahead_norms.{index}.weight", shape=(hidden,))
@@ -175,15 +179,6 @@ def _attention_weights(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[
         for leaf, number in (("query_norm.weight", heads), ("key_norm.weight", keys)):
             over_head = model.qk_norm_over == "head"
             yield whole(leaf, size) if over_head else cut(leaf, number * size)
-
-
-def _layer_ahead(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
-    """An extra prediction layer: a layer, and what it has besides."""
-    hidden, prefix = model.hidden_size, f"layers.{index}"
-    yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
-    yield from _layer(model, plan, index)
-    for norm in ("embedding_norm", "stream_norm"):
-        yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
 
 
 def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTensor]:

@@ -21,14 +21,7 @@ from moemesh.config.rules import (
     server_problems,
 )
 from moemesh.config.schedule_rules import is_schedule_file, pipeline_problems
-from moemesh.config.section import (
-    COUNT,
-    POSITIVE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import COUNT, POSITIVE, SIZE, Range, Section, as_tuple
 
 # The rules of sharded states: `plan.reshard` and `plan.shard_group` belong to what they cut.
 
@@ -265,15 +258,7 @@ class Plan(Section):
             # The other rules divide by degrees or multiply them: they would only echo this.
             return ranges
         rules = degree_problems(self, None if model is None else model.sizes)
-        rules += node_problems(self) + self._batch_rules(seq_len, global_batch)
-        if self.data == "parameter_server":
-            rules += server_problems(self)
-        rules += sharding_problems(self)
-        rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
-        return ranges + independent(rules, {problem.key for problem in ranges})
-
-    def _batch_rules(self, seq_len: int | None, global_batch: int | None) -> list[Problem]:
-        """Nothing must divide, but a plan may not ask for parts that hold nothing at all."""
+        # Nothing must divide, but a plan may not ask for parts that hold nothing at all.
         problems: list[Problem] = []
         if global_batch is not None and self.microbatches > global_batch > 0:
             problems.append(
@@ -299,4 +284,9 @@ class Plan(Section):
                     "data.seq_len",
                 )
             )
-        return problems
+        rules += node_problems(self) + problems
+        if self.data == "parameter_server":
+            rules += server_problems(self)
+        rules += sharding_problems(self)
+        rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
+        return ranges + independent(rules, {problem.key for problem in ranges})

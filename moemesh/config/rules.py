@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple, Protocol
 
-from moemesh.config.divisors import divisors, nearest_divisors
+from moemesh.config.divisors import divisors, nearest, nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.layout import shard_sizes
 
@@ -112,7 +112,19 @@ def mesh_problems(plan: Degrees, num_experts: int = 0) -> list[Problem]:
     key = "ep" if plan.ep > 1 else "etp"
     message = f"ep*etp ({experts}) must divide dp*cp*tp ({ranks})"
     keys = (f"plan.{name}" for name in ("ep", "etp", "dp", "cp", "tp"))
-    fix = _mesh_fix(plan, max(num_experts, 0))
+    # The nearest degrees with which the two meshes cover the same ranks.
+    num_experts = max(num_experts, 0)
+    if ranks % plan.etp == 0:
+        legal = gcd(ranks // plan.etp, num_experts)  # 0 experts divide by any ep
+        fix = f"ep = {nearest_divisors(legal, plan.ep)}"
+    elif ranks % plan.ep == 0:
+        fix = f"etp = {nearest_divisors(ranks // plan.ep, plan.etp)}"
+    else:
+        fix = f"ep*etp = {nearest_divisors(ranks, experts)}"
+    if num_experts % plan.ep == 0:
+        # Then more replicas help, too.
+        step = experts // gcd(experts, plan.cp * plan.tp)
+        fix += f", or dp = {-(-plan.dp // step) * step}"
     return [plan_problem(plan, "not-divisible", key, message, fix, *keys)]
 
 
@@ -145,23 +157,6 @@ def server_problems(plan: Degrees) -> list[Problem]:
     return [plan_problem(plan, "too-large", "servers", message, fix, *keys)]
 
 
-def _mesh_fix(plan: Degrees, num_experts: int) -> str:
-    """The nearest degrees with which the two meshes cover the same ranks."""
-    ranks = plan.dp * plan.cp * plan.tp
-    if ranks % plan.etp == 0:
-        legal = gcd(ranks // plan.etp, num_experts)  # 0 experts divide by any ep
-        fix = f"ep = {nearest_divisors(legal, plan.ep)}"
-    elif ranks % plan.ep == 0:
-        fix = f"etp = {nearest_divisors(ranks // plan.ep, plan.etp)}"
-    else:
-        fix = f"ep*etp = {nearest_divisors(ranks, plan.ep * plan.etp)}"
-    if num_experts % plan.ep == 0:
-        # Then more replicas help, too.
-        step = plan.ep * plan.etp // gcd(plan.ep * plan.etp, plan.cp * plan.tp)
-        fix += f", or dp = {-(-plan.dp // step) * step}"
-    return fix
-
-
 def _tensor_problems(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> list[Problem]:
     """Tensor parallelism cuts heads, dense widths, shared experts; context may cut heads, too."""
     tp, heads = plan.tp, sizes.num_heads
@@ -171,7 +166,13 @@ def _tensor_problems(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> l
         message = f"tp ({tp}) must divide {name} ({size})"
         if copied_kv_heads and name == "num_kv_heads":
             message = f"tp ({tp}) and num_kv_heads ({size}): one must divide the other"
-        fix = f"tp = {_nearest(_tensor_degrees(sizes, copied_kv_heads), tp)}"
+        common = abs(gcd(heads, sizes.intermediate_size, sizes.shared_width))
+        legal = [
+            degree
+            for degree in divisors(common)
+            if not uncut_by_tensor(sizes, degree, copied_kv_heads=copied_kv_heads)
+        ]
+        fix = f"tp = {nearest(legal, tp)}"
         related = (f"model.{key}" for key in keys)
         problems.append(plan_problem(plan, "not-divisible", "tp", message, fix, *related))
     if plan.context == "all_to_all" and heads % tp == 0 and heads % (plan.cp * tp):
@@ -189,16 +190,6 @@ def _tensor_problems(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> l
             )
         )
     return problems
-
-
-def _tensor_degrees(sizes: CutSizes, copied_kv_heads: bool) -> list[int]:
-    """Every legal degree of tensor parallelism."""
-    common = abs(gcd(sizes.num_heads, sizes.intermediate_size, sizes.shared_width))
-    return [
-        degree
-        for degree in divisors(common)
-        if not uncut_by_tensor(sizes, degree, copied_kv_heads=copied_kv_heads)
-    ]
 
 
 def _expert_problems(plan: Degrees, sizes: CutSizes) -> list[Problem]:
@@ -260,13 +251,6 @@ def _layers_per_stage_problems(plan: Degrees, sizes: tuple[int, ...], layers: in
     )
     keys = ("plan.pp", "plan.stages_per_rank", "model.num_layers")
     return [plan_problem(plan, "stages", "layers_per_stage", message, fix, *keys)]
-
-
-def _nearest(legal: list[int], wanted: int) -> str:
-    """The legal degrees next to `wanted`, below and above."""
-    below = [degree for degree in legal if degree <= wanted][-1:]
-    above = [degree for degree in legal if degree > wanted][:1]
-    return " or ".join(str(degree) for degree in below + above)
 
 
 def plan_problem(

@@ -31,7 +31,14 @@ class Projection(NamedTuple):
 
 def projections(model: ModelConfig) -> list[Projection]:
     """Every projection that `model` has in some layer and that can have an adapter."""
-    found = _latent(model) if model.attention == "mla" else _grouped(model)
+    if model.attention == "mla":
+        found = _latent(model)
+    else:
+        heads = {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
+        found = [
+            Projection(f"{name}_proj", "attention", model.hidden_size, number * model.head_dim)
+            for name, number in heads.items()
+        ]
     values = model.num_heads * model.value_head_dim
     found.append(Projection("o_proj", "attention", values, model.hidden_size))
     widths = {
@@ -45,14 +52,6 @@ def projections(model: ModelConfig) -> list[Projection]:
                 found.append(Projection(target, block, model.hidden_size, width))
             found.append(Projection("down_proj", block, width, model.hidden_size))
     return found
-
-
-def _grouped(model: ModelConfig) -> list[Projection]:
-    heads = {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
-    return [
-        Projection(f"{name}_proj", "attention", model.hidden_size, number * model.head_dim)
-        for name, number in heads.items()
-    ]
 
 
 def _latent(model: ModelConfig) -> list[Projection]:
@@ -159,7 +158,32 @@ class RunConfig(Shown):
         rules = self.plan.check(
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
-        rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
+        vocab_size, length = self.model.vocab_size, self.data.seq_len
+        if self.data.tokenizer == "bytes" and vocab_size < NUM_BYTES:
+            rules.append(
+                Problem(
+                    code="too-small",
+                    key="model.vocab_size",
+                    value=vocab_size,
+                    message=f"vocab_size ({vocab_size}) is below the {NUM_BYTES} ids of the "
+                    'tokenizer "bytes"',
+                    fix=f"vocab_size = {NUM_BYTES}",
+                    related=("data.tokenizer",),
+                )
+            )
+        if (longest := self.model.max_position_embeddings) and length > longest:
+            rules.append(
+                Problem(
+                    code="too-large",
+                    key="data.seq_len",
+                    value=length,
+                    message=f"seq_len ({length}) exceeds the positions that RoPE is made for, "
+                    f"max_position_embeddings ({longest})",
+                    fix=f"data.seq_len = {longest}, or RoPE stretched by model.rope_type and "
+                    "model.rope_factor",
+                    related=("model.max_position_embeddings",),
+                )
+            )
         own += adapter_rules(self.model) + self._cluster_problems()
         if not own:
             own += self._table_problems() or tuning_problems(self.tuning, self.model, self.plan)
@@ -191,35 +215,3 @@ class RunConfig(Shown):
             return []
         message = f"{self.train.esft} {reason}: it is a table of another model"
         return [self.train.problem("conflict", "esft", message, "moemesh esft scores")]
-
-    def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:
-        if self.data.tokenizer != "bytes" or model.vocab_size >= NUM_BYTES:
-            return []
-        return [
-            Problem(
-                code="too-small",
-                key="model.vocab_size",
-                value=model.vocab_size,
-                message=f"vocab_size ({model.vocab_size}) is below the {NUM_BYTES} ids of the "
-                'tokenizer "bytes"',
-                fix=f"vocab_size = {NUM_BYTES}",
-                related=("data.tokenizer",),
-            )
-        ]
-
-    def _position_rules(self, model: ModelConfig) -> list[Problem]:
-        longest, length = model.max_position_embeddings, self.data.seq_len
-        if not longest or length <= longest:
-            return []
-        return [
-            Problem(
-                code="too-large",
-                key="data.seq_len",
-                value=length,
-                message=f"seq_len ({length}) exceeds the positions that RoPE is made for, "
-                f"max_position_embeddings ({longest})",
-                fix=f"data.seq_len = {longest}, or RoPE stretched by model.rope_type and "
-                "model.rope_factor",
-                related=("model.max_position_embeddings",),
-            )
-        ]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION, later_version
 from moemesh.config.paths import nearest_path
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION, later_version
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value, key_lines, unreadable
 
@@ -50,7 +50,19 @@ def read_file(path: Path) -> ConfigSource:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        return _malformed(name, text, error)
+        found = re.search(r"\(at line (\d+)", str(error))
+        rows = text.splitlines() or [""]
+        number = int(found.group(1)) if found else len(rows)
+        line = rows[min(number, len(rows)) - 1].strip()
+        problem = Problem(
+            code="syntax",
+            key="",
+            value=line[:80] or None,
+            origin=f"{name}:{number}",
+            message=unreadable(error),
+            fix="give each key once, as key = value, with text in quotes",
+        )
+        return ConfigSource(problems=(problem,))
     lines = key_lines(text)
 
     def origin(*key: str) -> str:
@@ -79,7 +91,10 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         message = f"cannot read the file: {error.strerror or error}"
-        fix = _existing(path)
+        if path.is_dir():
+            fix = str(next(path.glob("*.toml"), "a TOML file, not a folder"))
+        else:
+            fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
         if path.name == "config.toml" and path.parent.is_dir():
             is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
@@ -227,30 +242,6 @@ def _version_problems(version: object, origin: str) -> list[Problem]:
             fix=fix,
         )
     ]
-
-
-def _existing(path: Path) -> str:
-    """The fix for a file that cannot be read: where it is missing, what is there."""
-    if path.is_dir():
-        return str(next(path.glob("*.toml"), "a TOML file, not a folder"))
-    return "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
-
-
-def _malformed(name: str, text: str, error: Exception) -> ConfigSource:
-    """A syntax error with its line, and the line itself."""
-    found = re.search(r"\(at line (\d+)", str(error))
-    lines = text.splitlines() or [""]
-    number = int(found.group(1)) if found else len(lines)
-    line = lines[min(number, len(lines)) - 1].strip()
-    problem = Problem(
-        code="syntax",
-        key="",
-        value=line[:80] or None,
-        origin=f"{name}:{number}",
-        message=unreadable(error),
-        fix="give each key once, as key = value, with text in quotes",
-    )
-    return ConfigSource(problems=(problem,))
 
 
 def _not_a_section(section: str, value: object, origin: str) -> Problem:

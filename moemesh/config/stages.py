@@ -103,20 +103,17 @@ class _Cuts:
 
     def sizes(self, num_stages: int) -> tuple[int, ...]:
         while len(self.found) < num_stages:
-            self._one_more()
+            prefix, best, stages = self.prefix, self.best, len(self.found) + 1
+            longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+            for first in range(len(prefix) - stages):
+                choices: list[tuple[int, int, int]] = []
+                for end in range(first + 1, len(prefix) - stages + 1):
+                    cost = prefix[end] - prefix[first]
+                    largest, squares, _ = best[end]
+                    choices.append((max(largest, cost), squares + cost * cost, first - end))
+                # Ties go to the longer first stage.
+                largest, squares, size = min(choices)
+                longer[first] = (largest, squares, (-size, *best[first - size][2]))
+            self.best = longer
+            self.found.append(longer[0][2])
         return self.found[num_stages - 1]
-
-    def _one_more(self) -> None:
-        prefix, best, stages = self.prefix, self.best, len(self.found) + 1
-        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for first in range(len(prefix) - stages):
-            choices: list[tuple[int, int, int]] = []
-            for end in range(first + 1, len(prefix) - stages + 1):
-                cost = prefix[end] - prefix[first]
-                largest, squares, _ = best[end]
-                choices.append((max(largest, cost), squares + cost * cost, first - end))
-            # Ties go to the longer first stage.
-            largest, squares, size = min(choices)
-            longer[first] = (largest, squares, (-size, *best[first - size][2]))
-        self.best = longer
-        self.found.append(longer[0][2])

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from moemesh.config.renames import renamed
+from moemesh.config.migration import renamed
 from moemesh.config.schema import SECTIONS, all_keys, keys_of, sections_with
 
 #: Names of values in other trainers.

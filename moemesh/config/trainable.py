@@ -185,51 +185,54 @@ def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
     plan = config.plan
     if plan.spare_slots:
         wanted, setting = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
-        yield from _clashes(plan, _replica_clashes(plan), wanted, setting)
+        yield from _clashes(
+            plan,
+            {
+                "dispatcher": Clash(
+                    plan.dispatcher not in ("all_to_all", "auto"),
+                    "sends rows to the homes of experts, not to their replicas",
+                    "dispatcher = all_to_all",
+                ),
+                "combine": Clash(
+                    plan.combine == "exact",
+                    "adds rows in an order that does not depend on where experts are",
+                    "combine = fast",
+                ),
+                "ampnet_backward": Clash(
+                    plan.schedule == "ampnet" and plan.ampnet_backward == "live",
+                    "reads weights in the backward that replicas have fetched in the forward",
+                    "ampnet_backward = recompute",
+                ),
+            },
+            wanted,
+            setting,
+        )
     if every := config.train.rebalance_every:
         wanted, setting = "train.rebalance_every", f"rebalance_every = {every}"
-        yield from _clashes(plan, _move_clashes(plan), wanted, setting)
-
-
-def _replica_clashes(plan: Plan) -> dict[str, Clash]:
-    return {
-        "dispatcher": Clash(
-            plan.dispatcher not in ("all_to_all", "auto"),
-            "sends rows to the homes of experts, not to their replicas",
-            "dispatcher = all_to_all",
-        ),
-        "combine": Clash(
-            plan.combine == "exact",
-            "adds rows in an order that does not depend on where experts are",
-            "combine = fast",
-        ),
-        "ampnet_backward": Clash(
-            plan.schedule == "ampnet" and plan.ampnet_backward == "live",
-            "reads weights in the backward that replicas have fetched in the forward",
-            "ampnet_backward = recompute",
-        ),
-    }
-
-
-def _move_clashes(plan: Plan) -> dict[str, Clash]:
-    asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
-    return {
-        "combine": Clash(
-            plan.combine == "exact",
-            "adds rows in the order of the experts' places, which may not change",
-            "combine = fast",
-        ),
-        "schedule": Clash(
-            asynchronous,
-            "never drains: there is no moment at which experts could move",
-            "schedule = 1f1b",
-        ),
-        "optimizer_validation": Clash(
-            plan.optimizer_validation == "after" and not asynchronous,
-            "takes a step back when the next one has begun, and experts have moved in between",
-            "optimizer_validation = before",
-        ),
-    }
+        asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
+        yield from _clashes(
+            plan,
+            {
+                "combine": Clash(
+                    plan.combine == "exact",
+                    "adds rows in the order of the experts' places, which may not change",
+                    "combine = fast",
+                ),
+                "schedule": Clash(
+                    asynchronous,
+                    "never drains: there is no moment at which experts could move",
+                    "schedule = 1f1b",
+                ),
+                "optimizer_validation": Clash(
+                    plan.optimizer_validation == "after" and not asynchronous,
+                    "takes a step back when the next one has begun, and experts have moved in "
+                    "between",
+                    "optimizer_validation = before",
+                ),
+            },
+            wanted,
+            setting,
+        )
 
 
 def _clashes(

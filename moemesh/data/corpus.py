@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.documents import Document, between, encoded
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.input_files import DataFile, check_head, find
-from moemesh.data.records import Record, Where, read
+from moemesh.data.records import BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 
 #: A single text file at least this large is memory-mapped instead of read.
@@ -68,7 +67,19 @@ class Corpus:
         reader = Tokenizer.open(tokenizer)
         reader.check(vocab_size)
         if is_whole_file(files, reader):
-            documents: Iterable[Document] = [_whole_file(files[0])]
+            # The bytes of the file, memory-mapped when it is large.
+            (file,) = files
+            check_head(file)
+            if file.num_bytes < MAP_FROM_BYTES:
+                content = np.frombuffer(read_whole(file.path), dtype=np.uint8)
+            else:
+                try:
+                    content = np.memmap(file.path, dtype=np.uint8, mode="r")
+                except OSError as error:
+                    reason = error.strerror or error
+                    raise DataError(f"{file.path}: cannot be read ({reason})") from error
+            where = Where(str(file.path), "file", 1, 0)
+            documents: Iterable[Document] = [Document(where, content, None)]
         else:
             documents = documents_of(files, reader, text_key, log or BadRecordLog(source=source))
         newline = between(reader)
@@ -178,15 +189,3 @@ def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
     one = files[0]
     is_text = one.format in ("text", "bytes") and one.compression == "none"
     return len(files) == 1 and is_text and reader.folder is None
-
-
-def _whole_file(file: DataFile) -> Document:
-    """The bytes of one text file, memory-mapped when it is large."""
-    check_head(file)
-    where = Where(str(file.path), "file", 1, 0)
-    if file.num_bytes < MAP_FROM_BYTES:
-        return Document(where, np.frombuffer(read_whole(file.path), dtype=np.uint8), None)
-    try:
-        return Document(where, np.memmap(file.path, dtype=np.uint8, mode="r"), None)
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror or error})") from error

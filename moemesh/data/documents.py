@@ -83,21 +83,14 @@ def _texts(
             elif tokenizer.folder is None:
                 yield where, record
             else:
-                yield where, _decoded(record, where)
+                yield where, record.decode()
         except BadRecordError as error:
             on_bad(error)
-
-
-def _decoded(text: bytes, where: Where) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        if where.unit == "file":
-            offset = (where.byte or 0) + error.start
-            reason = f"byte offset {offset}: not valid UTF-8 ({error.reason})"
-        else:
+        except UnicodeDecodeError as error:
             reason = f"not valid UTF-8 ({error.reason})"
-        raise BadRecordError(where, reason) from error
+            if where.unit == "file":
+                reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
+            on_bad(BadRecordError(where, reason))
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:

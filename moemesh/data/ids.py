@@ -21,7 +21,7 @@ class IdRanges:
     def joined(parts: Sequence[IdRanges]) -> IdRanges:
         """The ids of all `parts`, each of which begins behind the one before."""
         firsts = [part._firsts for part in parts]
-        lasts = [part._lasts for part in parts]
+        lasts = [part._firsts + np.diff(part._ends, prepend=0) for part in parts]
         none = [np.empty(0, dtype=np.int64)]
         return IdRanges(np.concatenate(none + firsts), np.concatenate(none + lasts))
 
@@ -36,10 +36,6 @@ class IdRanges:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def _lasts(self) -> np.ndarray:
-        return self._firsts + np.diff(self._ends, prepend=0)
 
     def at(self, places: np.ndarray) -> np.ndarray:
         """The ids at `places` [n], int64."""

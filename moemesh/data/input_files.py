@@ -82,7 +82,13 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     that names no file to read.
     """
     if path is None:
-        return [DataFile(file, "text") for file in _standard_library()]
+        # The ``*.py`` sources of the running Python, without its tests and installed packages.
+        root = Path(sysconfig.get_path("stdlib"))
+        every = _walk(root, STANDARD_LIBRARY_SKIP.__contains__)
+        sources = [DataFile(file, "text") for file in every if file.suffix == ".py"]
+        if not sources:
+            raise DataError(f"this Python has no library sources under {root}: set data.path")
+        return sources
     if path.startswith(HUB):
         if format not in ("auto", "dataset"):
             raise DataError(f'data.path {path} is a dataset of the Hub: data.format = "dataset"')
@@ -218,17 +224,6 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def _standard_library() -> list[Path]:
-    """The ``*.py`` sources of the running Python, without its tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = [
-        file for file in _walk(root, STANDARD_LIBRARY_SKIP.__contains__) if file.suffix == ".py"
-    ]
-    if not found:
-        raise DataError(f"this Python has no library sources under {root}: set data.path")
-    return found
 
 
 def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:

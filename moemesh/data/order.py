@@ -81,7 +81,18 @@ class Interleaving:
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights` are positive."""
-        self.counts = _counts(weights)
+        # The smallest whole numbers in the ratio of the weights, or, where their sum would be too
+        # large, the nearest ones above zero of the longest period.
+        # A weight is taken as it is written: 0.3 means three tenths, not the nearest binary number.
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = lcm(*(one.denominator for one in exact))
+        whole = [int(one * scale) for one in exact]
+        divisor = int(np.gcd.reduce(np.array(whole, dtype=object)))
+        whole = [one // divisor for one in whole]
+        if sum(whole) > LONGEST_PERIOD:
+            total = sum(whole)
+            whole = [max(1, round(Fraction(one * LONGEST_PERIOD, total))) for one in whole]
+        self.counts = np.array(whole, dtype=np.int64)
         self.period = int(self.counts.sum())
         # Draw j of c lies at the middle of the j-th of c equal parts of the period. The quotients
         # are correctly rounded, so that equal ones are equal and the first source goes first.
@@ -103,21 +114,6 @@ class Interleaving:
         periods, place = divmod(position, self.period)
         rest = np.bincount(self._source[:place], minlength=len(self.counts))
         return periods * self.counts + rest
-
-
-def _counts(weights: Sequence[float]) -> np.ndarray:
-    """Draws of each source in one period: the smallest whole numbers in the ratio of the weights,
-    or, where their sum would be too large, the nearest ones above zero of the longest period."""
-    # A weight is taken as it is written: 0.3 means three tenths, not the nearest binary number.
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = lcm(*(one.denominator for one in exact))
-    whole = [int(one * scale) for one in exact]
-    divisor = int(np.gcd.reduce(np.array(whole, dtype=object)))
-    whole = [one // divisor for one in whole]
-    if sum(whole) > LONGEST_PERIOD:
-        total = sum(whole)
-        whole = [max(1, round(Fraction(one * LONGEST_PERIOD, total))) for one in whole]
-    return np.array(whole, dtype=np.int64)
 
 
 def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
@@ -153,15 +149,12 @@ class Epochs:
         holds every id once."""
         epochs, places = np.divmod(draws, len(self.ids))
         found = np.empty(len(draws), dtype=np.int64)
-        for epoch in np.unique(epochs):
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            found[here] = self.ids.at(self._order(int(epoch)).at(places[here]))
+            # The orders of the two epochs that a batch can span stay cached.
+            if epoch not in self._orders:
+                for old in [key for key in self._orders if key != epoch - 1]:
+                    del self._orders[old]
+                self._orders[epoch] = Permutation(len(self.ids), self._seed, self._purpose, epoch)
+            found[here] = self.ids.at(self._orders[epoch].at(places[here]))
         return found
-
-    def _order(self, epoch: int) -> Permutation:
-        """The order of `epoch`; those of the two epochs that a batch can span stay cached."""
-        if epoch not in self._orders:
-            for old in [key for key in self._orders if key != epoch - 1]:
-                del self._orders[old]
-            self._orders[epoch] = Permutation(len(self.ids), self._seed, self._purpose, epoch)
-        return self._orders[epoch]

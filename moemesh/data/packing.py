@@ -53,7 +53,22 @@ def packed(corpus: Corpus, seq_len: int, long: LongConversations, at_least: int 
     lengths = np.diff(starts, append=len(corpus.tokens))
     is_text = learned[starts]  # a conversation begins with a header, or with what is asked
     is_long = (lengths > seq_len) & ~is_text
-    note = _note(corpus.source, lengths, is_long, seq_len, long) if is_long.any() else None
+    note = None
+    if is_long.any():
+        number = int(np.argmax(np.where(is_long, lengths, 0)))
+        count, longest = int(is_long.sum()), int(lengths[number])
+        held = (
+            f"{corpus.source}: {count:,} of {len(lengths):,} documents are conversations longer "
+            f"than data.seq_len = {seq_len:,} (the longest, document {number + 1:,}, has "
+            f"{longest:,} tokens)"
+        )
+        if long == "fail":
+            other = 'data.long_conversations to "truncate" or "skip"'
+            raise DataError(f"{held}: set data.seq_len to {longest}, or {other}")
+        lost = int(lengths[is_long].sum()) - (count * seq_len if long == "truncate" else 0)
+        done = "truncated" if long == "truncate" else "left out"
+        how = f'data.long_conversations = "{long}"'
+        note = f"{held} and {done} ({how}): {lost:,} tokens are not read"
     pieces = np.where(is_text, -(-lengths // seq_len), 1)
     if long == "skip":
         pieces[is_long] = 0
@@ -73,23 +88,6 @@ def packed(corpus: Corpus, seq_len: int, long: LongConversations, at_least: int 
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(len(firsts) + 1))
     return Packed(begins[order], sizes[order], bounds, int(counts.sum()), int((~kept).sum()), note)
-
-
-def _note(
-    source: str, lengths: np.ndarray, is_long: np.ndarray, seq_len: int, long: LongConversations
-) -> str:
-    number = int(np.argmax(np.where(is_long, lengths, 0)))
-    count, longest = int(is_long.sum()), int(lengths[number])
-    held = (
-        f"{source}: {count:,} of {len(lengths):,} documents are conversations longer than "
-        f"data.seq_len = {seq_len:,} (the longest, document {number + 1:,}, has {longest:,} tokens)"
-    )
-    if long == "fail":
-        other = 'data.long_conversations to "truncate" or "skip"'
-        raise DataError(f"{held}: set data.seq_len to {longest}, or {other}")
-    lost = int(lengths[is_long].sum()) - (count * seq_len if long == "truncate" else 0)
-    done = "truncated" if long == "truncate" else "left out"
-    return f'{held} and {done} (data.long_conversations = "{long}"): {lost:,} tokens are not read'
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

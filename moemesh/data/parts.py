@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from moemesh.config.data import BadRecords
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.documents import between, encoded
 from moemesh.data.index_file import HashedFile, beside
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.input_files import DataFile
-from moemesh.data.records import Record, Where, read
+from moemesh.data.records import BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.trace.machine import usable_cores
 

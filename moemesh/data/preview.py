@@ -93,27 +93,21 @@ def _pieces(
     marks = np.concatenate([learned[:1], learned])[: len(tokens)]
     changes = (np.diff(documents) != 0) | (np.diff(marks) != 0)
     borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
-    texts = _texts(tokenizer, tokens, borders)
+    ids = tokens.tolist()
+    if tokenizer.folder is None and max(ids) >= NUM_BYTES:
+        # Ids of a file that other programs wrote, whose tokenizer is not known.
+        texts = ["".join(f"{one} " for one in ids[start:end]) for start, end in pairwise(borders)]
+    else:
+        # A token may stand for a part of a character, and a decoder may treat the first token in
+        # its own way: so each text is what its tokens add to the text before them.
+        whole = tokenizer.decode(ids, special=True)
+        ends = [0]
+        for border in borders[1:-1]:
+            before = tokenizer.decode(ids[:border], special=True).rstrip("\ufffd")
+            ends.append(max(ends[-1], min(len(before), len(whole))))
+        ends.append(len(whole))
+        texts = [whole[start:end] for start, end in pairwise(ends)]
     return tuple(
         TokenRun(int(documents[start]), text, bool(marks[start]))
         for start, text in zip(borders[:-1], texts, strict=True)
     )
-
-
-def _texts(tokenizer: Tokenizer, tokens: np.ndarray, borders: list[int]) -> list[str]:
-    """The text between neighbouring borders.
-
-    A token may stand for a part of a character, and a decoder may treat the first token in its own
-    way: so each text is what its tokens add to the text before them.
-    """
-    ids = tokens.tolist()
-    if tokenizer.folder is None and max(ids) >= NUM_BYTES:
-        # Ids of a file that other programs wrote, whose tokenizer is not known.
-        return ["".join(f"{one} " for one in ids[start:end]) for start, end in pairwise(borders)]
-    whole = tokenizer.decode(ids, special=True)
-    ends = [0]
-    for border in borders[1:-1]:
-        before = tokenizer.decode(ids[:border], special=True).rstrip("\ufffd")
-        ends.append(max(ends[-1], min(len(before), len(whole))))
-    ends.append(len(whole))
-    return [whole[start:end] for start, end in pairwise(ends)]

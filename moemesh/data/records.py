@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
+from moemesh.config.data import BadRecords
 from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head
 from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
@@ -31,6 +32,10 @@ PIECE = 1 << 26
 LONGEST_LINE = 1 << 30
 #: Rows of a table that are decoded at once.
 ROWS = 256
+#: Places of bad records that a message names.
+NAMED = 5
+#: Records after which a share of bad ones that is too large ends the reading.
+ENOUGH = 1000
 #: The key of a conversation.
 MESSAGES = "messages"
 
@@ -66,16 +71,58 @@ class BadRecordError(DataError):
         self.where, self.reason = where, reason
 
 
+class BadRecordLog:
+    """Counts the records of one source, `total`, and the bad among them; `places` are the first of
+    these, in words."""
+
+    def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
+        """With "skip", at most `share` of the records may be bad."""
+        self._policy, self._share, self._source = policy, share, source
+        self.total = self.bad = 0
+        self.places: list[str] = []
+
+    def unreadable(self, error: BadRecordError) -> None:
+        """One that a file's format does not make a record, not in `total` yet; see :meth:`add`."""
+        self.total += 1
+        self.add(error)
+
+    def add(self, error: BadRecordError) -> None:
+        """One that is bad: raises it with the policy "fail", or DataError for one too many."""
+        if self._policy == "fail":
+            raise error
+        self.bad += 1
+        if len(self.places) < NAMED:
+            self.places.append(str(error))
+        if self.total >= ENOUGH:
+            self.check()
+
+    def check(self) -> None:
+        """Raises DataError when the share of bad records is too large."""
+        if self.bad > self._share * self.total:
+            raise DataError(
+                f"{self._source}: {self.bad} of {self.total} records are bad, more than the "
+                f"share data.bad_record_share = {self._share:g} that may be left out: "
+                f"{'; '.join(self.places)}"
+            )
+
+    def note(self) -> str | None:
+        """A sentence for the user; None without bad records."""
+        if not self.bad:
+            return None
+        return (
+            f"{self._source}: {self.bad} of {self.total} records are bad and left out "
+            f'(data.bad_records = "skip"): {"; ".join(self.places)}'
+            + (", ..." if self.bad > len(self.places) else "")
+        )
+
+
 def refuse(error: BadRecordError) -> None:
     """Ends the reading at the first bad record."""
     raise error
 
 
 def read(
-    file: DataFile,
-    text_key: str = "text",
-    *,
-    on_bad: Callable[[BadRecordError], None] = refuse,
+    file: DataFile, text_key: str = "text", *, on_bad: Callable[[BadRecordError], None] = refuse
 ) -> Iterator[tuple[Where, Record]]:
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.
@@ -93,7 +140,21 @@ def read(
                 yield from _texts(stream, file.path)
         case "jsonl":
             with open_stream(file.path, file.compression) as stream:
-                yield from _lines(stream, file.path, text_key, on_bad)
+                number = place = 0
+                while line := stream.readline(LONGEST_LINE):
+                    number += 1
+                    where = Where(str(file.path), "line", number, place)
+                    place += len(line)
+                    if len(line) == LONGEST_LINE:
+                        raise DataError(
+                            f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record"
+                        )
+                    if not line.strip():
+                        continue
+                    try:
+                        yield where, _record(_parsed(line, where), text_key, where)
+                    except BadRecordError as error:
+                        on_bad(error)
         case "parquet":
             yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
         case "dataset":
@@ -128,24 +189,6 @@ def _last_cut(piece: bytes) -> int:
     while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
-
-
-def _lines(
-    stream: BinaryIO, path: Path, text_key: str, on_bad: Callable[[BadRecordError], None]
-) -> Iterator[tuple[Where, Record]]:
-    number = place = 0
-    while line := stream.readline(LONGEST_LINE):
-        number += 1
-        where = Where(str(path), "line", number, place)
-        place += len(line)
-        if len(line) == LONGEST_LINE:
-            raise DataError(f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record")
-        if not line.strip():
-            continue
-        try:
-            yield where, _record(_parsed(line, where), text_key, where)
-        except BadRecordError as error:
-            on_bad(error)
 
 
 def _parsed(line: bytes, where: Where) -> object:
@@ -231,7 +274,11 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
     except ImportError as error:
         raise DataError(f"{path} needs the package datasets: pip install datasets") from error
     try:
-        found = _from_hub(datasets, str(path)) if is_on_hub else datasets.load_from_disk(str(path))
+        if is_on_hub:  # the split "train"; without a network, from the package's cache
+            name, _, subset = str(path).removeprefix(HUB).partition(":")
+            found = datasets.load_dataset(name, subset or None, split="train")
+        else:
+            found = datasets.load_from_disk(str(path))
         if not is_on_hub and (path / SAVED_DATASETS).is_file():
             if "train" not in found:
                 raise DataError(
@@ -246,12 +293,6 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
         raise
     except Exception as error:  # the package raises many kinds for a damaged folder
         raise DataError(f"{path}: the dataset cannot be read ({error})") from error
-
-
-def _from_hub(datasets: Any, path: str) -> Any:
-    """The split "train" of a dataset of the Hub; without a network, from the package's cache."""
-    name, _, subset = path.removeprefix(HUB).partition(":")
-    return datasets.load_dataset(name, subset or None, split="train")
 
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:

@@ -258,7 +258,12 @@ class Samples(Windows):
             first = last
         self.long = long
         if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
-            self._fill_step(global_batch)
+            # Padding as training samples, where a step would read some sample twice.
+            (split,) = self.splits
+            self.num_empty = max(0, global_batch - len(split.training))
+            bounds = self.num_samples + np.array([0, self.num_empty])
+            ids = IdRanges.joined([split.training.ids, IdRanges(bounds[:1], bounds[1:])])
+            self.splits = [split._replace(training=Epochs(ids, seed))]
         problems = [*self._size_problems(global_batch, None if validation else held_out)]
         if validation:
             self._held_out = IdRanges(self.firsts[first : first + 1], self.firsts[-1:])
@@ -324,14 +329,6 @@ class Samples(Windows):
             num_learned=plain + sum(one.num_learned for one in chats) if chats else None,
             without_loss=sum(one.without_loss for one in chats),
         )
-
-    def _fill_step(self, global_batch: int) -> None:
-        """Padding as training samples, where a step would read some sample twice."""
-        (split,) = self.splits
-        self.num_empty = max(0, global_batch - len(split.training))
-        bounds = self.num_samples + np.array([0, self.num_empty])
-        ids = IdRanges.joined([split.training.ids, IdRanges(bounds[:1], bounds[1:])])
-        self.splits = [split._replace(training=Epochs(ids, self.seed))]
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""
@@ -422,7 +419,15 @@ class Samples(Windows):
             return
         one = self.splits[0]
         names = ", ".join(split.source.name for split in self.splits)
-        needed = _tokens_needed(self.seq_len, held_out, global_batch)
+        if held_out is None:
+            needed = global_batch * self.seq_len + 1
+        else:
+            # The smallest stream that leaves so many samples beside the held-out share. Rounding
+            # moves the answer by less than one training sample's worth: start that far below.
+            samples = max(global_batch + 1, int((global_batch - 1) / (1 - held_out)))
+            while samples - max(1, round(samples * held_out)) < global_batch:
+                samples += 1
+            needed = samples * self.seq_len + 1
         # A sequence takes whole conversations, however many tokens that makes, and padding.
         is_text, is_alone = one.num_learned is None, len(self.splits) == 1
         exactly = f", so at least {needed} tokens" if is_text and is_alone else ""
@@ -443,14 +448,3 @@ def _besides(split: WindowSplit) -> str:
 
 def _other_length(split: WindowSplit) -> str:
     return f"{'raise' if split.without_loss else 'lower'} data.seq_len"
-
-
-def _tokens_needed(seq_len: int, held_out: float | None, training_samples: int) -> int:
-    """The smallest stream that leaves `training_samples` beside the held-out share."""
-    if held_out is None:
-        return training_samples * seq_len + 1
-    # Rounding moves the answer by less than one training sample's worth: start that far below.
-    samples = max(training_samples + 1, int((training_samples - 1) / (1 - held_out)))
-    while samples - max(1, round(samples * held_out)) < training_samples:
-        samples += 1
-    return samples * seq_len + 1

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import found_by, refuse_together
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.corpus import Corpus, is_whole_file
 from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
+from moemesh.data.records import BadRecordLog
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.token_cache import Say, cached_tokens
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -183,20 +183,6 @@ def _small_bytes(reader: Tokenizer) -> int:
     return SMALL_BYTES if reader.folder is None else SMALL
 
 
-def _refuse_mixed(folder: Path, looks_indexed: bool) -> None:
-    """A folder of token files and others: neither would be read in silence."""
-    others = [
-        file
-        for file in (sorted(folder.rglob("*")) if looks_indexed else [])
-        if file.is_file() and not file.name.endswith(SUFFIXES) and file.name[0] != "."
-    ]
-    if others:
-        raise DataError(
-            f"data.path {folder} holds token files and others, such as {others[0]}: set "
-            'data.format to "indexed" for the former, or name the files by a pattern'
-        )
-
-
 def name_of(source: DataSource) -> str:
     """The source in messages."""
     return "standard library" if source.path is None else source.path
@@ -216,7 +202,17 @@ def token_files(source: DataSource) -> list[Path] | None:
     root = Path(path).expanduser()
     if root.is_dir():
         found = sorted(root.rglob(f"*{IDX}"))
-        _refuse_mixed(root, bool(found) and format == "auto")
+        # A folder of token files and others: neither would be read in silence.
+        others = [
+            file
+            for file in (sorted(root.rglob("*")) if found and format == "auto" else [])
+            if file.is_file() and not file.name.endswith(SUFFIXES) and file.name[0] != "."
+        ]
+        if others:
+            raise DataError(
+                f"data.path {root} holds token files and others, such as {others[0]}: set "
+                'data.format to "indexed" for the former, or name the files by a pattern'
+            )
     elif has_magic(path) and not root.exists():
         found = sorted(Path(match) for match in glob(str(root), recursive=True))
         found = [one for one in found if one.name.endswith((IDX, BIN))]

@@ -26,27 +26,26 @@ def open_stream(path: Path, compression: Compression = "none") -> Iterator[Binar
     stream: BinaryIO | None = None
     try:
         with path.open("rb") as plain:
-            stream = _decompressed(path, plain, compression)
+            if compression == "none":
+                stream = plain
+            else:
+                start = plain.read(4)
+                plain.seek(0)
+                if not start.startswith(_MAGIC[compression]):
+                    raise DataError(
+                        f"{path} is named as {compression} data, but does not begin as such: "
+                        "rename it"
+                    )
+                if compression == "gzip":
+                    stream = cast("BinaryIO", gzip.GzipFile(fileobj=plain))
+                else:
+                    stream = io.BufferedReader(_Zstd(path, plain), 1 << 17)  # pyright: ignore
             yield stream
     except (OSError, EOFError, zlib.error, _BrokenZstd) as error:
         if isinstance(error, OSError) and error.strerror:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         place = "" if stream is None else f" after {stream.tell():,} decompressed bytes"
         raise DataError(f"{path}: the {compression} data are damaged{place} ({error})") from error
-
-
-def _decompressed(path: Path, plain: BinaryIO, compression: Compression) -> BinaryIO:
-    if compression == "none":
-        return plain
-    start = plain.read(4)
-    plain.seek(0)
-    if not start.startswith(_MAGIC[compression]):
-        raise DataError(
-            f"{path} is named as {compression} data, but does not begin as such: rename it"
-        )
-    if compression == "gzip":
-        return cast("BinaryIO", gzip.GzipFile(fileobj=plain))
-    return io.BufferedReader(_Zstd(path, plain), 1 << 17)  # pyright: ignore[reportReturnType]
 
 
 class _BrokenZstd(Exception):

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moemesh.config.data import BadRecords
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.corpus import check_ids, documents_of
 from moemesh.data.documents import between
 from moemesh.data.index_file import IDX, SUFFIXES, beside
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.input_files import DataFile, reading
+from moemesh.data.records import BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Part of every name: another way to make tokens of text has another number.

@@ -118,7 +118,13 @@ class Tokenizer:
         """Of each text its ids [n], and the characters that each stands for, from and to, int64
         [n, 2]."""
         if self._loaded is None:
-            return [_bytes_with_offsets(text) for text in texts]
+            found: list[tuple[np.ndarray, np.ndarray]] = []
+            for text in texts:
+                sizes = [len(character.encode()) for character in text]
+                places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+                ids = np.frombuffer(text.encode(), dtype=np.uint8)
+                found.append((ids, np.stack([places, places + 1], axis=1)))
+            return found
         return [
             (
                 np.array(one.ids, dtype=np.int32),
@@ -154,12 +160,6 @@ class Tokenizer:
         if self._loaded is not None:
             return self._loaded.decode(list(ids), skip_special_tokens=not special)
         return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
-
-
-def _bytes_with_offsets(text: str) -> tuple[np.ndarray, np.ndarray]:
-    sizes = [len(character.encode()) for character in text]
-    places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
-    return np.frombuffer(text.encode(), dtype=np.uint8), np.stack([places, places + 1], axis=1)
 
 
 def _file(tokenizer: str) -> Path:

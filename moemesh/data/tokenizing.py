@@ -19,12 +19,12 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from moemesh.data.bad_records import NAMED, BadRecordLog
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.input_files import CHECKED_FILES, check_head, find
 from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
+from moemesh.data.records import NAMED, BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.
@@ -101,11 +101,42 @@ class TokenizeJob:
             on_note(f"{self.prefix} is complete: it was made of these files with these settings")
             return facts
         with _locked(folder):
-            self._settle(folder, made_from["settings"], on_note)
+            # Earlier parts that these settings have made are kept, and what an end in the middle of
+            # the renaming left is removed.
+            settings = made_from["settings"]
+            own = folder / "settings"
+            earlier = own.read_text() if own.is_file() else None
+            if earlier is not None and earlier != settings:
+                on_note(f"{folder} is of other settings: its parts are made again")
+            if earlier != settings:
+                for path in folder.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+                _write(own, settings)
+            if (folder / "renaming").exists():
+                for suffix in SUFFIXES:
+                    beside(self.prefix, suffix).unlink(missing_ok=True)
+            for suffix in SUFFIXES:
+                if beside(self.prefix, suffix).exists():
+                    raise DataError(
+                        f"{beside(self.prefix, suffix)} exists: name another output, or move it"
+                    )
             log, num_tokens = self._make_parts(processes, on_note, advance)
             if not num_tokens:
                 raise DataError(f"{self.source}: {len(self.parts)} file(s), but no text in them")
-            self._put_together(folder, made_from | {"records": log.total, "bad_records": log.bad})
+            writer = IndexedWriter(
+                self.prefix,
+                vocab_size=self.tokenizer.vocab_size,
+                tokenizer=self.tokenizer.fingerprint,
+                end_of_document=self.settings.end(self.tokenizer),
+                ends_last=self.settings.end_of_document is not None,
+                made_from=made_from | {"records": log.total, "bad_records": log.bad},
+            )
+            with writer:
+                for part in self.parts:
+                    if (known := part.facts()) is not None and known["num_tokens"]:
+                        writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
+                _write(folder / "renaming", "")
         # Removed at once, as far as the next run can see.
         folder.rename(useless)
         shutil.rmtree(useless, ignore_errors=True)
@@ -132,27 +163,6 @@ class TokenizeJob:
             "bytes": self.num_bytes,
         }
 
-    def _settle(self, folder: Path, settings: str, on_note: Callable[[str], None]) -> None:
-        """Keeps earlier parts that these settings have made, and removes what an end in the middle
-        of the renaming left."""
-        own = folder / "settings"
-        earlier = own.read_text() if own.is_file() else None
-        if earlier is not None and earlier != settings:
-            on_note(f"{folder} is of other settings: its parts are made again")
-        if earlier != settings:
-            for path in folder.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-            _write(own, settings)
-        if (folder / "renaming").exists():
-            for suffix in SUFFIXES:
-                beside(self.prefix, suffix).unlink(missing_ok=True)
-        for suffix in SUFFIXES:
-            if beside(self.prefix, suffix).exists():
-                raise DataError(
-                    f"{beside(self.prefix, suffix)} exists: name another output, or move it"
-                )
-
     def _make_parts(
         self, processes: int, on_note: Callable[[str], None], advance: Advance
     ) -> tuple[BadRecordLog, int]:
@@ -176,21 +186,6 @@ class TokenizeJob:
         if note := log.note():
             on_note(note)
         return log, sum(known["num_tokens"] for known in found)
-
-    def _put_together(self, folder: Path, made_from: dict[str, Any]) -> None:
-        writer = IndexedWriter(
-            self.prefix,
-            vocab_size=self.tokenizer.vocab_size,
-            tokenizer=self.tokenizer.fingerprint,
-            end_of_document=self.settings.end(self.tokenizer),
-            ends_last=self.settings.end_of_document is not None,
-            made_from=made_from,
-        )
-        with writer:
-            for part in self.parts:
-                if (known := part.facts()) is not None and known["num_tokens"]:
-                    writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
-            _write(folder / "renaming", "")
 
     def _facts(self) -> dict[str, Any]:
         facts = read_sidecar(self.prefix)

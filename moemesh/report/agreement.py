@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moemesh.report.svg import (
@@ -24,9 +25,6 @@ from moemesh.report.svg import (
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 48
 _SIDE = 520
 
-#: A value to a pixel.
-_Place = Callable[[float], float]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
@@ -45,7 +43,11 @@ def agreement_chart(
 
     Series are coloured by size, the smallest ones share a grey. "" when there is nothing to draw.
     """
-    drawn = [point for point in points if _is_positive(point.measured, point.predicted)]
+    drawn = [
+        point
+        for point in points
+        if all(math.isfinite(value) and value > 0 for value in (point.measured, point.predicted))
+    ]
     if not drawn:
         return ""
     values = [value for point in drawn for value in (point.measured, point.predicted)]
@@ -57,9 +59,28 @@ def agreement_chart(
     def y(value: float) -> float:
         return _TOP + _SIDE - (math.log10(value) - low) / (high - low) * _SIDE
 
-    names = _ranked_series(drawn)
+    counts = Counter(point.series for point in drawn)
+    names = sorted(counts, key=lambda name: (-counts[name], name))
     colours = {name: COLOURS[place] for place, name in enumerate(names[: len(COLOURS) - 1])}
-    body = [_band(low, high, x, y, band), *_axes(low, high, x, y, unit)]
+    first, last = 10**low, 10**high
+    corners = [
+        (x(first), y(first * (1 + band))),
+        (x(last), y(last * (1 + band))),
+        (x(last), y(last * (1 - band))),
+        (x(first), y(first * (1 - band))),
+    ]
+    path = " ".join(f"{coordinate(px)},{coordinate(py)}" for px, py in corners)
+    bottom = _TOP + _SIDE
+    axes = [line(x(10**low), y(10**low), x(10**high), y(10**high), stroke=INK)]
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        tick = 10.0**power
+        axes.append(line(x(tick), _TOP, x(tick), bottom))
+        axes.append(line(_LEFT, y(tick), WIDTH - _RIGHT, y(tick)))
+        axes.append(text(x(tick), bottom + 16, short(tick), anchor="middle"))
+        axes.append(text(_LEFT - 6, y(tick) + 4, short(tick), anchor="end"))
+    axes.append(text((_LEFT + WIDTH) / 2, bottom + 36, f"measured {unit}", anchor="middle"))
+    axes.append(text(_LEFT, _TOP - 6, f"predicted {unit}"))
+    body = [f'<polygon points="{path}" fill="{GRID}" fill-opacity="0.6"/>', *axes]
     for point in drawn:
         colour = colours.get(point.series, MUTED)
         error = point.predicted / point.measured - 1
@@ -78,40 +99,3 @@ def agreement_chart(
         f"and a band of {band:.0%} around it."
     )
     return figure(identity, title, description, _TOP + _SIDE + _BOTTOM + height + 8, body)
-
-
-def _is_positive(*values: float) -> bool:
-    return all(math.isfinite(value) and value > 0 for value in values)
-
-
-def _ranked_series(points: Iterable[Agreement]) -> list[str]:
-    counts: dict[str, int] = {}
-    for point in points:
-        counts[point.series] = counts.get(point.series, 0) + 1
-    return sorted(counts, key=lambda name: (-counts[name], name))
-
-
-def _band(low: float, high: float, x: _Place, y: _Place, band: float) -> str:
-    first, last = 10**low, 10**high
-    corners = [
-        (x(first), y(first * (1 + band))),
-        (x(last), y(last * (1 + band))),
-        (x(last), y(last * (1 - band))),
-        (x(first), y(first * (1 - band))),
-    ]
-    path = " ".join(f"{coordinate(px)},{coordinate(py)}" for px, py in corners)
-    return f'<polygon points="{path}" fill="{GRID}" fill-opacity="0.6"/>'
-
-
-def _axes(low: float, high: float, x: _Place, y: _Place, unit: str) -> list[str]:
-    bottom = _TOP + _SIDE
-    parts = [line(x(10**low), y(10**low), x(10**high), y(10**high), stroke=INK)]
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        value = 10.0**power
-        parts.append(line(x(value), _TOP, x(value), bottom))
-        parts.append(line(_LEFT, y(value), WIDTH - _RIGHT, y(value)))
-        parts.append(text(x(value), bottom + 16, short(value), anchor="middle"))
-        parts.append(text(_LEFT - 6, y(value) + 4, short(value), anchor="end"))
-    parts.append(text((_LEFT + WIDTH) / 2, bottom + 36, f"measured {unit}", anchor="middle"))
-    parts.append(text(_LEFT, _TOP - 6, f"predicted {unit}"))
-    return parts

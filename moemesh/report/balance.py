@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
-from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, short, text
+from moemesh.report.svg import (
+    INK,
+    MUTED,
+    WIDTH,
+    HeatClass,
+    Matrix,
+    class_colour,
+    figure,
+    heat_cells,
+    legend,
+    legend_entries,
+    short,
+    text,
+)
 
 #: Colours of a GPU's load over its layer's mean, up to each limit. Lightness falls with load. Finer
 #: around 1 than for experts: every percent of the most loaded GPU is a percent of the layer's time.
@@ -32,7 +44,18 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
     for name, loads in (("before", before), ("after", after)):
         matrix = [_relative(row) for row in loads]
         worst.append(max(max(row) for row in matrix))
-        drawn = _squeeze(matrix)
+        # A squeezed cell is the maximum of the cells that it stands for.
+        rows, columns = len(matrix), len(matrix[0])
+        height, width = min(rows, _MAX_ROWS), min(columns, _MAX_COLUMNS)
+        drawn: Matrix = []
+        for y in range(height):
+            part = matrix[y * rows // height : (y + 1) * rows // height]
+            drawn.append(
+                [
+                    max(max(row[x * columns // width : (x + 1) * columns // width]) for row in part)
+                    for x in range(width)
+                ]
+            )
         cell = min(max(220 / len(drawn), 3.0), 18.0)
         mean = sum(max(row) for row in matrix) / len(matrix)
         title = (
@@ -58,22 +81,6 @@ def _relative(row: Sequence[float]) -> list[float]:
     return [float(value / mean) if mean else 1.0 for value in row]
 
 
-def _squeeze(matrix: Matrix) -> Matrix:
-    """At most _MAX_ROWS x _MAX_COLUMNS cells, each the maximum of the cells it stands for."""
-    rows, columns = len(matrix), len(matrix[0])
-    height, width = min(rows, _MAX_ROWS), min(columns, _MAX_COLUMNS)
-    squeezed: Matrix = []
-    for y in range(height):
-        part = matrix[y * rows // height : (y + 1) * rows // height]
-        squeezed.append(
-            [
-                max(max(row[x * columns // width : (x + 1) * columns // width]) for row in part)
-                for x in range(width)
-            ]
-        )
-    return squeezed
-
-
 def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpus: int) -> str:
     width = WIDTH - _LEFT
     height = len(matrix) * cell
@@ -81,7 +88,7 @@ def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpu
     parts = [
         text(_LEFT, top - 6, title, weight="bold"),
         f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        cells(matrix, colour_of),
+        heat_cells(matrix, colour_of),
         "</g>",
         f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',

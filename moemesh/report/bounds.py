@@ -133,11 +133,6 @@ def _imbalance_changes(evidence: Evidence) -> Sequence[Overrides]:
     return found
 
 
-def _optimizer_changes(evidence: Evidence) -> Sequence[Overrides]:
-    is_whole = evidence.plan.get("data", "replicate") == "replicate"
-    return [("plan.data=zero1",)] if is_whole and evidence.degree("dp") > 1 else []
-
-
 def _say_memory(evidence: Evidence) -> str:
     memory = evidence.run.memory
     found = f"; {memory.peak_words}: {format_bytes(memory.peak)}" if memory is not None else ""
@@ -198,7 +193,11 @@ BOUNDS: tuple[Bound, ...] = (
         "optimizer",
         lambda evidence: f"The optimizer takes {_share(evidence, 'optimizer')}.",
         "Share the optimizer's work over the data-parallel ranks.",
-        _optimizer_changes,
+        lambda evidence: (
+            [("plan.data=zero1",)]
+            if evidence.plan.get("data", "replicate") == "replicate" and evidence.degree("dp") > 1
+            else []
+        ),
     ),
     Bound(
         "memory",

@@ -33,7 +33,16 @@ def write(first: Path | str, second: Path | str, out: Path | None = None) -> Pat
 def render(first: Run, second: Run) -> str:
     """The page as a text, the same bytes for the same runs."""
     runs = first, second
-    names = _names(runs)
+    # Names of the folders, with what lies above them where both have the same name.
+    folders = [run.folder.resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    if names[0] == names[1]:
+        names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    if names[0] == names[1]:
+        names = [
+            f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
+        ]
+    names = [svg.clip(name, 40) for name in names]
     sections = [
         _configuration(runs, names),
         _results(runs, names),
@@ -55,19 +64,6 @@ def render(first: Run, second: Run) -> str:
     )
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Of the folders; with what lies above them where both have the same name."""
-    folders = [run.folder.resolve() for run in runs]
-    names = [folder.name for folder in folders]
-    if names[0] == names[1]:
-        names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
-    if names[0] == names[1]:
-        names = [
-            f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
-        ]
-    return [svg.clip(name, 40) for name in names]
-
-
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     identity, title = "configuration", "Configuration"
     if not all(run.config for run in runs):
@@ -80,17 +76,19 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         caption="Keys whose values differ",
         header=("Key", *names),
         rows=[
-            (svg.clip(key, 60), *(_value(value) for value in values))
+            (
+                svg.clip(key, 60),
+                *(
+                    "unset" if value is None else svg.clip(format_value(value), _MAX_VALUE)
+                    for value in values
+                ),
+            )
             for key, *values in found[:MAX_TABLE_ROWS]
         ],
         num_names=3,
     )
     note = left_out(len(found), "keys")
     return Chapter(identity=identity, title=title, tables=[table], note=note)
-
-
-def _value(value: object) -> str:
-    return "unset" if value is None else svg.clip(format_value(value), _MAX_VALUE)
 
 
 #: A line of the table of results: its name, its value of a run (None: not known), and its form.
@@ -117,10 +115,6 @@ def _loss_of_the_end(run: Run) -> float | None:
     return statistics.fmean(row.loss for row in last) if last else None
 
 
-def _sent(run: Run) -> float | None:
-    return sum(sent_in_training(run).values()) if run.ledgers else None
-
-
 _LINES: tuple[_Line, ...] = (
     ("Steps", _last("step"), lambda value: f"{value:,.0f}"),
     ("Tokens", _total("tokens"), svg.short),
@@ -133,7 +127,11 @@ _LINES: tuple[_Line, ...] = (
     ("Waiting for data in a step, seconds", _median("data_seconds"), lambda v: f"{v:.3g}"),
     ("Exposed communication, seconds", _median("communication_seconds"), lambda v: f"{v:.3g}"),
     (f"Memory: {MEASURED_PEAKS['']}", lambda r: r.memory and (r.memory.peak or None), format_bytes),
-    ("Sent in a step of training, all ranks", _sent, format_bytes),
+    (
+        "Sent in a step of training, all ranks",
+        lambda run: sum(sent_in_training(run).values()) if run.ledgers else None,
+        format_bytes,
+    ),
 )
 
 
@@ -182,7 +180,12 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         ("Throughput", lambda row: row.tokens_per_second, "tokens per second"),
     ]
     drawn = [(name, *_chart(name, runs, names, value, label)) for name, value, label in charts]
-    drawn.insert(1, ("Loss over the time in steps", *_loss_over_time(runs, names, unit)))
+    timed: list[list[curves.Point]] = []
+    for run in runs:
+        seconds = accumulate(row.seconds for row in run.metrics)
+        timed.append([(s, row.loss) for s, row in zip(seconds, run.metrics, strict=True)])
+    pictures = _over_each_other("Loss over time", names, timed, y_label=unit, x_label="seconds")
+    drawn.insert(1, ("Loss over the time in steps", *pictures))
     return Chapter(identity="training", title="Training", figures=figures(*drawn))
 
 
@@ -203,14 +206,6 @@ def _chart(
         for place, plan in run.marks
     ]
     return _over_each_other(title, names, points, y_label=y_label, marks=marks)
-
-
-def _loss_over_time(runs: Sequence[Run], names: Sequence[str], unit: str) -> curves.Pictures:
-    points: list[list[curves.Point]] = []
-    for run in runs:
-        seconds = accumulate(row.seconds for row in run.metrics)
-        points.append([(s, row.loss) for s, row in zip(seconds, run.metrics, strict=True)])
-    return _over_each_other("Loss over time", names, points, y_label=unit, x_label="seconds")
 
 
 def _over_each_other(

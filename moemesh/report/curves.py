@@ -90,21 +90,15 @@ def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list
         if math.isfinite(sum(values)):
             chosen = {0, values.index(min(values)), values.index(max(values)), len(values) - 1}
         else:
-            chosen = _ends_and_extremes(values)
+            finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+            broken = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+            chosen = set[int]() if broken is None else {broken}
+            if finite:
+                lowest = min(finite, key=values.__getitem__)
+                highest = max(finite, key=values.__getitem__)
+                chosen |= {finite[0], lowest, highest, finite[-1]}
         kept += [points[start + index] for index in sorted(chosen)]
     return kept
-
-
-def _ends_and_extremes(values: Sequence[float]) -> set[int]:
-    """Indices of the first, lowest, highest and last finite value, and of the first other one."""
-    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
-    broken = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-    chosen = set[int]() if broken is None else {broken}
-    if finite:
-        lowest = min(finite, key=values.__getitem__)
-        highest = max(finite, key=values.__getitem__)
-        chosen |= {finite[0], lowest, highest, finite[-1]}
-    return chosen
 
 
 def line_chart(
@@ -137,7 +131,16 @@ def line_chart(
     frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
     frame = frame._replace(width=width, top=_TOP + rows * _LEGEND_ROW)
     body = [_axes(frame, x_label, y_label), *(_mark(frame, *mark) for mark in marks)]
-    body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
+    for index, item in enumerate(drawn):
+        body.append(_path(item.points, item.colour, index, frame))
+        if item.dots and len(item.points) <= _NUM_BUCKETS:
+            fill = COLOURS[item.colour % len(COLOURS)]
+            body += [
+                f'<circle cx="{coordinate(frame.x(x))}" cy="{coordinate(frame.y(y))}" r="3" '
+                f'fill="{fill}"/>'
+                for x, y in item.points
+                if math.isfinite(y)
+            ]
     for index, (_, value) in enumerate(levels, start=len(drawn)):
         ends = [(frame.left, value), (frame.right, value)]
         body.append(_path(ends, names[index][1], index, frame))
@@ -206,20 +209,6 @@ def _log_ticks(frame: Frame) -> list[float]:
     factors = (1, 2, 5) if high - low <= 3 else (1,)
     every = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
     return [value for value in every if frame.low <= value <= frame.high]
-
-
-def _curve(series: Series, dash: int, frame: Frame) -> str:
-    points = series.points
-    drawn = _path(points, series.colour, dash, frame)
-    if series.dots and len(points) <= _NUM_BUCKETS:
-        fill = COLOURS[series.colour % len(COLOURS)]
-        drawn += "".join(
-            f'<circle cx="{coordinate(frame.x(x))}" cy="{coordinate(frame.y(y))}" r="3" '
-            f'fill="{fill}"/>'
-            for x, y in points
-            if math.isfinite(y)
-        )
-    return drawn
 
 
 def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moemesh.report.heat import HeatClass, cells, class_colour, legend_entries
-from moemesh.report.svg import INK, MUTED, WIDTH, coordinate, figure, legend, text
+from moemesh.report.svg import (
+    INK,
+    MUTED,
+    WIDTH,
+    HeatClass,
+    class_colour,
+    coordinate,
+    figure,
+    heat_cells,
+    legend,
+    legend_entries,
+    text,
+)
 
 #: Colours of an expert's share of its layer over an equal share, up to each limit.
 CLASSES: tuple[HeatClass, ...] = (
@@ -44,7 +55,7 @@ def relevance_map(
     body = [
         key,
         f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}">',
-        cells(matrix, lambda value: class_colour(CLASSES, value)),
+        heat_cells(matrix, lambda value: class_colour(CLASSES, value)),
         "</g>",
         f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>',
         f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '

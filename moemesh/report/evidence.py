@@ -66,8 +66,24 @@ def evidence_of(run: Run) -> Evidence:
         _from_timeline(run, run.timeline.last_step(), shares, facts)
     elif "communication" in shares or ("data" in shares and _num_ranks(run) == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
-    _from_loads(run, facts)
-    _from_traffic(run, facts)
+    loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
+    newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
+    if items := [load for load in loads if load.step in newest]:
+        ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
+        if ratios:
+            facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
+        ratios = [load.expert_max_over_mean for load in items]
+        facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
+    # Bytes a step by axis, of training alone.
+    sent: defaultdict[str, float] = defaultdict(float)
+    for (axis, _), size in sent_in_training(run).items():
+        sent[axis] += size
+    for axis, size in sent.items():
+        facts[f"bytes over {axis}"] = size, "ledger.json"
+    expected = by_axis_and_phase(run.predicted_ledgers)
+    if expected and sent:
+        facts["bytes predicted"] = sum(expected.values()), "ledger_predicted.json"
+        facts["bytes measured"] = sum(sent.values()), "ledger.json"
     if run.memory is not None and run.memory.ranks:
         facts["peak bytes"] = float(run.memory.peak), "memory.json"
         predicted = {profile.rank: profile.total for profile in run.memory.predicted}
@@ -92,7 +108,22 @@ def _from_timeline(
     if not span:
         return
     busy = parts["forward and backward"]
-    lost = _lost_to_slower_ranks(run, last)
+    # Mean seconds that ranks of the same stage wait for the slowest of them in the step.
+    pp = run.section("plan").get("pp", 1)
+    stages = pp if isinstance(pp, int) and pp > 0 else 1
+    of_rank: defaultdict[int, float] = defaultdict(float)
+    seen: set[tuple[int, float, float]] = set()
+    for record in last.records:
+        moment = record.rank, record.start, record.end
+        if record.kind in KINDS and moment not in seen:
+            seen.add(moment)
+            of_rank[record.rank] += record.duration
+    per_stage = max(len(last.ranks) // stages, 1)
+    lost = 0.0
+    for first in range(0, len(last.ranks), per_stage):
+        work = [of_rank[rank] for rank in last.ranks[first : first + per_stage]]
+        lost += sum(max(work) - value for value in work)
+    lost /= max(len(last.ranks), 1)
     waiting = parts["waiting"]
     simulated = step_parts(run.simulated) if run.simulated is not None else None
     bubble = 0.0
@@ -123,51 +154,6 @@ def _from_timeline(
     shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - again / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
         facts[f"{name} share"] = parts[name] / span, file
-
-
-def _lost_to_slower_ranks(run: Run, last: Timeline) -> float:
-    """Mean seconds that ranks of the same stage wait for the slowest of them in a step."""
-    pp = run.section("plan").get("pp", 1)
-    stages = pp if isinstance(pp, int) and pp > 0 else 1
-    of_rank: defaultdict[int, float] = defaultdict(float)
-    seen: set[tuple[int, float, float]] = set()
-    for record in last.records:
-        moment = record.rank, record.start, record.end
-        if record.kind in KINDS and moment not in seen:
-            seen.add(moment)
-            of_rank[record.rank] += record.duration
-    per_stage = max(len(last.ranks) // stages, 1)
-    lost = 0.0
-    for first in range(0, len(last.ranks), per_stage):
-        busy = [of_rank[rank] for rank in last.ranks[first : first + per_stage]]
-        lost += sum(max(busy) - value for value in busy)
-    return lost / max(len(last.ranks), 1)
-
-
-def _from_loads(run: Run, facts: dict[str, tuple[float, str]]) -> None:
-    loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
-    steps = sorted({load.step for load in loads})[-_LAST_LOADS:]
-    items = [load for load in loads if load.step in steps]
-    if not items:
-        return
-    ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
-    if ratios:
-        facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
-    ratios = [load.expert_max_over_mean for load in items]
-    facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
-
-
-def _from_traffic(run: Run, facts: dict[str, tuple[float, str]]) -> None:
-    """Bytes a step by axis, of training alone."""
-    sent: defaultdict[str, float] = defaultdict(float)
-    for (axis, _), size in sent_in_training(run).items():
-        sent[axis] += size
-    for axis, size in sent.items():
-        facts[f"bytes over {axis}"] = size, "ledger.json"
-    expected = by_axis_and_phase(run.predicted_ledgers)
-    if expected and sent:
-        facts["bytes predicted"] = sum(expected.values()), "ledger_predicted.json"
-        facts["bytes measured"] = sum(sent.values()), "ledger.json"
 
 
 def busiest_axis(evidence: Evidence) -> tuple[str, float] | None:

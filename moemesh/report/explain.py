@@ -43,26 +43,18 @@ _LONGEST = 160
 _MOST_FAILURES = 3
 
 
-class _Kind(NamedTuple):
-    """Events of a kind: the label of their line, and how one and several of them are called."""
-
-    kind: str
-    label: str
-    one: str
-    several: str
-
-
-#: Kinds of events that a reader of a run should know, the worst first.
-_KINDS: tuple[_Kind, ...] = (
-    _Kind("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
-    _Kind("skipped", "skipped", "step left out", "steps left out"),
-    _Kind("copies", "copies", "difference of copies repaired", "differences of copies repaired"),
-    _Kind("spike", "spikes", "jump of the loss", "jumps of the loss"),
-    _Kind("alarm", "alarms", "alarm", "alarms"),
-    _Kind("disk", "disk", "message", "messages"),
-    _Kind("damaged", "damaged", "file", "files"),
-    _Kind("sink", "sinks", "message", "messages"),
-    _Kind("warning", "warnings", "warning", "warnings"),
+#: Kinds of events that a reader of a run should know, the worst first, each with the label of its
+#: line, and how one and several of them are called.
+_KINDS = (
+    ("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
+    ("skipped", "skipped", "step left out", "steps left out"),
+    ("copies", "copies", "difference of copies repaired", "differences of copies repaired"),
+    ("spike", "spikes", "jump of the loss", "jumps of the loss"),
+    ("alarm", "alarms", "alarm", "alarms"),
+    ("disk", "disk", "message", "messages"),
+    ("damaged", "damaged", "file", "files"),
+    ("sink", "sinks", "message", "messages"),
+    ("warning", "warnings", "warning", "warnings"),
 )
 _MOST_KINDS = 3
 
@@ -105,9 +97,20 @@ def _verdict(
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
 ) -> tuple[str, str, bool]:
-    newest, parts = rows[-1].step, _parts(rows)
+    # Twentieths of a run, or single steps of a shorter one.
+    cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
+    groups = [rows[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    newest = rows[-1].step
+    parts = [
+        _Part(part[0].step, part[-1].step, statistics.median(row.loss for row in part))
+        for part in groups
+    ]
     lowest = min(parts, key=lambda part: part.median)
-    least_rise = max(_GAP, _NOTICEABLE * lowest.median, _NOISES * _noise(rows))
+    # Chance moves the median of a part by about the usual difference of neighbouring steps over
+    # the square root of its steps.
+    steps = [abs(b.loss - a.loss) for a, b in itertools.pairwise(rows)]
+    noise = statistics.median(steps) / math.sqrt(max(1, len(rows) / _PARTS)) if steps else 0.0
+    least_rise = max(_GAP, _NOTICEABLE * lowest.median, _NOISES * noise)
     rose = parts[-1].median > lowest.median + least_rise
     name, loss = "training", parts[-1].median
     if validated and validated[-1][0] == newest:
@@ -117,11 +120,13 @@ def _verdict(
         # A loss that still falls only needs time.
         is_early = not rose and rows[0].loss - parts[-1].median > _GAP
         why = "it needs more steps" if is_early else "its learning rate is probably wrong"
+        # Four times the steps so far, unless as many are ahead already.
+        more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
         return (
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
             f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
             f"learned, {why}.",
-            _more_steps(run, newest) if is_early else lower_rate(run),
+            more_steps if is_early else lower_rate(run),
             is_early,
         )
     if newest < _LEAST_STEPS:
@@ -159,12 +164,6 @@ def _verdict(
     return "", "", False
 
 
-def _more_steps(run: Run, newest: int) -> str:
-    """The override for four times the steps so far; "" where as many are ahead already."""
-    steps = 4 * newest
-    return f"train.steps={steps}" if steps > (run.num_steps or 0) else ""
-
-
 def lower_rate(run: Run) -> str:
     """The override for a tenth of the learning rate, at most the usual one of such a run; "" where
     the run does not say its own."""
@@ -181,56 +180,35 @@ class _Part(NamedTuple):
     median: float
 
 
-def _parts(rows: Sequence[MetricsRow]) -> list[_Part]:
-    """Twentieths of a run, or single steps of a shorter one."""
-    cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
-    parts = [rows[a:b] for a, b in itertools.pairwise(cuts) if b > a]
-    return [
-        _Part(part[0].step, part[-1].step, statistics.median(row.loss for row in part))
-        for part in parts
-    ]
-
-
-def _noise(rows: Sequence[MetricsRow]) -> float:
-    """How far the median loss of a part strays by chance: the usual difference of neighbouring
-    steps over the square root of the steps of a part."""
-    steps = [abs(b.loss - a.loss) for a, b in itertools.pairwise(rows)]
-    return statistics.median(steps) / math.sqrt(max(1, len(rows) / _PARTS)) if steps else 0.0
-
-
 def troubles_of(run: Run) -> list[tuple[str, str]]:
     """(label, text) of what happened besides steps, the worst first: failures that the run went on
     from, steps left out, jumps of the loss, alarms."""
     found: list[tuple[str, str]] = []
     if run.earlier_failures:
-        found.append(("survived", _survived(run)))
+        failures = run.earlier_failures
+        texts = [
+            one_line(
+                f"{cause_of(failure).name} ({culprit_of(failure, ('step',)) or 'place unknown'})"
+                + (f", {action}" if (action := failure.get("action")) else "")
+            )
+            for failure in failures[-_MOST_FAILURES:]
+        ]
+        how_many = "1 failure" if len(failures) == 1 else f"{len(failures)} failures"
+        newest = "" if len(failures) <= _MOST_FAILURES else f", the newest {_MOST_FAILURES}"
+        found.append(("survived", (f"{how_many}{newest}: " + "; ".join(texts) + " (failures/)")))
     by_kind: defaultdict[str, list[Event]] = defaultdict(list)
     for event in run.events:
         kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
         by_kind[kind].append(event)
-    for kind in [one for one in _KINDS if by_kind[one.kind]][:_MOST_KINDS]:
-        events = by_kind[kind.kind]
-        number = f"1 {kind.one}" if len(events) == 1 else f"{len(events):,} {kind.several}"
+    for kind, label, one, several in [row for row in _KINDS if by_kind[row[0]]][:_MOST_KINDS]:
+        events = by_kind[kind]
+        number = f"1 {one}" if len(events) == 1 else f"{len(events):,} {several}"
         last = "" if len(events) == 1 else ", the last"
         text = one_line(events[-1].text.removeprefix("alarm: "))
-        found.append((kind.label, f"{number}{last}: {text}"))
+        found.append((label, f"{number}{last}: {text}"))
     if run.warnings:
         found.append(("files", one_line("; ".join(run.warnings))))
     return found
-
-
-def _survived(run: Run) -> str:
-    failures = run.earlier_failures
-    texts = [
-        one_line(
-            f"{cause_of(failure).name} ({culprit_of(failure, ('step',)) or 'place unknown'})"
-            + (f", {action}" if (action := failure.get("action")) else "")
-        )
-        for failure in failures[-_MOST_FAILURES:]
-    ]
-    number = "1 failure" if len(failures) == 1 else f"{len(failures)} failures"
-    newest = "" if len(failures) <= _MOST_FAILURES else f", the newest {_MOST_FAILURES}"
-    return f"{number}{newest}: " + "; ".join(texts) + " (failures/)"
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
@@ -338,7 +316,14 @@ def explain(run: Run) -> Explanation:
         return _failed(run, evidence, run.failure)
     bounds = _ranked(evidence)
     cause = bounds[0].name if bounds else "unknown"
-    sentences, command = [_progress(run, state)], ""
+    if run.metrics:
+        row = run.metrics[-1]
+        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
+        progress = f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
+    else:
+        progress = _WITHOUT_STEPS[state]
+    sentences, command = [progress], ""
     losses = losses_of(run)
     if state == "interrupted":
         advice = next(one.advice for one in CAUSES if one.name == "killed")
@@ -353,11 +338,20 @@ def explain(run: Run) -> Explanation:
     if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
-        sentences += _bounded(evidence, bounds[0], remedy)
+        first = bounds[0]
+        sentences.append(f"Its speed is bounded by {first.name}: {_lower(first.say(evidence))}")
+        if remedy is not first:
+            sentences.append(f"Next comes {remedy.name}: {_lower(remedy.say(evidence))}")
         sentences += [*_plan(evidence, run.planned), remedy.advice]
         command = command or _next(run, remedy, evidence)
     elif run.metrics and not bounds:
-        sentences += [_unknown(run, state), *_plan(evidence, run.planned)]
+        rest = "timeline.json, which is written at the end, is missing"
+        if state == "running":
+            rest = "timeline.json is written at the end of the run"
+        sentences += [
+            f"Where the time of a step goes cannot be said: {rest}.",
+            *_plan(evidence, run.planned),
+        ]
     return Explanation(
         run=str(run.folder),
         state=state,
@@ -369,24 +363,6 @@ def explain(run: Run) -> Explanation:
         facts=evidence.facts,
         planned=run.planned,
     )
-
-
-def _progress(run: Run, state: State) -> str:
-    """The state of the run, in a sentence."""
-    if not run.metrics:
-        return _WITHOUT_STEPS[state]
-    row = run.metrics[-1]
-    wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-    verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
-    return f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
-
-
-def _bounded(evidence: Evidence, first: Bound, remedy: Bound) -> list[str]:
-    """The largest share of a step, and how much a change could remove of it."""
-    sentences = [f"Its speed is bounded by {first.name}: {_lower(first.say(evidence))}"]
-    if remedy is not first:
-        sentences.append(f"Next comes {remedy.name}: {_lower(remedy.say(evidence))}")
-    return sentences
 
 
 def _lower(sentence: str) -> str:
@@ -402,35 +378,24 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
     if shares:
         shares.sort(key=lambda one: -one[1])
         found.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
-    if speed := _speed(run, evidence):
-        found.append(("speed", speed))
-    if memory := _memory(run, evidence):
-        found.append(("memory", memory))
+    if run.current and evidence.seconds is not None:
+        speed = statistics.median(row.tokens_per_second for row in run.current)
+        median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
+        parts = [f"{speed:,.0f} tokens/s", median]
+        mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
+        if rate is not None:
+            parts.append(f"{flop_rate(rate)} a rank")
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        found.append(("speed", ", ".join(parts)))
+    if run.memory is not None and run.memory.ranks:
+        peak = format_bytes(run.memory.peak)
+        figures = [f"{run.memory.peak_words}, of the fullest rank: {peak}"]
+        for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
+            if (size := evidence.fact(f"held bytes {name}")) is not None:
+                figures.append(f"{words}: {format_bytes(size)}")
+        found.append(("memory", "; ".join(figures)))
     return tuple(found[:_MOST_LINES])
-
-
-def _memory(run: Run, evidence: Evidence) -> str:
-    if run.memory is None or not run.memory.ranks:
-        return ""
-    figures = [f"{run.memory.peak_words}, of the fullest rank: {format_bytes(run.memory.peak)}"]
-    for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
-        if (size := evidence.fact(f"held bytes {name}")) is not None:
-            figures.append(f"{words}: {format_bytes(size)}")
-    return "; ".join(figures)
-
-
-def _speed(run: Run, evidence: Evidence) -> str:
-    if not run.current or evidence.seconds is None:
-        return ""
-    speed = statistics.median(row.tokens_per_second for row in run.current)
-    median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
-    parts = [f"{speed:,.0f} tokens/s", median]
-    mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
-    if rate is not None:
-        parts.append(f"{flop_rate(rate)} a rank")
-    if mfu is not None:
-        parts.append(f"MFU {mfu:.1%}")
-    return ", ".join(parts)
 
 
 def _ranked(evidence: Evidence) -> list[Bound]:
@@ -444,13 +409,6 @@ def _ranked(evidence: Evidence) -> list[Bound]:
     if "compute" not in evidence.shares and evidence.shares[first.name] < 0.5:
         return []
     return [first, *(b for b in known[1:] if evidence.shares[b.name] >= _MINOR)]
-
-
-def _unknown(run: Run, state: State) -> str:
-    rest = "timeline.json, which is written at the end, is missing"
-    if state == "running":
-        rest = "timeline.json is written at the end of the run"
-    return f"Where the time of a step goes cannot be said: {rest}."
 
 
 def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
 from moemesh.config.layout import Layout, shard_range
@@ -28,17 +27,11 @@ _ROW, _LABEL, _NODE, _GAP = 20, 84, 66, 20
 _PANEL = (WIDTH - _GAP) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class _View:
-    """One mesh: its name in :data:`moemesh.config.layout.VIEWS`, and the axis of the colours."""
-
-    name: str
-    title: str
-    colour: str
-
-
-_DENSE = _View(name="dense", title="attention and dense MLPs: pp, dp, cp, tp", colour="dp")
-_EXPERT = _View(name="expert", title="routed experts: pp, edp, ep, etp", colour="ep")
+#: The meshes: name in :data:`moemesh.config.layout.VIEWS`, title, axis of the colours, left edge.
+_VIEWS = (
+    ("dense", "attention and dense MLPs: pp, dp, cp, tp", "dp", 0.0),
+    ("expert", "routed experts: pp, edp, ep, etp", "ep", _PANEL + _GAP),
+)
 
 
 def draw(layout: Layout, num_experts: int = 0) -> str:
@@ -46,11 +39,7 @@ def draw(layout: Layout, num_experts: int = 0) -> str:
     have the same sequences, on the right the same experts, named where `num_experts` is known."""
     nodes = layout.ranks_per_node or layout.world_size
     parts: list[str] = []
-    heights = [
-        _panel(parts, layout, view, left, nodes)
-        for view, left in ((_DENSE, 0.0), (_EXPERT, _PANEL + _GAP))
-    ]
-    height = max(heights) + 10
+    height = max(_panel(parts, layout, *view, nodes) for view in _VIEWS) + 10
     for size, name in ((layout.dp, "dp"), (layout.ep, "ep")):
         drawn, used = legend(_names(size, name, num_experts), left=0, top=height)
         parts.append(drawn)
@@ -82,16 +71,24 @@ def _colour(index: int, axis: str) -> str:
     return tint(colour, 0.6) if axis == "dp" else colour
 
 
-def _panel(parts: list[str], layout: Layout, view: _View, left: float, nodes: int) -> float:
+def _panel(
+    parts: list[str], layout: Layout, view: str, title: str, colour: str, left: float, nodes: int
+) -> float:
     """Add one mesh to `parts`; returns where it ends."""
-    degrees = layout.dimensions(view.name)
-    inner = _inner_axes(degrees)
+    degrees = layout.dimensions(view)
+    # The innermost axes make a row: as many as MOST_COLUMNS allows, at least one.
+    inner: list[str] = []
+    for axis in reversed(degrees):
+        columns = prod(degrees[known] for known in (*inner, axis))
+        if axis == "pp" or (inner and columns > MOST_COLUMNS):
+            break
+        inner.insert(0, axis)
     columns = prod(degrees[axis] for axis in inner)
     named = [axis for axis in degrees if axis not in inner and degrees[axis] > 1]
     num_rows = layout.world_size // columns
     shown = min(num_rows, MOST_ROWS)
     width = min(56.0, (_PANEL - _LABEL - _NODE) / columns)
-    parts.append(text(left, 14, view.title, weight="bold"))
+    parts.append(text(left, 14, title, weight="bold"))
     heads = [axis for axis in inner if degrees[axis] > 1]
     parts.append(text(left, 34, " ".join(heads), fill=MUTED, size=10))
     for column in range(columns):
@@ -111,7 +108,7 @@ def _panel(parts: list[str], layout: Layout, view: _View, left: float, nodes: in
         for column in range(columns):
             rank = first + column
             x = left + _LABEL + column * width
-            fill = _colour(layout.coordinates(rank)[view.colour], view.colour)
+            fill = _colour(layout.coordinates(rank)[colour], colour)
             hint = f"rank {rank}, node {rank // nodes}"
             parts.append(rectangle(x, y, width - 2, _ROW - 2, fill, title=hint))
             if width >= text_width(str(rank), 9) + 2:
@@ -128,14 +125,3 @@ def _panel(parts: list[str], layout: Layout, view: _View, left: float, nodes: in
         parts.append(text(left, y + 14, rest))
         y += 18
     return y
-
-
-def _inner_axes(degrees: dict[str, int]) -> list[str]:
-    """The innermost axes that make a row: as many as :data:`MOST_COLUMNS` allows, at least one."""
-    inner: list[str] = []
-    for axis in reversed(degrees):
-        columns = prod(degrees[known] for known in (*inner, axis))
-        if axis == "pp" or (inner and columns > MOST_COLUMNS):
-            break
-        inner.insert(0, axis)
-    return inner

@@ -56,13 +56,61 @@ def render(run: Run) -> str:
     """The page as a text, the same bytes for the same run."""
     state = state_of(run)
     sections = [make(run) for make in SECTIONS]
+    # When, where and by which command the run was started, as far as its folder tells.
+    starts = [str(start.get("started", "")) for start in run.starts]
+    starts = starts or [event.time for event in run.events if event.kind == "start"]
+    last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
+    lines: list[str] = []
+    if starts:
+        again = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
+        lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
+    hosts = last.get("hosts")
+    if isinstance(hosts, list):
+        hosts_named = ", ".join(
+            str(cast("dict[str, object]", host).get("host", "unknown"))
+            if isinstance(host, dict)
+            else "unknown"
+            for host in cast("list[object]", hosts)
+        )
+        lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
+    if command := command_of(run):
+        lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
+    # The numbers that one looks for first.
+    facts: list[tuple[str, str]] = [("State", state)]
+    rows, unit = run.metrics, run.loss_unit
+    if rows:
+        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        facts.append(("Steps", f"{rows[-1].step:,}{wanted}"))
+        facts.append((f"Last training loss, {unit}", f"{rows[-1].loss:.4f}"))
+        validated = [row.validation_loss for row in rows if row.validation_loss is not None]
+        if validated:
+            facts.append((f"Last validation loss, {unit}", f"{validated[-1]:.4f}"))
+        median = f"median{run.of_steps}"
+        if (speed := median_of(run.current, "tokens_per_second")) is not None:
+            facts.append((f"Tokens per second, {median}", svg.short(speed)))
+        if (mfu := median_of(run.current, "mfu")) is not None:
+            facts.append((f"MFU, {median}", f"{mfu:.1%}"))
+        if (rate := median_of(run.current, "tflops_per_rank")) is not None:
+            facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
+        facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
+        facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
+    if run.memory is not None and run.memory.ranks:
+        facts.append((f"Memory: {run.memory.peak_words}", format_bytes(run.memory.peak)))
+    if run.loads:
+        newest = max(load.step for load in run.loads)
+        worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
+        facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
+    failure = None
+    if run.failure is not None:  # texts are cut to a readable length
+        items = list(run.failure.items())[:MAX_TABLE_ROWS]
+        failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
     return from_template(
         "page.html",
         name=run.folder.resolve().name,
-        origin=_origin(run),
+        origin=lines,
         degrees=_degrees(run),
-        facts=_facts(run, state),
-        failure=_pairs(run.failure) if run.failure is not None else None,
+        facts=facts,
+        failure=failure,
         warnings=run.warnings,
         has_no_step=_NO_STEP[state] if not run.metrics else "",
         links=[*links_to(sections), ("file", "config.toml")],
@@ -90,63 +138,10 @@ def from_template(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _origin(run: Run) -> list[str]:
-    """When, where and by which command the run was started, as far as its folder tells."""
-    starts = [str(start.get("started", "")) for start in run.starts]
-    starts = starts or [event.time for event in run.events if event.kind == "start"]
-    last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
-    lines: list[str] = []
-    if starts:
-        again = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
-        lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
-    hosts = last.get("hosts")
-    if isinstance(hosts, list):
-        lines.append(f"On {_cut(', '.join(map(_host, cast('list[object]', hosts))), _MAX_VALUE)}.")
-    if command := command_of(run):
-        lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
-    return lines
-
-
-def _host(record: object) -> str:
-    """The name in the record of a host."""
-    if not isinstance(record, dict):
-        return "unknown"
-    return str(cast("dict[str, object]", record).get("host", "unknown"))
-
-
 def command_of(run: Run) -> str:
     """The command of the newest start; "" where the folder does not tell."""
     argv = run.starts[-1].get("argv") if run.starts else None
     return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
-
-
-def _facts(run: Run, state: State) -> list[tuple[str, str]]:
-    """The numbers one looks for first."""
-    facts: list[tuple[str, str]] = [("State", state)]
-    rows, unit = run.metrics, run.loss_unit
-    if rows:
-        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-        facts.append(("Steps", f"{rows[-1].step:,}{wanted}"))
-        facts.append((f"Last training loss, {unit}", f"{rows[-1].loss:.4f}"))
-        validated = [row.validation_loss for row in rows if row.validation_loss is not None]
-        if validated:
-            facts.append((f"Last validation loss, {unit}", f"{validated[-1]:.4f}"))
-        median = f"median{run.of_steps}"
-        if (speed := median_of(run.current, "tokens_per_second")) is not None:
-            facts.append((f"Tokens per second, {median}", svg.short(speed)))
-        if (mfu := median_of(run.current, "mfu")) is not None:
-            facts.append((f"MFU, {median}", f"{mfu:.1%}"))
-        if (rate := median_of(run.current, "tflops_per_rank")) is not None:
-            facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
-        facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
-        facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
-    if run.memory is not None and run.memory.ranks:
-        facts.append((f"Memory: {run.memory.peak_words}", format_bytes(run.memory.peak)))
-    if run.loads:
-        last = max(load.step for load in run.loads)
-        worst = max(load.expert_max_over_mean for load in run.loads if load.step == last)
-        facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    return facts
 
 
 def _degrees(run: Run) -> list[tuple[str, str]]:
@@ -162,12 +157,6 @@ def _degrees(run: Run) -> list[tuple[str, str]]:
             return shown
         world *= value
     return [("ranks", str(world)), *shown]
-
-
-def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys and values as texts, both cut to a readable length."""
-    items = list(values.items())[:MAX_TABLE_ROWS]
-    return [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
 
 
 def _cut(value: str, length: int) -> str:

@@ -46,7 +46,9 @@ def _matrix(
         parts.append(text(left - 6, middle, f"from {sender}", anchor="end", size=9, fill=MUTED))
         for receiver, count in enumerate(line):
             x = left + receiver * cell
-            fill = "#ffffff" if receiver == sender else _shade(count, most)
+            shade = (count - 1) * len(_SHADES) // max(most, 1)
+            fill = _SHADES[min(len(_SHADES) - 1, shade)] if count else "#f4f6f8"
+            fill = "#ffffff" if receiver == sender else fill
             frame = f' stroke="{INK}" stroke-width="0.7"' if receiver == sender else ""
             hint = f"{count} rows from {sender} to {receiver}"
             parts.append(rectangle(x + 1, y + 1, cell - 2, cell - 2, fill, title=hint, more=frame))
@@ -60,9 +62,3 @@ def _matrix(
             below = top + len(rows) * cell + 12
             parts.append(text(x, below, receiver, anchor="middle", size=9, fill=MUTED))
     return parts
-
-
-def _shade(count: int, most: int) -> str:
-    if not count:
-        return "#f4f6f8"
-    return _SHADES[min(len(_SHADES) - 1, (count - 1) * len(_SHADES) // max(most, 1))]

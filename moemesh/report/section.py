@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from moemesh.trace.run import Run
+from moemesh.trace.state import state_of
+
 #: Longer tables are cut, so that the page keeps its size whatever the run.
 MAX_TABLE_ROWS = 64
 
@@ -67,3 +70,12 @@ def plural(number: int, noun: str) -> str:
     ('1 layer', '2 layers')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def missing(run: Run, name: str) -> str:
+    """The reason for an empty section: the file `name` comes with the end of a run, or is lost."""
+    if (run.folder / name).is_file():
+        return f"{name} could not be read."
+    if state_of(run) == "running":
+        return f"{name} is written at the end of the run, which is at work."
+    return f"No {name}."

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 INK = "#1a1f29"
 MUTED = "#4d5663"
@@ -59,19 +61,15 @@ DARK: dict[str, str] = {
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
 WIDTH = 880
 FONT_SIZE = 12
+#: Characters that XML forbids, or that it allows and should not be in a text.
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 #: Average advance of a character of a sans-serif font, in font sizes; for "does it fit".
 _ADVANCE = 0.58
 
 
 def escape(text: object) -> str:
     """Text for SVG and HTML: markup escaped, characters that XML forbids replaced."""
-    allowed = (c if c in "\t\n" or (c >= " " and _is_xml(c)) else "\ufffd" for c in str(text))
-    return html.escape("".join(allowed), quote=True)
-
-
-def _is_xml(character: str) -> bool:
-    code = ord(character)
-    return not (0x7F <= code <= 0x9F or 0xD800 <= code <= 0xDFFF or code in (0xFFFE, 0xFFFF))
+    return html.escape(_FORBIDDEN.sub("\ufffd", str(text)), quote=True)
 
 
 def clip(text: str, length: int) -> str:
@@ -217,3 +215,33 @@ def tint(colour: str, share: float = 0.45) -> str:
     """`colour` mixed with that share of white."""
     channels = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
+
+
+# Heat maps: a matrix of values as boxes of a few colours, whatever its size.
+
+#: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
+HeatClass = tuple[float, str, str]
+Matrix = list[list[float]]
+
+
+def class_colour(classes: Sequence[HeatClass], value: float) -> str:
+    """The colour of the first class whose limit `value` does not exceed."""
+    return next(colour for limit, colour, _ in classes if value <= limit)
+
+
+def legend_entries(classes: Sequence[HeatClass]) -> list[tuple[str, str]]:
+    """(name, colour) of every class, for a legend."""
+    return [(name, colour) for _, colour, name in classes]
+
+
+def heat_cells(matrix: Matrix, colour_of: Callable[[float], str]) -> str:
+    """One SVG path a colour, a cell being 1 x 1: runs of equal colour in a row are one box."""
+    boxes: defaultdict[str, list[str]] = defaultdict(list)
+    for y, row in enumerate(matrix):
+        colours = [colour_of(value) for value in row]
+        start = 0
+        for x in range(1, len(row) + 1):
+            if x == len(row) or colours[x] != colours[start]:
+                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
+                start = x
+    return "".join(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes))

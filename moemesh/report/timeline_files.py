@@ -29,7 +29,14 @@ def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
     events: list[Event] = []
     number = 0
     for process, timeline in enumerate(timelines):
-        events += _names(process, timeline)
+        named = {"ph": "M", "pid": process, "tid": 0}
+        title = f"pipeline, {timeline.source}"
+        header: list[Event] = [{"name": "process_name", **named, "args": {"name": title}}]
+        for rank in timeline.ranks:
+            named = {"ph": "M", "pid": process, "tid": rank}
+            header.append({"name": "thread_name", **named, "args": {"name": f"rank {rank}"}})
+            header.append({"name": "thread_sort_index", **named, "args": {"sort_index": rank}})
+        events += header
         clock = _Clock(process, timeline)
         events += [clock.complete(record) for record in timeline.records]
         for flow in flows(timeline):
@@ -42,17 +49,6 @@ def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
             for rank, steps in counts.items():
                 events += clock.counter(f"{name}, rank {rank}", steps)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _names(process: int, timeline: Timeline) -> list[Event]:
-    named = {"ph": "M", "pid": process, "tid": 0}
-    title = f"pipeline, {timeline.source}"
-    events: list[Event] = [{"name": "process_name", **named, "args": {"name": title}}]
-    for rank in timeline.ranks:
-        named = {"ph": "M", "pid": process, "tid": rank}
-        events.append({"name": "thread_name", **named, "args": {"name": f"rank {rank}"}})
-        events.append({"name": "thread_sort_index", **named, "args": {"sort_index": rank}})
-    return events
 
 
 class _Clock:

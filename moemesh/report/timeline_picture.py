@@ -87,7 +87,16 @@ def timelines_stacked(
     panels = [
         _Panel(timeline, memory if index == 0 else None) for index, timeline in enumerate(drawn)
     ]
-    factors = _factors(panels)
+    # From the unit of each timeline to that of the last one.
+    last = panels[-1].timeline
+    factors: list[float] = []
+    for panel in panels:
+        unit = panel.timeline.unit
+        if (unit == "ticks") == (last.unit == "ticks"):
+            factors.append(MICROSECONDS[unit] / MICROSECONDS[last.unit])
+        else:
+            busy = max(rank.busy for rank in panel.timeline.statistics())
+            factors.append(max(rank.busy for rank in last.statistics()) / (busy or 1) or 1.0)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
     # Instants have no length: any scale will do.
     pixels = (WIDTH - _LEFT - _RIGHT) / (longest or 1)
@@ -101,28 +110,20 @@ def timelines_stacked(
             y += 16
         parts, y = panel.draw(y, factor * pixels, colours, _MAX_BOXES // len(panels))
         rows += parts
-    rows.append(_time_axis(drawn[-1], longest, pixels, y))
-    key, used = legend(_keys(boxes, colours, "".join(rows)), left=0, top=4)
-    body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
-    description = " ".join(panel.description() for panel in panels)
-    return figure(identity, title, description, used + y + 50, body)
-
-
-def _factors(panels: Sequence[_Panel]) -> list[float]:
-    """From each timeline's unit to that of the last one."""
-    last = panels[-1].timeline
-    factors: list[float] = []
-    for panel in panels:
-        unit = panel.timeline.unit
-        if (unit == "ticks") == (last.unit == "ticks"):
-            factors.append(MICROSECONDS[unit] / MICROSECONDS[last.unit])
-        else:
-            busy = max(rank.busy for rank in panel.timeline.statistics())
-            factors.append(max(rank.busy for rank in last.statistics()) / (busy or 1) or 1.0)
-    return factors
-
-
-def _keys(boxes: Sequence[Rectangle], colours: dict[str, str], drawn: str) -> list[tuple[str, str]]:
+    axis_factor, axis_name = _axis_unit(longest, last)
+    for value in ticks(0, longest * axis_factor, 8):
+        x = _LEFT + value / axis_factor * pixels
+        rows += [
+            line(x, y, x, y + 4, INK),
+            text(x, y + 16, short(round(value, 9)), anchor="middle", fill=MUTED),
+        ]
+    right = WIDTH - _RIGHT
+    rows += [
+        line(_LEFT, y, right, y, INK),
+        line(_LEFT, 0, _LEFT, y, GRID),
+        text(right, y + 32, axis_name, anchor="end", fill=MUTED),
+    ]
+    picture = "".join(rows)
     rest = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
@@ -130,7 +131,11 @@ def _keys(boxes: Sequence[Rectangle], colours: dict[str, str], drawn: str) -> li
         ("idle", IDLE),
     )
     entries = legend_entries(boxes, colours)[:_MAX_KEYS]
-    return entries + [(name, colour) for name, colour in rest if f'fill="{colour}"' in drawn]
+    entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
+    key, used = legend(entries, left=0, top=4)
+    body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
+    description = " ".join(panel.description() for panel in panels)
+    return figure(identity, title, description, used + y + 50, body)
 
 
 class _Panel:
@@ -270,22 +275,6 @@ def _strip(steps: Steps, top: float, scale: _Scale, most: float, end: float) -> 
         f'<path d="{"".join(commands)}" fill="{_MEMORY}"/>',
         text(_LEFT - 8, bottom - 3, f"peak {peak:.4g}", anchor="end", fill=MUTED, size=9),
     ]
-
-
-def _time_axis(timeline: Timeline, length: float, pixels: float, bottom: float) -> str:
-    factor, unit = _axis_unit(length, timeline)
-    parts: list[str] = []
-    for value in ticks(0, length * factor, 8):
-        x = _LEFT + value / factor * pixels
-        parts += [
-            line(x, bottom, x, bottom + 4, INK),
-            text(x, bottom + 16, short(round(value, 9)), anchor="middle", fill=MUTED),
-        ]
-    right = WIDTH - _RIGHT
-    parts.append(line(_LEFT, bottom, right, bottom, INK))
-    parts.append(line(_LEFT, 0, _LEFT, bottom, GRID))
-    parts.append(text(right, bottom + 32, unit, anchor="end", fill=MUTED))
-    return "".join(parts)
 
 
 def _axis_unit(length: float, timeline: Timeline) -> tuple[float, str]:

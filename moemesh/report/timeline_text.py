@@ -49,9 +49,17 @@ def draw(timeline: Timeline, *, tick: float | None = None) -> str:
         for start, end, label in row
     )
     head = len(f"rank {timeline.ranks[-1]}")
-    return "\n".join(
-        f"{f'rank {rank}':{head}}: {_row(row, width)}".rstrip() for rank, row in cells.items()
-    )
+    lines: list[str] = []
+    for rank, row in cells.items():
+        line, column = f"{f'rank {rank}':{head}}: ", 0
+        for start, end, label in row:
+            line += ".".ljust(width) * (start - column)
+            # Several that fall into one column stand side by side.
+            room = width * max(end - max(start, column), 1) - 1
+            line += label.ljust(room, "-") + " "
+            column = max(end, column)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def common_measure(times: set[float]) -> float | None:
@@ -79,14 +87,3 @@ def _cells(boxes: Sequence[Rectangle], origin: float, step: float) -> list[tuple
         kind = record.kind.lower() if box.tinted else record.kind
         found.setdefault((start, end), []).append(f"{kind}{box.label}")
     return [(start, end, "+".join(labels)) for (start, end), labels in sorted(found.items())]
-
-
-def _row(cells: Sequence[tuple[int, int, str]], width: int) -> str:
-    line, column = "", 0
-    for start, end, label in cells:
-        line += ".".ljust(width) * (start - column)
-        # Several that fall into one column stand side by side.
-        room = width * max(end - max(start, column), 1) - 1
-        line += label.ljust(room, "-") + " "
-        column = max(end, column)
-    return line

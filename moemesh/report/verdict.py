@@ -49,7 +49,16 @@ def verdict(profile: Profile) -> list[str]:
     if plain:
         own, whole = [one.plain for one in profile.ranks if one.plain], statistics.fmean(plain)
         lines.append(f"without it  {whole / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
-    lines.append("phases      " + _shares(_phases(own), whole) + "  (mean rank)")
+    found: defaultdict[str, float] = defaultdict(float)
+    for phases in own:
+        seen: set[tuple[float, float]] = set()
+        for record in phases:
+            found["waiting for stages"] += record.wait * 1e6 / len(own)
+            if (record.start, record.end) not in seen:
+                seen.add((record.start, record.end))
+                name = LONG_NAMES.get(record.kind, record.name)
+                found[name] += record.duration * 1e6 / len(own)
+    lines.append("phases      " + _shares(dict(found), whole) + "  (mean rank)")
     pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
     lines.append("waits       " + _waits(profile, pauses, step * steps))
     lines += _longest_operations(profile, steps)
@@ -57,8 +66,28 @@ def verdict(profile: Profile) -> list[str]:
         milliseconds = pause.microseconds / 1e3
         lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.behind}")
     if len(profile.ranks) > 1:
-        lines.append(_imbalance(profile, pauses, spans))
-    return [*lines, _clocks(profile)]
+        busy: dict[int, float] = {}
+        for one in profile.ranks:
+            passes = sum(record.duration for record in one.phases if record.kind in KINDS) * 1e6
+            waits = sum(p.microseconds for p in pauses if p.rank == one.rank and p.is_in_pass)
+            busy[one.rank] = max(passes - waits, 0.0)
+        mean = statistics.fmean(busy.values()) if busy else 0.0
+        if not mean:
+            lines.append("imbalance   no rank recorded a forward or backward pass")
+        else:
+            slowest = max(busy, key=lambda rank: (busy[rank], -rank))
+            quickest = min(busy, key=lambda rank: (busy[rank], rank))
+            lines.append(
+                f"imbalance   rank {slowest} works {busy[slowest] / mean:.2f} times the mean, "
+                f"rank {quickest} {busy[quickest] / mean:.2f} times (passes without waits)"
+            )
+    offsets = {one.host: one.offset for one in profile.ranks if one.offset is not None}
+    if not offsets:
+        return [*lines, "clocks      one machine: the ranks share a clock"]
+    worst = max(one.offset.uncertainty for one in profile.ranks if one.offset is not None)
+    shown = [f"{host} {one.seconds * 1e3:+.3f} ms" for host, one in list(offsets.items())[:4]]
+    named = f"{', '.join(shown)}, ± {worst * 1e3:.3f} ms"
+    return [*lines, f"clocks      aligned to rank {profile.ranks[0].rank}: {named}"]
 
 
 def _span(phases: Sequence[WorkRecord]) -> float:
@@ -67,20 +96,6 @@ def _span(phases: Sequence[WorkRecord]) -> float:
         return 0.0
     start = min(record.start - record.wait for record in phases)
     return (max(record.end for record in phases) - start) * 1e6
-
-
-def _phases(ranks: Sequence[Sequence[WorkRecord]]) -> dict[str, float]:
-    """Microseconds of the mean rank by phase; operations of a block share its time."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for phases in ranks:
-        seen: set[tuple[float, float]] = set()
-        for record in phases:
-            found["waiting for stages"] += record.wait * 1e6 / len(ranks)
-            if (record.start, record.end) not in seen:
-                seen.add((record.start, record.end))
-                name = LONG_NAMES.get(record.kind, record.name)
-                found[name] += record.duration * 1e6 / len(ranks)
-    return dict(found)
 
 
 def _waits(profile: Profile, pauses: Sequence[Pause], whole: float) -> str:
@@ -185,33 +200,3 @@ def _longest_operations(profile: Profile, steps: int) -> list[str]:
         f"rank, {len(totals[name]) / steps / ranks:,.0f} calls"
         for name in named
     ]
-
-
-def _imbalance(profile: Profile, pauses: Sequence[Pause], spans: Sequence[float]) -> str:
-    """Ranks by the time in which they neither wait for stages nor pause behind a collective."""
-    busy: dict[int, float] = {}
-    for one in profile.ranks:
-        passes = sum(record.duration for record in one.phases if record.kind in KINDS) * 1e6
-        waits = sum(p.microseconds for p in pauses if p.rank == one.rank and p.is_in_pass)
-        busy[one.rank] = max(passes - waits, 0.0)
-    mean = statistics.fmean(busy.values()) if busy else 0.0
-    if not mean:
-        return "imbalance   no rank recorded a forward or backward pass"
-    slowest = max(busy, key=lambda rank: (busy[rank], -rank))
-    quickest = min(busy, key=lambda rank: (busy[rank], rank))
-    return (
-        f"imbalance   rank {slowest} works {busy[slowest] / mean:.2f} times the mean, "
-        f"rank {quickest} {busy[quickest] / mean:.2f} times (passes without waits)"
-    )
-
-
-def _clocks(profile: Profile) -> str:
-    moved = [one for one in profile.ranks if one.offset is not None]
-    if not moved:
-        return "clocks      one machine: the ranks share a clock"
-    worst = max(one.offset.uncertainty for one in moved if one.offset is not None)
-    hosts = {
-        one.host: f"{one.offset.seconds * 1e3:+.3f} ms" for one in moved if one.offset is not None
-    }
-    named = ", ".join(f"{host} {offset}" for host, offset in list(hosts.items())[:4])
-    return f"clocks      aligned to rank {profile.ranks[0].rank}: {named}, ± {worst * 1e3:.3f} ms"

@@ -290,7 +290,13 @@ class Watched:
             if body.get("held") is False:
                 return False
             if body["host"] != socket.gethostname():
-                return self._is_beating(body.get("counter"))
+                counter = body.get("counter")
+                now = time.monotonic()
+                if counter is None:
+                    return None if self._failure() is None else False
+                if counter != self._beat[0]:
+                    self._beat = counter, now
+                return None if now - self._beat[1] < _BEAT_SECONDS else False
             os.kill(int(body["pid"]), 0)
             return True
         except ProcessLookupError:
@@ -299,15 +305,6 @@ class Watched:
             return True
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-
-    def _is_beating(self, counter: object) -> bool | None:
-        """Of a holder on another host: whether it raises the counter in its lease."""
-        now = time.monotonic()
-        if counter is None:
-            return None if self._failure() is None else False
-        if counter != self._beat[0]:
-            self._beat = counter, now
-        return None if now - self._beat[1] < _BEAT_SECONDS else False
 
     def _failure(self) -> str | None:
         try:

@@ -14,7 +14,7 @@ from moemesh.bench.device import side_loss
 from moemesh.bench.link_cluster import LinkFit, cluster_of, fit, hops_and_volume
 from moemesh.bench.links import GroupShape, measure_shape, shapes
 from moemesh.bench.settings import OPERATIONS, LinksSettings
-from moemesh.cli.benches import links_text
+from moemesh.cli.machine import links_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError

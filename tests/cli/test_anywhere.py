@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -124,16 +124,15 @@ def test_a_folder_of_somebody_else_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(**options: Any) -> None:
+    def fail(*words: Any, **options: Any) -> None:
         if isinstance(error, RuntimeError):
             Path("~nobody-of-that-name").expanduser()
         raise error
 
-    monkeypatch.setattr(application, "app", fail)
     with pytest.raises(SystemExit) as ended:
-        application.main()
+        application.run(cast("Any", fail), "moemesh")
     assert ended.value.code == 2 and capsys.readouterr().err == f"moemesh: {message}\n"
     monkeypatch.setenv("RANK", "1")  # its launcher wants the traceback of a rank
     if isinstance(error, PermissionError):
         with pytest.raises(PermissionError):
-            application.main()
+            application.run(cast("Any", fail), "moemesh")

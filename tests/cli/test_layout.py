@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moemesh.cli.table import interval, spans
+from moemesh.cli.terminal import interval, spans
 from tests.test_cli import run
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from moemesh import cli
-from moemesh.cli import progress as module
+from moemesh.cli import terminal as module
 from moemesh.cli.application import app
-from moemesh.cli.progress import progress
+from moemesh.cli.terminal import progress
 from moemesh.planner.search.command import plan_named
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 
 ROWS = [("all_to_all", "1.5", ""), ("[red]", "120.25", "x")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.config import renames
+from moemesh.config import migration as renames
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.config.migration import migrate

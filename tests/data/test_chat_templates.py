@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.corpus import Corpus
-from moemesh.data.records import BadRecordError, Where
+from moemesh.data.records import BadRecordError, BadRecordLog, Where
 from moemesh.data.tokenizer import Tokenizer
 from tests.data.templates import TEMPLATES, written
 from tests.data.test_chat import by_itself

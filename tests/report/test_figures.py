@@ -7,7 +7,16 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from moemesh.report import boxes, curves, svg, timeline_picture, traffic
-from moemesh.report.sections import loads, memory
+from moemesh.report.sections.loads import (
+    CLASSES,
+    DEAD,
+    colour_of,
+    imbalance_curve,
+    layer_heat_maps,
+    mean_heat_map,
+    mean_loads,
+)
+from moemesh.report.sections.memory import memory_bars
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
@@ -45,11 +54,11 @@ def all_figures(name: str = "") -> dict[str, str]:
         "learning rate": curves.one_curve(rows, "lr", "Learning rate")[0],
         "auxiliary": curves.auxiliary_curve(rows, unit="nats a byte")[0],
         "narrow loss": curves.loss_curve(rows, unigram_loss=3.0)[1],
-        "imbalance": loads.imbalance_curve(some_loads)[0],
-        "layer maps": loads.layer_heat_maps(some_loads),
-        "mean map": loads.mean_heat_map(some_loads),
+        "imbalance": imbalance_curve(some_loads)[0],
+        "layer maps": layer_heat_maps(some_loads),
+        "mean map": mean_heat_map(some_loads),
         "traffic": traffic.traffic_bars(ledgers),
-        "memory": memory.memory_bars(fake_run.memory(4)),
+        "memory": memory_bars(fake_run.memory(4)),
         "timeline": timeline_picture.timeline_rows(line),
     }
 
@@ -75,14 +84,14 @@ def test_the_same_data_is_the_same_bytes():
 
 
 def test_nothing_to_draw_is_no_figure():
-    assert curves.loss_curve([]) == loads.imbalance_curve([]) == ("", "")
-    assert loads.layer_heat_maps([]) == loads.mean_heat_map([]) == ""
+    assert curves.loss_curve([]) == imbalance_curve([]) == ("", "")
+    assert layer_heat_maps([]) == mean_heat_map([]) == ""
     zero = [LayerLoads(step=1, layer=0, tokens_per_expert=(0, 0), tokens_per_rank=(0,))]
-    assert loads.layer_heat_maps(zero) == ""
-    parse(loads.imbalance_curve(zero)[0])
+    assert layer_heat_maps(zero) == ""
+    parse(imbalance_curve(zero)[0])
     assert traffic.traffic_bars({}) == traffic.traffic_bars({0: Ledger()}) == ""
-    assert memory.memory_bars(MemoryProfiles(ranks=())) == ""
-    parse(memory.memory_bars(MemoryProfiles(ranks=(MemoryProfile(rank=0),))))
+    assert memory_bars(MemoryProfiles(ranks=())) == ""
+    parse(memory_bars(MemoryProfiles(ranks=(MemoryProfile(rank=0),))))
     empty = Timeline(ranks=(0, 1), records=(), source="measured")
     assert timeline_picture.timeline_rows(empty) == ""
     instant = Timeline(
@@ -107,7 +116,7 @@ def test_colours_have_contrast():
         ink, colour = dark.get(ink, ink), dark.get(colour, colour)
         assert svg.contrast(ink, colour) >= 4.5, (ink, colour)
     assert svg.contrast("#000000", "#ffffff") == pytest.approx(21)
-    lightness = [svg.luminance(colour) for _, colour, _ in loads.CLASSES]
+    lightness = [svg.luminance(colour) for _, colour, _ in CLASSES]
     assert lightness == sorted(lightness, reverse=True)
 
 
@@ -172,18 +181,18 @@ class TestTraffic:
 class TestLoads:
     def test_colours_of_a_dead_and_a_full_expert(self):
         layer = [LayerLoads(step=1, layer=0, tokens_per_expert=(0, 1, 1, 14))]
-        paths = {e.get("fill"): e.get("d") for e in parse(loads.layer_heat_maps(layer)).iter()}
-        assert paths[loads.DEAD] == "M0 0h1v1h-1z"
-        assert paths[loads.CLASSES[0][1]] == "M0 1h1v1h-1zM0 2h1v1h-1z"
-        assert paths[loads.colour_of(3.5)] == "M0 3h1v1h-1z"
+        paths = {e.get("fill"): e.get("d") for e in parse(layer_heat_maps(layer)).iter()}
+        assert paths[DEAD] == "M0 0h1v1h-1z"
+        assert paths[CLASSES[0][1]] == "M0 1h1v1h-1zM0 2h1v1h-1z"
+        assert paths[colour_of(3.5)] == "M0 3h1v1h-1z"
 
     def test_expert_count_may_change(self):
         mixed = [
             LayerLoads(step=1, layer=0, tokens_per_expert=(1, 2)),
             LayerLoads(step=2, layer=0, tokens_per_expert=(1, 2, 3)),
         ]
-        assert loads.mean_loads(mixed) == [1, 2, 1.5]
-        parse(loads.layer_heat_maps(mixed))
+        assert mean_loads(mixed) == [1, 2, 1.5]
+        parse(layer_heat_maps(mixed))
 
 
 class TestTimeline:

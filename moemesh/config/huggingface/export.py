@@ -115,11 +115,21 @@ def family_or_refusal(model: ModelConfig) -> str:
 
 def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
     """``config.json`` of `model` as one of the family `kind`: keys of old and new versions."""
-    values = _sizes(model) | _attention(model, kind) | _rope(model, kind)
+    values: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
+    }
+    if model.num_mtp_layers:
+        values[AHEAD_KEY] = model.num_mtp_layers
+    values |= _attention(model, kind) | _rope(model, kind)
+    name = _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))
     if model.num_experts:
         values |= _experts(model, kind)
     values |= {
-        "architectures": [f"{_class_name(kind)}ForCausalLM"],
+        "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
         "hidden_act": "silu",
         "torch_dtype": dtype,
@@ -166,19 +176,6 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
         without_effect |= {key for key in found if key.startswith(("rope_beta", "rope_low"))}
         without_effect |= {"rope_high_freq_factor", "rope_truncate"}
     return {key: value for key, value in found.items() if key not in without_effect}
-
-
-def _sizes(model: ModelConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "intermediate_size": model.intermediate_size,
-        "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
-    }
-    if model.num_mtp_layers:
-        values[AHEAD_KEY] = model.num_mtp_layers
-    return values
 
 
 def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
@@ -276,7 +273,3 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
     if kind == "minimax_m2":
         values["qk_norm_type"] = "per_layer"
     return values
-
-
-def _class_name(kind: str) -> str:
-    return _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))

@@ -111,25 +111,19 @@ def model_values(config: Config) -> dict[str, object]:
             if given is not None:
                 found[name] = given
     found |= _rope(values, fields)
-    found |= _balancing(values, row, fields)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _balancing(
-    values: Mapping[str, Any], row: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, object]:
-    """How transformers balances the experts in training: by one loss for all layers, of families
-    that have it and where a configuration asks for it; it moves no selection bias."""
-    found: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
+    # How transformers balances the experts in training: by one loss for all layers, of families
+    # that have it and where a configuration asks for it; it moves no selection bias.
+    balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
     if values.get("output_router_logits") and "aux_loss" in row:
-        given = values.get("router_aux_loss_coef")
-        coefficient = real("router_aux_loss_coef", row["aux_loss"] if given is None else given)
+        wanted = values.get("router_aux_loss_coef")
+        coefficient = real("router_aux_loss_coef", row["aux_loss"] if wanted is None else wanted)
         # Selections there are counted per token, not per choice.
-        found["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
-        found |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
+        balancing["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
+        balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
         if "router_score" in row.get("fields", {}):
-            found["aux_loss_probabilities"] = "softmax"
-    return found
+            balancing["aux_loss_probabilities"] = "softmax"
+    found |= balancing
+    return {name: value for name, value in found.items() if value is not None}
 
 
 _FOR_ALL = ("norm_eps", "init_std", "max_position_embeddings")

@@ -321,7 +321,8 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
             message = f"{what} are not known; {_KNOWN}"
             problems.append(_unknown(key, config[key], message))
     patterns = config.get("attn_type_list")
-    if patterns and any(item != 1 for item in _items(patterns)):
+    each = cast("Sequence[object]", patterns if isinstance(patterns, (list, tuple)) else [patterns])
+    if patterns and any(item != 1 for item in each):
         message = "0 stands for linear attention, not known; known: 1 (softmax attention)"
         problems.append(_unknown("attn_type_list", patterns, message))
     projection = config.get("word_embed_proj_dim")
@@ -370,10 +371,6 @@ def _unread(
     return found
 
 
-def _items(value: object) -> Sequence[object]:
-    return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (value,)
-
-
 def _unknown(key: str, value: object, message: str) -> Problem:
     return Problem(code="unknown-layer", key=key, value=value, message=message)
 
@@ -406,26 +403,24 @@ def read_sizes(config: Config) -> Sizes:
     values = dict(defaults)
     for key, value in config.items():
         values[key] = defaults.get(key) if value is None else value
-    values |= _absent(config, family)
+    absent = {key: value for key, value in family.get("absent", {}).items() if key not in config}
+    if "rope_scaling" in config:  # the older name
+        absent.pop("rope_parameters", None)
+    values |= absent
     if problems := unknown_layers(values, kind):
         raise ConfigError(problems)
     record = ReadConfiguration(values)
     try:
         fields = _sizes(record, family)
     except KeyError as error:
-        raise ConfigError([_missing(str(error.args[0]), kind)]) from None
+        missing = str(error.args[0])
+        message = f"the configuration of a {kind} model needs {missing}"
+        problem = Problem(code="missing", key=missing.partition(" or ")[0], message=message)
+        raise ConfigError([problem]) from None
     has_norm = fields.get("qk_norm", "none") != "none"
     if problems := unread_parameters(record, kind, has_norm=has_norm):
         raise ConfigError(problems)
     return Sizes(fields, values, kind, notes)
-
-
-def _absent(config: Config, family: Config) -> Config:
-    """Sizes that the family's code sets where the configuration does not name the key."""
-    found = {key: value for key, value in family.get("absent", {}).items() if key not in config}
-    if "rope_scaling" in config:  # the older name
-        found.pop("rope_parameters", None)
-    return found
 
 
 def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -456,7 +451,14 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         if config.get(key):
             found |= fields
     if "positions" in family:
-        found["learned_positions"] = _positions(config, family)
+        # Rows of the table of positions: of the first of its keys that is there, and those that are
+        # never used.
+        keys = cast("list[str]", family["positions"])
+        table_key = next((key for key in keys if config.get(key) is not None), None)
+        if table_key is None:
+            raise KeyError(" or ".join(keys))
+        rows = whole(config, table_key) + family.get("unused_positions", 0)
+        found["learned_positions"] = rows
     layers = num_layers(config)
     found |= {
         "num_layers": layers,
@@ -475,16 +477,6 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
     if "head_dim" not in found:
         found["head_dim"] = _head_dim(config, hidden, heads)
     return found | _experts(config, found, layers)
-
-
-def _positions(config: Config, family: Config) -> int:
-    """Rows of the table of positions: of the first of its keys that is there, and those that are
-    never used."""
-    keys = cast("list[str]", family["positions"])
-    found = next((key for key in keys if config.get(key) is not None), None)
-    if found is None:
-        raise KeyError(" or ".join(keys))
-    return whole(config, found) + family.get("unused_positions", 0)
 
 
 def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -533,8 +525,3 @@ def _family(kind: str) -> Config:
     message = "the planner does not know the layers of this model family"
     fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})))
     raise wrong("unknown-model", "model_type", kind or None, message, fix)
-
-
-def _missing(names: str, kind: str) -> Problem:
-    message = f"the configuration of a {kind} model needs {names}"
-    return Problem(code="missing", key=names.partition(" or ")[0], message=message)

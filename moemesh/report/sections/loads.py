@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 
 from moemesh.report.curves import Marks, Pictures, Series, line_charts
-from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
-from moemesh.report.sections.missing import missing
-from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
+from moemesh.report.section import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    Table,
+    figures,
+    left_out,
+    missing,
+    plural,
+)
+from moemesh.report.svg import (
+    FONT_SIZE,
+    INK,
+    MUTED,
+    WIDTH,
+    HeatClass,
+    Matrix,
+    class_colour,
+    figure,
+    heat_cells,
+    legend,
+    legend_entries,
+    short,
+    text,
+)
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import Run
 
@@ -62,7 +82,9 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     }
     if not layers:
         return ""
-    shown = sorted(_most_unbalanced(layers)[:_MAX_PANELS])
+
+    ranked = sorted(layers, key=lambda layer: (-_mean_imbalance(layers[layer]), layer))
+    shown = sorted(ranked[:_MAX_PANELS])
     num_experts = {
         layer: max(len(load.tokens_per_expert) for load in layers[layer]) for layer in shown
     }
@@ -95,7 +117,10 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     rows = [_relative(values) for values in means if any(values)]
     if not rows:
         return ""
-    rows = _squeeze_rows(rows, 128)
+    if len(rows) > 128:
+        width = max(map(len, rows))
+        columns = [[row[c] if c < len(row) else 0.0 for row in rows] for c in range(width)]
+        rows = [list(row) for row in zip(*(_squeeze(c, 128) for c in columns), strict=True)]
     matrix = [_squeeze(row, 256) for row in rows]
     key, used = legend(_legend_entries(), left=0, top=4)
     cell = min(max(200 / len(matrix), 3), 18)
@@ -147,12 +172,8 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
     )
 
 
-def _most_unbalanced(layers: Mapping[int, Sequence[LayerLoads]]) -> list[int]:
-    def imbalance(layer: int) -> float:
-        items = layers[layer]
-        return sum(load.expert_max_over_mean for load in items) / len(items)
-
-    return sorted(layers, key=lambda layer: (-imbalance(layer), layer))
+def _mean_imbalance(loads: Sequence[LayerLoads]) -> float:
+    return sum(load.expert_max_over_mean for load in loads) / len(loads)
 
 
 def _legend_entries() -> list[tuple[str, str]]:
@@ -187,14 +208,6 @@ def _squeeze(values: Sequence[float], length: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
-def _squeeze_rows(rows: Matrix, length: int) -> Matrix:
-    if len(rows) <= length:
-        return rows
-    width = max(map(len, rows))
-    columns = [[row[c] if c < len(row) else 0.0 for row in rows] for c in range(width)]
-    return [list(row) for row in zip(*(_squeeze(c, length) for c in columns), strict=True)]
-
-
 def _panel(
     name: str,
     matrix: Matrix,
@@ -212,7 +225,7 @@ def _panel(
     parts = [
         text(left, top - 6, name, weight="bold"),
         f'<g transform="translate({left} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        cells(matrix, colour_of),
+        heat_cells(matrix, colour_of),
         "</g>",
         f'<rect x="{left}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',
@@ -253,7 +266,7 @@ def loads(run: Run) -> Chapter:
         (
             f"{layer}",
             f"{len(items[-1].tokens_per_expert)}",
-            f"{_mean([load.expert_max_over_mean for load in items]):.3f}",
+            f"{_mean_imbalance(items):.3f}",
             f"{items[-1].expert_max_over_mean:.3f}",
             f"{items[-1].rank_max_over_mean:.3f}",
             f"{items[-1].entropy:.4f}",
@@ -281,7 +294,3 @@ def loads(run: Run) -> Chapter:
         tables=[table],
         note=f"{plural(len(layers), 'layer')} with experts." + left_out(len(rows), "layers"),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

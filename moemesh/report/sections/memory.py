@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moemesh.report import beside
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
-from moemesh.report.sections.missing import missing
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, missing
 from moemesh.report.svg import GRID, INK, MUTED, WIDTH, figure, legend, line, rectangle, text
 from moemesh.report.traffic import binary_ticks
 from moemesh.trace.memory_profile import (

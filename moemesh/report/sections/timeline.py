@@ -9,8 +9,7 @@ from dataclasses import replace
 from moemesh.report import beside
 from moemesh.report import timeline_picture as pictures
 from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
-from moemesh.report.sections.missing import missing
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, missing
 from moemesh.report.svg import clip
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import MICROSECONDS, Timeline
@@ -28,40 +27,65 @@ def timeline(run: Run) -> Chapter:
     unit = "ticks" if last.unit == "ticks" else "milliseconds"
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
     ranks = last.statistics()
+    longest = last.span or 1.0
+    note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
+    if run.simulated is not None and run.simulated.records:
+        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
+        note += (
+            f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
+            f"{bubble:.1%} measured."
+        )
+    pipeline = ""
+    if (simulated := run.simulated) is not None:
+        # The operations of the simulated ranks, simulated above measured.
+        records = tuple(
+            one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
+        )
+        pipeline = pictures.timelines_stacked(
+            [simulated, replace(last, ranks=simulated.ranks, records=records)],
+            title="Pipeline, simulated above measured",
+            identity="timeline-simulated",
+        )
     return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
-            ("Pipeline of the last step, simulated above measured", _beside(run.simulated, last)),
+            ("Pipeline of the last step, simulated above measured", pipeline),
         ),
         tables=[
-            _parts(run, last),
+            Table(
+                caption="Parts of the last step, mean rank, in milliseconds: the pipeline "
+                "simulated with the median time of each operation, and measured",
+                header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
+                rows=beside.time_rows(run.simulated, last),
+            ),
             *tables,
-            _of_ranks(last, factor, unit),
+            Table(
+                caption=f"Time of each rank in the last step, in {unit}",
+                header=(
+                    "Rank",
+                    "Span",
+                    "Busy",
+                    "Idle",
+                    "Waiting for inputs",
+                    "Busy, of the longest span",
+                ),
+                rows=[
+                    (
+                        str(rank.rank),
+                        *(
+                            f"{value * factor:,.3f}"
+                            for value in (rank.span, rank.busy, rank.idle, rank.wait)
+                        ),
+                        f"{rank.busy / longest:.1%}",
+                    )
+                    for rank in ranks[:MAX_TABLE_ROWS]
+                ],
+            ),
             _by_name(last, factor, unit),
         ],
-        note=_note(run, last) + left_out(len(ranks), "ranks"),
-    )
-
-
-def _note(run: Run, last: Timeline) -> str:
-    text = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
-    if run.simulated is not None and run.simulated.records:
-        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
-        text += (
-            f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
-            f"{bubble:.1%} measured."
-        )
-    return text
-
-
-def _parts(run: Run, last: Timeline) -> Table:
-    return Table(
-        caption="Parts of the last step, mean rank, in milliseconds: the pipeline simulated with "
-        "the median time of each operation, and measured",
-        header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
-        rows=beside.time_rows(run.simulated, last),
+        note=note + left_out(len(ranks), "ranks"),
     )
 
 
@@ -98,41 +122,6 @@ def _medians(run: Run) -> list[Table]:
             )
         )
     return tables
-
-
-def _of_ranks(last: Timeline, factor: float, unit: str) -> Table:
-    ranks = last.statistics()
-    longest = last.span or 1.0
-    return Table(
-        caption=f"Time of each rank in the last step, in {unit}",
-        header=("Rank", "Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span"),
-        rows=[
-            (
-                str(rank.rank),
-                *(
-                    f"{value * factor:,.3f}"
-                    for value in (rank.span, rank.busy, rank.idle, rank.wait)
-                ),
-                f"{rank.busy / longest:.1%}",
-            )
-            for rank in ranks[:MAX_TABLE_ROWS]
-        ],
-    )
-
-
-def _beside(simulated: Timeline | None, last: Timeline) -> str:
-    """The pipeline operations of the simulated ranks, simulated above measured."""
-    if simulated is None:
-        return ""
-    records = tuple(
-        record for record in last.records if record.rank in simulated.ranks and record.kind in KINDS
-    )
-    measured = replace(last, ranks=simulated.ranks, records=records)
-    return pictures.timelines_stacked(
-        [simulated, measured],
-        title="Pipeline, simulated above measured",
-        identity="timeline-simulated",
-    )
 
 
 def _by_name(last: Timeline, factor: float, unit: str) -> Table:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from moemesh.report import beside
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
-from moemesh.report.sections.missing import missing
+from moemesh.report.section import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    Table,
+    figures,
+    left_out,
+    missing,
+    plural,
+)
 from moemesh.report.svg import clip
 from moemesh.report.traffic import traffic_bars, traffic_rows
 from moemesh.trace.memory_profile import format_bytes
@@ -55,24 +62,21 @@ def traffic(run: Run) -> Chapter:
     )
     bars = traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
     caption = "Bytes sent in one step by all ranks, by axis and phase"
+    by_axis = beside.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
     return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures((caption, bars)),
-        tables=[*_by_axis(run), by_operation],
+        tables=[
+            Table(
+                caption="Bytes sent in one step by all ranks, predicted before it and measured",
+                header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
+                rows=by_axis[:MAX_TABLE_ROWS],
+                num_names=2,
+            ),
+            by_operation,
+        ],
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
         "for uniform routing; validation and control are not predicted."
         + left_out(len(rows), "rows"),
     )
-
-
-def _by_axis(run: Run) -> list[Table]:
-    rows = beside.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
-    return [
-        Table(
-            caption="Bytes sent in one step by all ranks, predicted before it and measured",
-            header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
-            rows=rows[:MAX_TABLE_ROWS],
-            num_names=2,
-        )
-    ]

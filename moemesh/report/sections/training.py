@@ -1,13 +1,12 @@
-"""Losses, gradient norm, learning rate and throughput over the steps."""
+"""The course of a run: curves over its steps, and its alarms, warnings and decisions."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from moemesh.report import curves
-from moemesh.report.section import Chapter, Table, figures, spread
-from moemesh.report.sections.missing import missing
-from moemesh.report.svg import short
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, missing, spread
+from moemesh.report.svg import clip, short
 from moemesh.trace.run import Run
 
 _HEADER = (
@@ -66,3 +65,41 @@ def _some_steps(run: Run) -> Table:
             for row in shown
         ],
     )
+
+
+#: Kinds that every run has; the others say that something was decided or went wrong.
+_ORDINARY = ("start", "note", "saved", "finished")
+_MAX_TEXT = 400
+
+
+def events(run: Run) -> Chapter:
+    """Events besides steps: alarms and decisions first, in the order of time."""
+    identity, title = "events", "Events"
+    if not run.events:
+        text = missing(run, "events.jsonl")
+        return Chapter(identity=identity, title=title, missing=text)
+    special = [event for event in run.events if event.kind not in _ORDINARY]
+    ordinary = [event for event in run.events if event.kind in _ORDINARY]
+    tables: list[Table] = []
+    for found, caption, folded in (
+        (special, "Alarms, warnings and decisions", False),
+        (ordinary, "Notes of the start and the end", True),
+    ):
+        if found:
+            shown = found[-MAX_TABLE_ROWS:]
+            more = f", the last {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
+            rows = [
+                (
+                    clip(event.time.replace("T", " ").removesuffix("+00:00"), 30),
+                    "" if event.step is None else f"{event.step:,}",
+                    clip(event.kind, 30),
+                    clip(event.text, _MAX_TEXT),
+                )
+                for event in shown
+            ]
+            header = ("Time (UTC)", "Step", "Kind", "Text")
+            tables.append(
+                Table(caption=caption + more, header=header, rows=rows, num_names=4, folded=folded)
+            )
+    note = "" if special else "No alarm and no warning."
+    return Chapter(identity=identity, title=title, tables=tables, note=note)
