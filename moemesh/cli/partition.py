@@ -49,22 +49,15 @@ def partition(
         moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
     """
     from moemesh.planner.stages.answer import METHODS
-    from moemesh.planner.stages.partition import compare
+    from moemesh.planner.stages.partition import PartitionRequest, compare
 
     with progress("cutting the model", quiet=as_json):
-        found = compare(
-            METHODS if method == "all" else (method,),
-            model=model,
-            cluster=cluster,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            nodes=nodes,
-            stages=stages,
-            microbatches=microbatches,
-            schedule=schedule,
-            evaluations=evaluations,
+        request = PartitionRequest(
+            model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, nodes=nodes,
+            stages=stages, microbatches=microbatches, schedule=schedule, evaluations=evaluations,
             seed=seed,
-        )
+        )  # fmt: skip
+        found = compare(METHODS if method == "all" else (method,), request)
     if as_json:
         rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
         typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))

@@ -62,7 +62,7 @@ def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> Act
         tokens += 4 * hidden
     if has_dropout(shape, layout):
         tokens += hidden
-    kv = shape.kv_width + _value_width(shape)
+    kv = shape.kv_width + shape.value_width
     width = w * (shape.query_width + kv)
     if shape.attention == "mla":
         # The low ranks before and behind their norms; the expansion is made of them.
@@ -154,18 +154,13 @@ def has_dropout(shape: ModelShape, layout: PlannedLayout) -> bool:
     return shape.dropout if layout.dropout is None else layout.dropout
 
 
-def _value_width(shape: ModelShape) -> int:
-    heads = shape.num_heads if shape.attention == "mla" else shape.num_kv_heads
-    return heads * shape.value_head_dim
-
-
 def _every_second_operator(
     shape: ModelShape, kind: LayerKind, layout: PlannedLayout
 ) -> ActivationBytes:
     """The layer's input, every second matrix product and the attention output (torchtitan's
     selective operator checkpointing: of q, k, v, o, gate, up, down the 1st, 3rd, ...)."""
     w, hidden = layout.element_bytes, shape.hidden_size
-    width = w * (shape.query_width + _value_width(shape) + shape.output_width)
+    width = w * (shape.query_width + shape.value_width + shape.output_width)
     width += 4 * shape.num_heads
     if not kind.moe:
         return ActivationBytes(tokens=2 * w * hidden, width=width + w * shape.intermediate_size)

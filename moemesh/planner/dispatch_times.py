@@ -17,7 +17,7 @@ DeepEP prints it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any, NamedTuple
@@ -154,12 +154,7 @@ def dispatch_times(
         raise ConfigError(problems)
     known = pricing(cluster)
     links = Links.of(hardware_row(known.device), known.constants, known.table)
-    return list(_times(load, ep, min(node, ep), links, dispatchers))
-
-
-def _times(
-    load: DispatchLoad, ep: int, node: int, links: Links, wanted: Sequence[str]
-) -> Iterator[DispatchTime]:
+    node = min(node, ep)
     nodes = ep // node
     outside = 1 - 1 / nodes
     slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
@@ -171,8 +166,9 @@ def _times(
         "all_gather": (ep - 1.0, float(ep - node)),
         "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
     }
+    found: list[DispatchTime] = []
     for name in DISPATCHERS:
-        if name not in wanted:
+        if name not in dispatchers:
             continue
         both, across = copies[name]
         # A node-aware dispatch brings rows into a node once and copies them inside it.
@@ -186,15 +182,18 @@ def _times(
                 bottleneck = both * size
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(across * size, inside * size, seconds, rate))
-        yield DispatchTime(
-            ep=ep,
-            dispatcher=name,
-            copies=both,
-            copies_across=across,
-            link="network" if nodes > 1 else "node",
-            dispatch=directions[0],
-            combine=directions[1],
+        found.append(
+            DispatchTime(
+                ep=ep,
+                dispatcher=name,
+                copies=both,
+                copies_across=across,
+                link="network" if nodes > 1 else "node",
+                dispatch=directions[0],
+                combine=directions[1],
+            )
         )
+    return found
 
 
 def _seconds(links: Links, name: str, ep: int, nodes: int, across: float, inside: float) -> float:

@@ -85,14 +85,14 @@ class RoutingExample:
             message = "a row has at least one channel"
             found.append(Problem.of("out-of-range", "hidden_size", self.hidden_size, message))
         if self.dtype not in DTYPES:
-            message, fix = (
-                f"dtype is one of {', '.join(DTYPES)}",
-                nearest_choice(self.dtype, DTYPES),
-            )
+            message = f"dtype is one of {', '.join(DTYPES)}"
+            fix = nearest_choice(self.dtype, DTYPES)
             found.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
         for name in self.dispatchers:
             if name not in DISPATCHERS:
-                found.append(_not_a_choice("dispatcher", name, DISPATCHERS))
+                message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
+                fix = nearest_choice(name, DISPATCHERS)
+                found.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
         return found + self._wrong_choices()
 
     def _wrong_choices(self) -> list[Problem]:
@@ -277,8 +277,3 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
 
 def _total(rows: Sequence[Mapping[str, Any]], key: str) -> int:
     return sum(int(row[key]) for row in rows)
-
-
-def _not_a_choice(key: str, value: str, choices: tuple[str, ...]) -> Problem:
-    message = f"{key} is one of {', '.join(choices)}"
-    return Problem.of("not-a-choice", key, value, message, nearest_choice(value, choices))

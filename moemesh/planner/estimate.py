@@ -70,12 +70,41 @@ class Estimate:
 
     def to_json(self, cache: CacheSize | None = None) -> dict[str, Any]:
         """The object that ``moemesh estimate --json`` prints; `cache` is a KV cache to size."""
+        tokens = self.layout.global_batch * self.layout.seq_len
+        flops: dict[str, Any] = {"tokens": tokens}
+        for counted in (self.causal, self.full):
+            name = counted.convention
+            flops |= {
+                f"{name}_forward_per_token": counted.forward,
+                f"{name}_training_per_token": counted.training,
+                f"{name}_hardware_per_token": hardware_flops(counted, self.layout.recompute),
+                f"{name}_step": counted.training * tokens,
+            }
+        crowded = None
+        if self.worst_routing is not None:
+            needed = self.crowded_bytes
+            crowded = self.worst_routing.to_json()
+            crowded |= {"needed_bytes": needed, "fits": self.fits(needed)}
+        memory = self.memory
+        stated: dict[str, Any] = {
+            "first": memory.first.to_json(),
+            "last": memory.last.to_json(),
+            "worst": memory.worst.to_json(),
+            **self.peak,
+            "memory_interval_bytes": list(self.memory_interval),
+            "usable_share": self.usable_share,
+            "device_bytes": self.cluster.memory_bytes,
+            "worst_routing": crowded,
+            "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
+        }
+        if cache is not None:
+            stated["kv_cache_bytes"] = kv_cache_bytes(self.shape, *cache)
         return {
             "model": self.shape.name,
             "plan": self.text or self.layout.key,
             "parameters": self.parameters.to_json(),
-            "flops": self._flops(),
-            "memory": self._memory(cache),
+            "flops": flops,
+            "memory": stated,
             "traffic": self.traffic.rows(),
             "traffic_rank": self.traffic_rank,
             "traffic_by_axis": [row._asdict() for row in by_axis(self.traffic)],
@@ -120,13 +149,6 @@ class Estimate:
         """Whether a device has so many bytes for a job."""
         return needed <= self.cluster.memory_bytes * self.usable_share
 
-    def _worst_routing(self) -> dict[str, Any] | None:
-        if self.worst_routing is None:
-            return None
-        needed = self.crowded_bytes
-        found = self.worst_routing.to_json()
-        return {**found, "needed_bytes": needed, "fits": self.fits(needed)}
-
     def _nearest(self) -> dict[str, Any] | None:
         """None where the layout fits; `plan` is None where nothing does."""
         match self.instead:
@@ -141,36 +163,6 @@ class Estimate:
                     "memory_bytes": near.needed,
                     "seconds": near.seconds,
                 }
-
-    def _flops(self) -> dict[str, Any]:
-        tokens = self.layout.global_batch * self.layout.seq_len
-        found: dict[str, Any] = {"tokens": tokens}
-        for flops in (self.causal, self.full):
-            name = flops.convention
-            found |= {
-                f"{name}_forward_per_token": flops.forward,
-                f"{name}_training_per_token": flops.training,
-                f"{name}_hardware_per_token": hardware_flops(flops, self.layout.recompute),
-                f"{name}_step": flops.training * tokens,
-            }
-        return found
-
-    def _memory(self, cache: CacheSize | None) -> dict[str, Any]:
-        memory = self.memory
-        found: dict[str, Any] = {
-            "first": memory.first.to_json(),
-            "last": memory.last.to_json(),
-            "worst": memory.worst.to_json(),
-            **self.peak,
-            "memory_interval_bytes": list(self.memory_interval),
-            "usable_share": self.usable_share,
-            "device_bytes": self.cluster.memory_bytes,
-            "worst_routing": self._worst_routing(),
-            "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
-        }
-        if cache is not None:
-            found["kv_cache_bytes"] = kv_cache_bytes(self.shape, *cache)
-        return found
 
 
 def estimate(
@@ -188,7 +180,12 @@ def estimate(
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
     given = plan
-    layout, plan = _on_nodes(layout, plan, cluster)
+    node = cluster.gpus_per_node
+    if not layout.ranks_per_node and layout.world_size > node and not layout.world_size % node:
+        # Neither names node borders: those that a launcher would set.
+        layout = layout.changed(ranks_per_node=node)
+        if plan is not None:
+            plan = plan.model_copy(update={"ranks_per_node": node})
     memory = estimate_memory(shape, layout)
     notes = list(shape.notes)
     if layout.world_size > cluster.num_devices:
@@ -237,18 +234,6 @@ def estimate(
         config=model.config,
         plan=given,
     )
-
-
-def _on_nodes(
-    layout: PlannedLayout, plan: Plan | None, cluster: Cluster
-) -> tuple[PlannedLayout, Plan | None]:
-    """With the cluster's node borders where neither names any, as a launcher would set them."""
-    node = cluster.gpus_per_node
-    if layout.ranks_per_node or layout.world_size <= node or layout.world_size % node:
-        return layout, plan
-    if plan is not None:
-        plan = plan.model_copy(update={"ranks_per_node": node})
-    return layout.changed(ranks_per_node=node), plan
 
 
 def _traffic(
@@ -315,9 +300,7 @@ def pipeline_rank(rank: str | int, pp: int, worst: int) -> int:
     else:
         message = f"a pipeline rank is {', '.join(RANKS)}, or a number below pp ({pp})"
         fix = f"--rank {pp - 1}" if text.lstrip("-").isdecimal() else nearest_choice(text, RANKS)
-    raise ConfigError(
-        [Problem(code="not-a-choice", key="rank", value=rank, message=message, fix=fix)]
-    )
+    raise ConfigError([Problem.of("not-a-choice", "rank", rank, message, fix)])
 
 
 def estimate_named(

@@ -122,6 +122,8 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
     )
     forward = layers + head_forward(shape)
     mtp = mtp_forward(shape, seq_len, convention) if shape.num_mtp_layers else 0.0
+    moe_layers = sum(number for kind, number in shape.kind_counts.items() if kind.moe)
+    width = shape.experts_per_token * shape.expert_intermediate_size
     return Flops(
         convention=convention,
         forward=forward,
@@ -129,7 +131,7 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         attention=cores,
         head=head_forward(shape),
         mtp=shape.num_mtp_layers * mtp,
-        expert_gate_up=_expert_gate_up(shape),
+        expert_gate_up=moe_layers * 2.0 * (2 if shape.gated else 1) * shape.hidden_size * width,
     )
 
 
@@ -138,13 +140,6 @@ def training_flops(shape: ModelShape, seq_len: int) -> float:
     nothing that is computed again. Rates and MFU, predicted and measured, count these."""
     flops = count_flops(shape, seq_len, "causal")
     return flops.training + 3 * flops.mtp
-
-
-def _expert_gate_up(shape: ModelShape) -> float:
-    """Forward FLOPs of one token in the first products of the routed experts of all layers."""
-    layers = sum(number for kind, number in shape.kind_counts.items() if kind.moe)
-    width = shape.experts_per_token * shape.expert_intermediate_size
-    return layers * 2.0 * (2 if shape.gated else 1) * shape.hidden_size * width
 
 
 def hardware_flops(

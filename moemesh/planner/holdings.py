@@ -143,12 +143,12 @@ class Holdings:
     @cached_property
     def axes(self) -> tuple[AxisGroups, ...]:
         """The groups of every axis of both meshes."""
-        return tuple(self._axis(name) for name in AXES)
-
-    def _axis(self, name: str) -> AxisGroups:
-        groups = self.layout.groups(name)
-        spans = (len({self.node_of(rank) for rank in group}) for group in groups)
-        return AxisGroups(axis=name, groups=groups, nodes=max(spans))
+        found: list[AxisGroups] = []
+        for name in AXES:
+            groups = self.layout.groups(name)
+            nodes = max(len({self.node_of(rank) for rank in group}) for group in groups)
+            found.append(AxisGroups(axis=name, groups=groups, nodes=nodes))
+        return tuple(found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank on both meshes."""
@@ -163,6 +163,10 @@ class Holdings:
         stages, layers, has_table, has_experts, _ = self._held(at["pp"])
         kv_heads = shard_range(_head_groups(model), plan.tp, at["tp"])
         each = model.num_heads // _head_groups(model)
+        sequences = placement.sequences(self.global_batch, at["dp"], 0)
+        positions = max(
+            placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
+        )
         return RankShare(
             rank=rank,
             node=self.node_of(rank),
@@ -180,7 +184,7 @@ class Holdings:
             positions=context_runs(self.seq_len, plan.cp, at["cp"])
             if plan.cp > 1
             else (range(self.seq_len),),
-            tokens=self._tokens(placement, at),
+            tokens=len(shard_range(sequences * positions, self.plan.tp, at["tp"])),
             parameters=self._parameters(*(at[name] for name in ("pp", "tp", "ep", "etp"))),
         )
 
@@ -200,13 +204,6 @@ class Holdings:
     def _parameters_at(self, pp: int, tp: int, ep: int, etp: int) -> int:
         at = {"tp": tp, "ep": ep, "etp": etp}
         return sum(tensor.elements_at(self.layout, at) for tensor in self._held(pp)[-1])
-
-    def _tokens(self, placement: StagePlacement, at: dict[str, int]) -> int:
-        sequences = placement.sequences(self.global_batch, at["dp"], 0)
-        positions = max(
-            placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
-        )
-        return len(shard_range(sequences * positions, self.plan.tp, at["tp"]))
 
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The answer as plain values; `ranks` None: all of them."""

@@ -25,12 +25,11 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moemesh.planner.activations import layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
@@ -42,9 +41,13 @@ from moemesh.planner.parameters import (
     mtp_weights,
 )
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
+
+#: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
+FUSED_LOSS_BYTES = 6.0
+LOSS_BYTES = 14.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +141,13 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     its stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
-    for moments, rows in _same_moments(layout, rank):
+    column = np.asarray(layout.microbatches)
+    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
+    found = np.zeros(np.broadcast(column, *kept).shape)
+    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
+        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
+        wanted[list(same)] = True
+        rows = wanted[column]
         found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
     return found
 
@@ -152,18 +160,6 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
             now = now + count * one
         most = maximum(most, now)
     return most
-
-
-def _same_moments(
-    layout: PlannedLayout, rank: int
-) -> Iterator[tuple[tuple[tuple[float, ...], ...], NDArray[np.bool_]]]:
-    """What is alive at the peaks, with the rows of a column of microbatches where it is that."""
-    column = np.asarray(layout.microbatches)
-    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
-        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[list(same)] = True
-        yield moments, wanted[column]
 
 
 @lru_cache(maxsize=4096)
@@ -192,6 +188,11 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
     cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
     if layout.parameter_server:
         cut_o = (layout.dense_servers, layout.expert_servers)
+    logits = 0.0
+    if content.has_head:
+        per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
+        logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
+        logits = logits + 2 * layout.element_bytes * layout.token_shard * shape.hidden_size
     return RankMemory(
         rank=rank,
         dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
@@ -199,17 +200,9 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
         gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
         optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
         activations=_activations(shape, layout, content, rank),
-        logits=_logits(shape, layout, content),
+        logits=logits,
         buffers=_buffers(shape, layout, content),
     )
-
-
-def _layer_bytes(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> tuple[float, float]:
-    """(kept from forward to backward, held while its backward runs) of one layer, in bytes."""
-    kept = layer_kept(shape, kind, layout).on_rank(layout)
-    if not layout.recompute:
-        return kept, kept
-    return kept, layer_kept_whole(shape, kind, layout).on_rank(layout)
 
 
 def _activations(
@@ -221,25 +214,15 @@ def _activations(
     for chunk in content.chunks:
         one = 0.0
         for kind, number in chunk.items():
-            once, whole = _layer_bytes(shape, kind, layout)
+            # Kept from forward to backward, and held while the backward runs.
+            once = whole = layer_kept(shape, kind, layout).on_rank(layout)
+            if layout.recompute:
+                whole = layer_kept_whole(shape, kind, layout).on_rank(layout)
             again = number if limit is None else min(number, limit / len(content.chunks))
             one += again * once + (number - again) * whole
             work = maximum(work, whole - once)
         kept.append(one)
     return held(layout, rank, kept) + ("full" in layout.recompute) * work
-
-
-#: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
-FUSED_LOSS_BYTES = 6.0
-LOSS_BYTES = 14.0
-
-
-def _logits(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:
-    if not content.has_head:
-        return 0.0
-    per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
-    logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
-    return logits + 2 * layout.element_bytes * layout.token_shard * shape.hidden_size
 
 
 def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:

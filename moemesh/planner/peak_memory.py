@@ -16,7 +16,7 @@ from moemesh.planner.activations import ActivationBytes, layer_kept, layer_kept_
 from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.memory import StageContent, held, rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
@@ -145,27 +145,50 @@ def _rank_peak(
     exact = rank_memory(shape, layout, rank)
     kept: list[Number] = []
     working: Number = 0.0
-    scores = _score_work(shape, layout, allocation)
+    scores = 0.0
+    if layout.attention_kernel != "flash":
+        eager = layout.attention_kernel == "eager"
+        each = allocation.eager_score_work if eager else allocation.fused_score_work
+        scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
     for chunk in content.chunks:
         one: Number = 0.0
         for kind, number in chunk.items():
-            once, whole = _layer_bytes(shape, kind, layout, allocation)
+            # Kept from forward to backward, and held while the backward runs.
+            every = layer_kept_whole(shape, kind, layout)
+            once = whole = _on_rank(every, shape, layout, allocation)
+            if "full" in layout.recompute:
+                once = layer_kept(shape, kind, layout).on_rank(layout)
+            elif layout.recompute:
+                once = _on_rank(layer_kept(shape, kind, layout), shape, layout, allocation)
             one = one + number * once
             work = whole if "full" in layout.recompute else 0.0
             working = maximum(working, work + allocation.working_layers * whole + scores)
         kept.append(one)
     last_kind = list(content.kinds)[-1] if content.kinds else None
-    if not layout.adapters:
-        matrix = _largest_matrix(shape, last_kind, layout)
+    if last_kind is not None and not layout.adapters:
+        # The gradient of the largest matrix of a layer exists once more.
+        matrix = (2 if shape.gated else 1) * shape.hidden_size
+        if last_kind.moe:
+            matrix = matrix * shape.expert_intermediate_size / layout.etp
+        else:
+            matrix = matrix * shape.intermediate_size / layout.tp
         working = working + allocation.layer_gradient_bytes * matrix
-    logits = _logit_bytes(shape, layout, allocation) if content.has_head else 0.0
+    logits: Number = 0.0
+    if content.has_head:
+        numbers = layout.tokens * shape.vocab_size
+        logits = allocation.logit_bytes * numbers / layout.tp
+        logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
+        head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
+        logits = logits + allocation.head_gradient_bytes * head
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
         logits, working = maximum(logits, working), 0.0
     activations = held(layout, rank, kept)
     if layout.pp > 1:
         activations = activations + allocation.extra_in_flight * sum(kept)
-    allocated = exact.states + activations + logits + working + _unsharded(exact.buffers, layout)
+    allocated = (
+        exact.states + activations + logits + working + (exact.buffers if layout.zero >= 3 else 0.0)
+    )
     # What a step must hold is a floor, whatever the habits of a stack say.
     needed = maximum(allocated + allocation.workspace_bytes, exact.total)
     return PeakMemory(
@@ -177,25 +200,6 @@ def _rank_peak(
         logits=logits,
         working=working,
     )
-
-
-def _unsharded(buffers: float, layout: PlannedLayout) -> float:
-    """Units that ZeRO-3 has gathered; what tp gathers is part of a working layer."""
-    return buffers if layout.zero >= 3 else 0.0
-
-
-def _layer_bytes(
-    shape: ModelShape, kind: LayerKind, layout: PlannedLayout, allocation: Allocation
-) -> tuple[float, float]:
-    """(kept, while it runs) bytes of one layer and microbatch."""
-    whole = layer_kept_whole(shape, kind, layout)
-    full = _on_rank(whole, shape, layout, allocation)
-    if not layout.recompute:
-        return full, full
-    kept = layer_kept(shape, kind, layout)
-    if "full" in layout.recompute:
-        return kept.on_rank(layout), full
-    return _on_rank(kept, shape, layout, allocation), full
 
 
 def _on_rank(
@@ -217,32 +221,3 @@ def _on_rank(
         scores = layout.tokens * layout.seq_len * heads / layout.tp
         found += (bytes_each - counted) * scores
     return allocation.activation_scale * found
-
-
-def _score_work(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
-    if layout.attention_kernel == "flash":
-        return 0.0
-    each = (
-        allocation.eager_score_work
-        if layout.attention_kernel == "eager"
-        else allocation.fused_score_work
-    )
-    return each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
-
-
-def _largest_matrix(shape: ModelShape, kind: LayerKind | None, layout: PlannedLayout) -> float:
-    """Weights of the largest matrix of a layer on a rank, whose gradient exists once more."""
-    if kind is None:
-        return 0.0
-    gates = 2 if shape.gated else 1
-    if kind.moe:
-        return gates * shape.hidden_size * shape.expert_intermediate_size / layout.etp
-    return gates * shape.hidden_size * shape.intermediate_size / layout.tp
-
-
-def _logit_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
-    logits = layout.tokens * shape.vocab_size
-    found = allocation.logit_bytes * logits / layout.tp
-    found = found + where(layout.tp > 1, allocation.gathered_logit_bytes * logits, 0.0)
-    head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
-    return found + allocation.head_gradient_bytes * head

@@ -69,7 +69,15 @@ def read_plan(
     for name in _BATCH:
         written = table.pop(name, None)
         batch[name] = written if batch[name] is None else batch[name]
-    problems = _unknown(table) + _batch_problems(batch, table)
+    problems: list[Problem] = []
+    for key, value in table.items():
+        if key not in _KNOWN:
+            fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
+            if (foreign := aliases().get(key, "")).startswith("plan."):
+                fix = f"here it is called {foreign.removeprefix('plan.')}"
+            message = f"a plan has no key `{key}`"
+            problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
+    problems += _batch_problems(batch, table)
     known = {key: value for key, value in table.items() if key in _KNOWN}
     broken = {problem.key for problem in problems}
     if "global_batch" not in broken and "plan.microbatch" not in broken:
@@ -183,19 +191,6 @@ def _split(source: str) -> list[str]:
         else:
             parts[-1] += character
     return [part for part in parts if part.strip()]
-
-
-def _unknown(table: Mapping[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
-    for key, value in table.items():
-        if key in _KNOWN:
-            continue
-        fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
-        if (foreign := aliases().get(key, "")).startswith("plan."):
-            fix = f"here it is called {foreign.removeprefix('plan.')}"
-        message = f"a plan has no key `{key}`"
-        problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
-    return problems
 
 
 def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[Problem]:

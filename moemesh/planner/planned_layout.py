@@ -171,13 +171,14 @@ class PlannedLayout(Shown):
         """
         least = (*DEGREES, "seq_len", "global_batch", "microbatch", "stages_per_rank",
                  "dispatch_chunks")  # fmt: skip
-        if low := [self._too_low(key) for key in least if getattr(self, key) < 1]:
+        low: list[Problem] = []
+        for key in least:
+            if (value := getattr(self, key)) < 1:
+                message = f"{key} must be at least 1, not {value}"
+                low.append(plan_problem(self, "out-of-range", key, message, f"{key} = 1"))
+        if low:
             return low
         return degree_problems(self, sizes, copied_kv_heads=True) + list(self._own_problems())
-
-    def _too_low(self, key: str) -> Problem:
-        message = f"{key} must be at least 1, not {getattr(self, key)}"
-        return plan_problem(self, "out-of-range", key, message, f"{key} = 1")
 
     def _own_problems(self) -> Iterator[Problem]:
         """Of the fields that a Plan does not have."""
@@ -185,13 +186,9 @@ class PlannedLayout(Shown):
             message = "ZeRO has the stages 0 to 3"
             yield plan_problem(self, "out-of-range", "zero", message, "zero = 3")
         if unknown := self.recompute - set(RECOMPUTABLE):
-            yield Problem(
-                code="not-a-choice",
-                key="plan.recompute",
-                value="+".join(sorted(self.recompute)),
-                message=f"cannot recompute {', '.join(sorted(unknown))}",
-                fix=f"known: {', '.join(RECOMPUTABLE)}",
-            )
+            value, fix = "+".join(sorted(self.recompute)), f"known: {', '.join(RECOMPUTABLE)}"
+            message = f"cannot recompute {', '.join(sorted(unknown))}"
+            yield Problem.of("not-a-choice", "plan.recompute", value, message, fix)
         if self.parameter_server and self.zero:
             message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
             yield plan_problem(self, "conflict", "zero", message, "zero = 0")

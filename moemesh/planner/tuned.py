@@ -34,9 +34,7 @@ def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> Tuned:
         if not key.startswith(KEYS):
             message = "a search takes from --set what trains, and chooses the rest itself"
             fix = "keys such as lora.rank, train.freeze or train.train_only"
-            raise ConfigError(
-                [Problem(code="conflict", key=key, value=None, message=message, fix=fix)]
-            )
+            raise ConfigError([Problem.of("conflict", key, None, message, fix)])
     config = load_run([], [*model_words, *settings], environ={}).config
     return Tuned(tuple(settings), config, trained_shares(config))
 

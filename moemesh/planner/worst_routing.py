@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
@@ -84,25 +84,6 @@ def worst_routing(
     return of_layout(model.shape, layout)
 
 
-class _Counts(NamedTuple):
-    """Rows at the fullest rank, rows of it under uniform routing, choices that are dropped."""
-
-    rows: int
-    balanced: int
-    dropped: int
-
-
-def _counts(model: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> _Counts:
-    """Of one layer, when each rank brings `tokens`."""
-    layout, peers = plan.layout, plan.ep * plan.etp
-    wanted = tokens * most_rows_of_a_token(model, layout)
-    kept = capacity_of(model, layout, tokens, seq_len) * most_rows_of_a_token(model, layout)
-    balanced = tokens * model.experts_per_token * plan.etp
-    if model.router_selection == "expert_choice":
-        return _Counts(balanced, balanced, 0)
-    return _Counts(kept * peers, balanced, (wanted - kept) * peers)
-
-
 def of_own_run(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
 ) -> WorstRouting:
@@ -117,22 +98,26 @@ def of_own_run(
     placement, layout = StagePlacement(model, plan, seq_len), plan.layout
     element = ELEMENT_BYTES[dtype]
     tokens = plan.tokens_per_rank(seq_len, global_batch)
-    counts = _counts(model, plan, tokens, seq_len)
+    # Of one layer: rows at the fullest rank, under uniform routing, and choices that are dropped.
+    peers, of_a_token = plan.ep * plan.etp, most_rows_of_a_token(model, layout)
+    balanced = tokens * model.experts_per_token * plan.etp
+    kept = capacity_of(model, layout, tokens, seq_len) * of_a_token
+    most_rows, dropped = kept * peers, (tokens * of_a_token - kept) * peers
+    if model.router_selection == "expert_choice":
+        most_rows, dropped = balanced, 0
     at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
     if plan.combine == "exact":
-        at_once, chunks = max(counts.rows, counts.balanced), 1
+        at_once, chunks = max(most_rows, balanced), 1
 
     hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
 
     def held(crowd: float | None) -> float:
         """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
-        routing, rows = None, float(counts.balanced)
+        routing, rows = None, float(balanced)
         if crowd is not None:
             here = layout.coordinates(rank)["ep"]
-            routing, rows = (
-                crowded_routing(model, layout, here, seq_len, crowd),
-                crowd * counts.rows,
-            )
+            routing = crowded_routing(model, layout, here, seq_len, crowd)
+            rows = crowd * most_rows
         kinds = predict_activations(
             placement,
             layout,
@@ -147,17 +132,17 @@ def of_own_run(
         return sum(kinds.values()) + element * working
 
     crowds = [1.0]
-    if counts.rows > at_once * chunks:
-        crowds.append(at_once * chunks / counts.rows)
+    if most_rows > at_once * chunks:
+        crowds.append(at_once * chunks / most_rows)
     uniform = most = held(None)
-    if counts.rows > counts.balanced:
+    if most_rows > balanced:
         most = max(uniform, *map(held, crowds))
     return WorstRouting(
-        rows=counts.rows,
-        balanced_rows=counts.balanced,
+        rows=most_rows,
+        balanced_rows=balanced,
         rows_at_once=None if plan.combine == "exact" else at_once,
-        blocks=chunks * max(ceil(counts.rows / chunks / at_once), 1),
-        dropped_choices=counts.dropped,
+        blocks=chunks * max(ceil(most_rows / chunks / at_once), 1),
+        dropped_choices=dropped,
         activation_bytes=most,
         more_bytes=most - uniform,
     )

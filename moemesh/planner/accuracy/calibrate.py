@@ -10,7 +10,7 @@ weights, always from the priors: a start at the fit of all runs would know those
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -91,7 +91,9 @@ class Unknowns:
             ([stack_of(run.cluster) for run in runs], OWN),
             ([run.release for run in runs], RELEASE),
         ):
-            levels.append(_level(keys, own, len(spreads)))
+            members = tuple(sorted(set(keys) - {""}))
+            place = np.array([members.index(key) if key else -1 for key in keys], dtype=np.int64)
+            levels.append(Level(members=members, names=tuple(own), place=place, start=len(spreads)))
             spreads += [own[name] for _ in levels[-1].members for name in levels[-1].names]
         self.clusters, self.stacks, self.releases = levels
         self.width: FloatArray = np.array(spreads, dtype=np.float64)
@@ -99,7 +101,17 @@ class Unknowns:
         self.prior[: len(NAMES)] = np.log(PRIORS)
         every = np.arange(len(runs))
         self._touched = _Touched(self.columns, [every] * len(NAMES))
-        self._touched = _Touched(self.columns, self._pattern())
+        # The runs that each constant can move, from a few random points.
+        random = np.random.default_rng(0)
+        moved = np.zeros((len(self.log_seconds), len(NAMES)), dtype=bool)
+        for _ in range(_NUM_PROBES):
+            point = self.prior + random.normal(size=len(self.prior)) * self.width / 2
+            values = self._values(point)
+            found = self._touched.slopes(values, _log_seconds(self.columns, values))
+            moved |= np.abs(found) > _NO_SLOPE
+        self._touched = _Touched(
+            self.columns, [np.nonzero(moved[:, place])[0] for place in range(len(NAMES))]
+        )
 
     def hold_shared(self, known: Calibration) -> None:
         """Keep shared constants, stacks and releases where `known` has them; clusters move from
@@ -150,17 +162,6 @@ class Unknowns:
                 values[NAMES.index(name), rows] += unknown[first + offset]
         return values
 
-    def _pattern(self) -> list[NDArray[np.int64]]:
-        """The runs that each constant can move, from a few random points."""
-        random = np.random.default_rng(0)
-        moved = np.zeros((len(self.log_seconds), len(NAMES)), dtype=bool)
-        for _ in range(_NUM_PROBES):
-            point = self.prior + random.normal(size=len(self.prior)) * self.width / 2
-            values = self._values(point)
-            found = self._touched.slopes(values, _log_seconds(self.columns, values))
-            moved |= np.abs(found) > _NO_SLOPE
-        return [np.nonzero(moved[:, place])[0] for place in range(len(NAMES))]
-
     def calibration(self, unknown: FloatArray, start: Calibration, *, share: bool) -> Calibration:
         """What was found, for the groups that have a run with weight; `start` knows the rest."""
         shared = np.exp(unknown[: len(NAMES)])
@@ -210,12 +211,6 @@ def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
     total: FloatArray = step_time(*columns, constants).total
     return np.log(total)
-
-
-def _level(keys: Sequence[str], own: Mapping[str, float], start: int) -> Level:
-    members = tuple(sorted(set(keys) - {""}))
-    place = np.array([members.index(key) if key else -1 for key in keys], dtype=np.int64)
-    return Level(members=members, names=tuple(own), place=place, start=start)
 
 
 def _seen(level: Level, unknown: FloatArray, seen: NDArray[np.bool_]) -> dict[str, FloatArray]:

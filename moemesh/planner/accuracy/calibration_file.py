@@ -14,7 +14,7 @@ from moemesh.config.toml import format_key, format_value
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.timing.calibration import Calibration
 from moemesh.planner.timing.constants import NAMES
-from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
+from moemesh.planner.timing.hardware import accelerator_of_cluster
 
 #: A factor nearer to one than this is no deviation.
 _NO_DEVIATION = 0.01
@@ -112,6 +112,12 @@ def fitted_cluster(runs: Sequence[PublishedRun], calibration: Calibration) -> Cl
     constants = calibration.constants(first.cluster)
     nodes = max(math.ceil(int(float(run.row["gpus"])) / device.node_size) for run in runs)
     latency = float(constants.collective_latency_us) * 1e-6
+    half, eight, four = device.peak_flops
+    peaks = {"bfloat16": half}
+    if eight > half:
+        peaks["float8"] = eight
+    if four > eight:
+        peaks["float4"] = four
     return Cluster(
         name=first.cluster,
         accelerator=device.name,
@@ -119,20 +125,10 @@ def fitted_cluster(runs: Sequence[PublishedRun], calibration: Calibration) -> Cl
         gpus_per_node=device.node_size,
         memory_bytes=int(device.memory_bytes),
         memory_bandwidth=device.memory_bandwidth,
-        peak_flops=_peaks(device),
+        peak_flops=peaks,
         intra_node_bandwidth=device.intra_node_bandwidth,
         intra_node_latency=latency,
         inter_node_bandwidth=device.inter_node_bandwidth,
         inter_node_latency=latency,
         constants={name: float(f"{getattr(constants, name):.6g}") for name in NAMES},
     )
-
-
-def _peaks(device: Accelerator) -> dict[str, float]:
-    half, eight, four = device.peak_flops
-    found = {"bfloat16": half}
-    if eight > half:
-        found["float8"] = eight
-    if four > eight:
-        found["float4"] = four
-    return found

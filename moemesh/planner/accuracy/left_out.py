@@ -32,22 +32,11 @@ _HEADING = """\
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
     """Predict each source by what all others taught. `start` is what a fit begins with."""
-    return Intervals(seconds=tuple(_seconds(runs, start)), memory=tuple(_memory(runs)))
-
-
-def _seconds(runs: Sequence[PublishedRun], start: Calibration) -> list[SecondsErrors]:
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for one in cross_validate(runs, start, left_out="source"):
         if one.seconds and one.run.seconds and one.run.device:
             key = study_of(one.run), one.run.device.generation
-            found[key].append(round(log(one.run.seconds / one.seconds), _DIGITS))
-    return [
-        SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
-        for (source, generation), errors in sorted(found.items())
-    ]
-
-
-def _memory(runs: Sequence[PublishedRun]) -> list[MemoryErrors]:
+            seconds[key].append(round(log(one.run.seconds / one.seconds), _DIGITS))
     errors: defaultdict[str, list[float]] = defaultdict(list)
     labels: defaultdict[str, dict[str, list[float]]] = defaultdict(lambda: {"ok": [], "OOM": []})
     untaught = replace(prior_calibration(), allocations={})
@@ -67,11 +56,18 @@ def _memory(runs: Sequence[PublishedRun]) -> list[MemoryErrors]:
         for source, found in sorted(errors.items())
     ]
     # Runs that all ended well bound the need from one side only.
-    return measured + [
+    bounded = [
         MemoryErrors(source=source, ran=tuple(sorted(found["ok"])), out=tuple(sorted(found["OOM"])))
         for source, found in sorted(labels.items())
         if found["OOM"] and found["ok"]
     ]
+    return Intervals(
+        seconds=tuple(
+            SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
+            for (source, generation), errors in sorted(seconds.items())
+        ),
+        memory=(*measured, *bounded),
+    )
 
 
 def intervals_toml(intervals: Intervals) -> str:

@@ -135,14 +135,14 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
         for size in sizes
     ]
     usable = _known(run.device).memory_bytes * allocation.usable_share
-    fitting = [index for index, one in enumerate(tried) if _fits(one, allocation, usable)]
+    fitting = [
+        index
+        for index, one in enumerate(tried)
+        if one.software.recomputed_share > 0 or run_memory(one, allocation).needed <= usable
+    ]
     constants = stacked([calibration.constants(run.cluster, run.release)] * len(tried))
     seconds: FloatArray = run_seconds(tried, constants).total
     return tried[min(fitting or [0], key=lambda index: seconds[index])]
-
-
-def _fits(run: PublishedRun, allocation: Allocation, usable: float) -> bool:
-    return run.software.recomputed_share > 0 or run_memory(run, allocation).needed <= usable
 
 
 def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:

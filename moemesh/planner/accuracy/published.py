@@ -64,8 +64,8 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
         if name in found:
             found[name] = _count(found[name])
     for name, word in (
-        ("status", _status), ("zero", _zero), ("sp", _flag), ("vpp", _chunks),
-        ("recompute", _recompute),
+        ("status", lambda text: _ENDED.get(text.lower(), text)), ("zero", _zero), ("sp", _flag),
+        ("vpp", _chunks), ("recompute", _recompute),
     ):  # fmt: skip
         if name in found:
             found[name] = word(found[name].strip())
@@ -112,10 +112,6 @@ def _count(text: str) -> str:
     # Sequences are counted in 1024 tokens: "4k" is 4096.
     value = float(digits) * 1024
     return str(int(value)) if value.is_integer() else text
-
-
-def _status(text: str) -> str:
-    return _ENDED.get(text.lower(), text)
 
 
 def _flag(text: str) -> str:
@@ -182,17 +178,9 @@ def recompute_from_words(text: str) -> frozenset[str]:
     found: set[str] = set()
     for part in (piece.strip() for piece in re.split(r"[,+;]", inner)):
         if part not in _WORDS:
-            raise ConfigError(
-                [
-                    Problem(
-                        code="not-a-choice",
-                        key="recompute",
-                        value=text,
-                        message=f"`{part}` names nothing that can be recomputed",
-                        fix=f"known: none, full, selective, {', '.join(sorted(_WORDS))}",
-                    )
-                ]
-            )
+            message = f"`{part}` names nothing that can be recomputed"
+            fix = f"known: none, full, selective, {', '.join(sorted(_WORDS))}"
+            raise ConfigError([Problem.of("not-a-choice", "recompute", text, message, fix)])
         found.add(_WORDS[part])
     return frozenset(found)
 
@@ -206,13 +194,9 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     zero_text = row.get("zero", "").strip()
     grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+)\)", zero_text)
     zero = int(grouped.group(1) if grouped else zero_text or 0)
-    missing = [name for name in ("seq", "gbs") if not row.get(name, "").strip()]
-    if missing:
+    if missing := [name for name in ("seq", "gbs") if not row.get(name, "").strip()]:
         raise ConfigError(
-            [
-                Problem(code="missing", key=name, message=f"the row prints no `{name}`")
-                for name in missing
-            ]
+            Problem.of("missing", name, None, f"the row prints no `{name}`") for name in missing
         )
     chunks = row.get("vpp", "").strip()
     dualpipe = chunks.lower() == "dualpipe"
@@ -319,18 +303,6 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json``
     beside the table; names that it lacks from the packaged table. Raises UserError for unreadable
     files, missing columns or doubled ids."""
-    rows = _read_rows(table)
-    entries = _read_archs(archs, table)
-    runs = [parse_run(row, entries) for row in rows]
-    seen: set[str] = set()
-    for run in runs:
-        if run.id in seen:
-            raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
-        seen.add(run.id)
-    return runs
-
-
-def _read_rows(table: Path) -> list[dict[str, str]]:
     try:
         text = table.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -346,7 +318,14 @@ def _read_rows(table: Path) -> list[dict[str, str]]:
     rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
-    return rows
+    entries = _read_archs(archs, table)
+    runs = [parse_run(row, entries) for row in rows]
+    seen: set[str] = set()
+    for run in runs:
+        if run.id in seen:
+            raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
+        seen.add(run.id)
+    return runs
 
 
 def _read_archs(archs: Path | None, table: Path) -> dict[str, Any]:
@@ -372,17 +351,25 @@ def known_architectures() -> dict[str, Any]:
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     """One row; what is missing or contradictory ends up in `reason`."""
     device = accelerator_of(row.get("hardware", ""))
-    row = _with_known_recomputation(uniform_row(row))
+    row = uniform_row(row)
+    try:
+        recompute_from_words(row.get("recompute", ""))
+    except ConfigError:
+        row["recompute"] = ""  # told in words that nobody knows, it counts as not published
     row = told_row(row, device.generation if device else "")
+    release = _RELEASE.match(row.get("notes", ""))
+    memory = _number(row, "mem_gib")
+    if row.get("mem_kind", "").strip().lower() not in _MEASURED_MEMORY:
+        memory = None
     run = PublishedRun(
         id=row.get("id", ""),
         source=row.get("src", ""),
         cluster=f"{row['stack']}/{device.name if device else row.get('hardware', '')}",
-        release=_release(row),
+        release=f"{row['stack']} {release.group()}" if release else "",
         tier=row.get("tier", ""),
         ended=row.get("status", "") or "ok",
         device=device,
-        memory_bytes=_measured_memory(row),
+        memory_bytes=None if memory is None else memory * GIB,
         microbatch_printed=bool(row.get("mbs", "")),
         recompute_printed=bool(row.get("recompute", "")),
         metric=row.get("metric_reported", ""),
@@ -391,19 +378,25 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     if device is None:
         return replace(run, reason=f"no device known in `{row.get('hardware', '')}`")
     try:
-        shape = from_arch_table(_entry_name(row.get("arch", ""), archs), archs)
+        # The name as the table of architectures spells it.
+        arch = row.get("arch", "")
+        name, mark, layers = arch.partition("#")
+        same = [known for known in archs if known.lower() == name.lower()]
+        shape = from_arch_table(
+            f"{same[0]}{mark}{layers}" if name not in archs and same else arch, archs
+        )
         layout = from_run(row)
-        _check_world(row, layout)
-        _check_stages(shape, layout)
+        _check(row, shape, layout)
     except ConfigError as error:
         first = error.problems[0]
         return replace(run, reason=f"{first.key}: {first.message}")
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         return replace(run, reason=str(error))
     software = software_of(row, shape, layout)
-    if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp"):
-        # FSDP beside TP cuts experts as TP cuts everything.
-        layout = _expert_tensor_as_tensor(layout)
+    # FSDP beside TP cuts experts as TP cuts everything.
+    can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
+    if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
+        layout = layout.changed(etp=layout.tp)
     if layout.pp > 1:
         cut = even_cut
         if software.balanced_stages and layout.stages_per_rank == 1:
@@ -420,50 +413,19 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
 
 
-def _with_known_recomputation(row: Mapping[str, str]) -> Mapping[str, str]:
-    """The row; recomputation told in words that nobody knows counts as not published."""
-    try:
-        recompute_from_words(row.get("recompute", ""))
-    except ConfigError:
-        return {**row, "recompute": ""}
-    return row
-
-
-def _entry_name(arch: str, archs: Mapping[str, Any]) -> str:
-    """The name as the table of architectures spells it."""
-    name, mark, layers = arch.partition("#")
-    same = [known for known in archs if known.lower() == name.lower()]
-    return f"{same[0]}{mark}{layers}" if name not in archs and same else arch
-
-
-def _expert_tensor_as_tensor(layout: PlannedLayout) -> PlannedLayout:
-    ranks = layout.dp * layout.cp * layout.tp
-    if ranks % (layout.ep * layout.tp):
-        return layout
-    return layout.changed(etp=layout.tp)
-
-
-def _check_world(row: Mapping[str, str], layout: PlannedLayout) -> None:
+def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> None:
     world = int(float(row["gpus"]))
     if layout.world_size != world:
         degrees = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp}"
         raise ValueError(f"{degrees} = {layout.world_size}, but the row has {world} gpus")
     if layout.global_batch % layout.dp:
         raise ValueError(f"gbs {layout.global_batch} does not divide over dp {layout.dp}")
-
-
-def _check_stages(shape: ModelShape, layout: PlannedLayout) -> None:
     # Embedding and head may be stages of their own.
     if layout.num_stages > shape.num_layers + 2:
         raise ValueError(
             f"pp {layout.pp} x {layout.stages_per_rank} chunks = {layout.num_stages} stages, "
             f"but the model has {shape.num_layers} layers"
         )
-
-
-def _release(row: Mapping[str, str]) -> str:
-    found = _RELEASE.match(row.get("notes", ""))
-    return f"{row['stack']} {found.group()}" if found else ""
 
 
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
@@ -500,13 +462,6 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         return None
     return found if isfinite(found) and found > 0 else None
-
-
-def _measured_memory(row: Mapping[str, str]) -> float | None:
-    found = _number(row, "mem_gib")
-    if found is None or row.get("mem_kind", "").strip().lower() not in _MEASURED_MEMORY:
-        return None
-    return found * GIB
 
 
 def _measured_seconds(

@@ -99,7 +99,7 @@ def _plain(found: Any) -> dict[str, Any] | None:
 def _row(prediction: Prediction) -> dict[str, Any]:
     run = prediction.run
     found: dict[str, Any] = {
-        "id": _identity(run.id),
+        "id": int(run.id) if run.id.isdecimal() else run.id,
         "seconds": prediction.seconds,
         "memory_bytes": prediction.memory.allocated if prediction.memory else None,
         "fits": prediction.fits,
@@ -107,11 +107,6 @@ def _row(prediction: Prediction) -> dict[str, Any]:
     if run.reason:
         found["reason"] = run.reason
     return found
-
-
-def _identity(text: str) -> int | str:
-    """The id as the table means it: a number where it is one."""
-    return int(text) if text.isdecimal() else text
 
 
 def validate(runs: Sequence[PublishedRun], calibration: Calibration) -> Validation:
@@ -151,21 +146,17 @@ def error_statistics(errors: Iterable[float]) -> ErrorStatistics | None:
     if not found:
         return None
     sizes = sorted(abs(error) for error in found)
+    # Between the neighbours of rank share (n - 1), linearly.
+    place = 0.95 * (len(sizes) - 1)
+    below = int(place)
+    above = min(below + 1, len(sizes) - 1)
     return ErrorStatistics(
         count=len(found),
         median=numbers.median(sizes),
-        p95=_quantile(sizes, 0.95),
+        p95=sizes[below] + (place - below) * (sizes[above] - sizes[below]),
         worst=sizes[-1],
         bias=numbers.median(found),
     )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the neighbours of rank share (n - 1)."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _fit_statistics(predictions: Sequence[Prediction]) -> FitStatistics | None:

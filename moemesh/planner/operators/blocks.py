@@ -82,22 +82,19 @@ class TransformerBlocks:
         self._embedding(builder, stream)
         for kind, count in self.shape.kind_counts.items():
             builder.group(group_of(kind), count)
-            self._layer(builder, kind, stream)
+            attention = self._attention(builder, stream, kind.window)
+            first = builder.add(self._sum("add attention", 2), stream, attention)
+            normed = builder.add(self._norm("mlp norm"), first)
+            if kind.moe:
+                parts = [self._experts(builder, normed)]
+                if self.shape.shared_intermediate_size:
+                    parts.append(self._mlp(builder, "shared ", "shared_width", normed))
+            else:
+                parts = [self._mlp(builder, "", "width", normed)]
+            last = replace(self._sum("add mlp", 1 + len(parts)), recomputable=False)
+            builder.link(builder.add(last, first, *parts), stream)
         self._head(builder, stream)
         return builder.graph()
-
-    def _layer(self, builder: GraphBuilder, kind: LayerKind, stream: int) -> None:
-        attention = self._attention(builder, stream, kind.window)
-        first = builder.add(self._sum("add attention", 2), stream, attention)
-        normed = builder.add(self._norm("mlp norm"), first)
-        if kind.moe:
-            parts = [self._experts(builder, normed)]
-            if self.shape.shared_intermediate_size:
-                parts.append(self._mlp(builder, "shared ", "shared_width", normed))
-        else:
-            parts = [self._mlp(builder, "", "width", normed)]
-        last = replace(self._sum("add mlp", 1 + len(parts)), recomputable=False)
-        builder.link(builder.add(last, first, *parts), stream)
 
     def _embedding(self, builder: GraphBuilder, stream: int) -> None:
         builder.group(EMBEDDING)
@@ -144,12 +141,11 @@ class TransformerBlocks:
     def _widths(self) -> dict[str, int]:
         """Channels of the dims that products read and write."""
         shape = self.shape
-        heads = shape.num_heads if shape.attention == "mla" else shape.num_kv_heads
         latent = (shape.q_lora_rank or shape.hidden_size) + shape.kv_lora_rank
         return {
             **self.sizes,
             "latent": latent + shape.qk_rotary_head_dim,
-            "qkv": shape.query_width + shape.kv_width + heads * shape.value_head_dim,
+            "qkv": shape.query_width + shape.kv_width + shape.value_width,
             "heads": shape.output_width,
         }
 

@@ -68,7 +68,21 @@ def two_branch_network(
         ]
     last = layers[-1]
     width = 2 * last.channels * last.pooled_side**2
-    joined = builder.add(_concatenate(batch, width, element_bytes), *ends)
+    # Both branches as one row an image; a cut of channels would mix the branches' orders.
+    num_bytes = float(batch * width * element_bytes)
+    joined = builder.add(
+        OperatorSpec(
+            name="concatenate",
+            sizes={"batch": batch},
+            inputs=(("batch", "branch"),) * 2,
+            output=("batch", "channels"),
+            cut=("batch",),
+            moved_bytes=2 * num_bytes,
+            output_bytes=num_bytes,
+            kept_bytes=num_bytes,
+        ),
+        *ends,
+    )
     for index, out in enumerate(dense):
         spec = _dense(f"dense{index + 1}", batch, width, out, element_bytes)
         joined, width = builder.add(spec, joined), out
@@ -107,21 +121,6 @@ def _convolution(
         moved_bytes=2.0 * computed * element_bytes,
         output_bytes=out,
         kept_bytes=computed * element_bytes,
-    )
-
-
-def _concatenate(batch: int, width: int, element_bytes: int) -> OperatorSpec:
-    """Both branches as one row an image; a cut of channels would mix the branches' orders."""
-    num_bytes = float(batch * width * element_bytes)
-    return OperatorSpec(
-        name="concatenate",
-        sizes={"batch": batch},
-        inputs=(("batch", "branch"),) * 2,
-        output=("batch", "channels"),
-        cut=("batch",),
-        moved_bytes=2 * num_bytes,
-        output_bytes=num_bytes,
-        kept_bytes=num_bytes,
     )
 
 

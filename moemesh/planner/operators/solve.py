@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moemesh.planner.operators.graph import Cost, Edge, OperatorError, OperatorGraph
+from moemesh.planner.operators.graph import Cost, OperatorError, OperatorGraph
 from moemesh.planner.operators.integer_program import IntegerProgram
 
 IntArray = NDArray[np.intp]
@@ -50,7 +50,14 @@ def solve(
         return Assignment(choices=(), cost=Cost(), optimal=True)
     costs = graph.node_costs(byte_price, in_flight)
     # HiGHS stops at an absolute gap of 1e-6: costs are scaled to 1000 to make that 1e-9 of them.
-    scale = _scale([*costs, *(edge.seconds for edge in graph.edges)])
+    values = np.abs(
+        np.concatenate(
+            [table.ravel() for table in [*costs, *(edge.seconds for edge in graph.edges)]]
+        )
+    )
+    finite = values[np.isfinite(values)]
+    largest = float(finite.max(initial=0.0))
+    scale = 1e3 / largest if largest > 0 else 1.0
     program = IntegerProgram()
     nodes: list[list[int]] = []
     for operator, row in zip(graph.operators, costs, strict=True):
@@ -58,35 +65,24 @@ def solve(
         nodes.append([program.variable(float(cost) * weight) for cost in row])
         program.row([(variable, 1.0) for variable in nodes[-1]], low=1.0, high=1.0)
     for edge in graph.edges:
-        _add_edge(program, nodes, edge, scale * graph.count(edge.group))
+        rows, row_class = _classes(edge.seconds)
+        columns, column_class = _classes(edge.seconds.T)
+        seconds = edge.seconds[np.ix_(rows, columns)] * (scale * graph.count(edge.group))
+        pairs = [[program.variable(float(cost), integral=False) for cost in row] for row in seconds]
+        for ends, classes, lines in (
+            (nodes[edge.source], row_class, pairs),
+            (nodes[edge.target], column_class, list(map(list, zip(*pairs, strict=True)))),
+        ):
+            for number, line in enumerate(lines):
+                members = [end for end, place in zip(ends, classes, strict=True) if place == number]
+                terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
+                program.row(terms, low=0.0, high=0.0)
     answer = program.solve(time_limit=time_limit)
     if answer.values is None:
         why = "no choice of strategies is feasible" if answer.infeasible else "HiGHS found nothing"
         raise OperatorError(f"{why} for {len(graph.operators)} operators")
     choices = tuple(int(np.argmax(answer.values[variables])) for variables in nodes)
     return Assignment(choices=choices, cost=graph.cost(choices), optimal=answer.optimal)
-
-
-def _scale(tables: list[np.ndarray]) -> float:
-    values = np.abs(np.concatenate([table.ravel() for table in tables]))
-    finite = values[np.isfinite(values)]
-    largest = float(finite.max(initial=0.0))
-    return 1e3 / largest if largest > 0 else 1.0
-
-
-def _add_edge(program: IntegerProgram, nodes: list[list[int]], edge: Edge, weight: float) -> None:
-    rows, row_class = _classes(edge.seconds)
-    columns, column_class = _classes(edge.seconds.T)
-    seconds = edge.seconds[np.ix_(rows, columns)] * weight
-    pairs = [[program.variable(float(cost), integral=False) for cost in row] for row in seconds]
-    for ends, classes, lines in (
-        (nodes[edge.source], row_class, pairs),
-        (nodes[edge.target], column_class, list(map(list, zip(*pairs, strict=True)))),
-    ):
-        for number, line in enumerate(lines):
-            members = [end for end, place in zip(ends, classes, strict=True) if place == number]
-            terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
-            program.row(terms, low=0.0, high=0.0)
 
 
 def _classes(table: np.ndarray) -> tuple[IntArray, IntArray]:

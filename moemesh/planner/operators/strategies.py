@@ -189,10 +189,6 @@ def _sizes(costs: CostModel, ways: tuple[str, ...], dims: set[str]) -> list[int]
     return [axis.size for axis, way in zip(costs.axes, ways, strict=True) if way in dims]
 
 
-def _names(dims: tuple[str, ...]) -> set[str]:
-    return {name for dim in dims for name in dim.split()}
-
-
 def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshLayout:
     """Placements of a tensor; `missing` where a dim is cut that the tensor does not have."""
     places = {name: f"S{index}" for index, dim in enumerate(dims) for name in dim.split()}
@@ -211,7 +207,13 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
     ]
     gradient = weights * costs.gradient_bytes
     seconds = sum(axis.all_reduce(gradient) for axis in summed) / costs.microbatches
-    seconds += _exchange_seconds(spec, costs, ways)
+    # All-gather before, reduce-scatter behind, of what a cut dim needs from the other ranks.
+    exchanged = 0.0
+    for axis, way in zip(costs.axes, ways, strict=True):
+        if spec.exchange_bytes.get(way):
+            others = prod(_sizes(costs, ways, set(spec.cut) - {way}))
+            exchanged += 2 * axis.gather(spec.exchange_bytes[way] / others)
+    seconds += exchanged
     moved = spec.moved_bytes / shards + weights * costs.weight_bytes
     forward = costs.compute_seconds(spec.flops / shards, moved)
     # The backward costs two forwards: one for the input's gradient, one for the weight's.
@@ -219,7 +221,9 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
     name = ",".join(
         f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
     )
-    kept = spec.kept_bytes / prod(_sizes(costs, ways, _names(spec.output)))
+    kept = spec.kept_bytes / prod(
+        _sizes(costs, ways, {name for dim in spec.output for name in dim.split()})
+    )
     inputs = tuple(_layout(dims, ways, "B") for dims in spec.inputs)
     output = _layout(spec.output, ways, "P")
 
@@ -237,13 +241,3 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
     if costs.recompute and spec.recomputable and spec.kept_bytes:
         found.append(strategy(RECOMPUTE, forward, 0.0))
     return found
-
-
-def _exchange_seconds(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> float:
-    """All-gather before, reduce-scatter behind, of what a cut dim needs from the other ranks."""
-    seconds = 0.0
-    for axis, way in zip(costs.axes, ways, strict=True):
-        if spec.exchange_bytes.get(way):
-            others = prod(_sizes(costs, ways, set(spec.cut) - {way}))
-            seconds += 2 * axis.gather(spec.exchange_bytes[way] / others)
-    return seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,22 +32,19 @@ class Advice:
 
 def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
     """Explain layout `best`, which is as good as the fastest that fits."""
-    sensitivity = tuple(_sensitivity(found, fastest))
+    seconds = found.seconds(fastest)
+    sensitivity: list[tuple[int, float]] = []
+    for more in MORE_MEMORY:
+        first = found.fitting(found.capacity + more * GIB, 1)[0]
+        sensitivity.append((more * GIB, min(found.seconds(first), seconds)))
     return Advice(
         binding=_binding(found, fastest, sensitivity),
-        sensitivity=sensitivity,
-        why_not=tuple(_why_not(found, best, found.seconds(fastest))),
+        sensitivity=tuple(sensitivity),
+        why_not=tuple(_why_not(found, best, seconds)),
     )
 
 
-def _sensitivity(found: SearchSpace, best: int) -> Iterator[tuple[int, float]]:
-    for more in MORE_MEMORY:
-        capacity = found.capacity + more * GIB
-        fastest = found.fitting(capacity, 1)
-        yield more * GIB, min(found.seconds(fastest[0]), found.seconds(best))
-
-
-def _binding(found: SearchSpace, best: int, sensitivity: tuple[tuple[int, float], ...]) -> str:
+def _binding(found: SearchSpace, best: int, sensitivity: Sequence[tuple[int, float]]) -> str:
     seconds, memory = found.seconds(best), found.memory(best)
     for more, then in sensitivity:
         if then < seconds * 0.999:

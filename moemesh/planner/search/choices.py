@@ -53,7 +53,12 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> list[Chosen]:
     if safe := found.fitting(min(found.capacity, safe_bytes), 1):
         is_safe = found.needed[best] <= safe_bytes
         roles.setdefault(best if is_safe else safe[0], []).append("safest")
-    simplest = _simplest(found, seconds)
+    # The fastest of the layouts with the fewest mechanisms that are nearly as fast as any.
+    limit = seconds * (1 + NEAR)
+    may = np.flatnonzero((found.needed <= found.capacity) & (found.bounds <= limit))
+    levels = found.mechanisms[may]
+    firsts = (found.fastest(may[levels == level], 1)[0] for level in np.unique(levels))
+    simplest = next(index for index in firsts if found.seconds(index) <= limit)
     is_simple = found.mechanisms[best] == found.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
     rows = list(roles)[:top]
@@ -72,15 +77,6 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> list[Chosen]:
         count *= 2
     others = sorted((one for one in copies if one != best), key=found.seconds)
     return [Chosen(one, tuple(roles.get(one, ())), copies[one]) for one in (best, *others)]
-
-
-def _simplest(found: SearchSpace, fastest: float) -> int:
-    """The fastest of the layouts with the fewest mechanisms that are nearly as fast as any."""
-    limit = fastest * (1 + NEAR)
-    may = np.flatnonzero((found.needed <= found.capacity) & (found.bounds <= limit))
-    levels = found.mechanisms[may]
-    firsts = (found.fastest(may[levels == level], 1)[0] for level in np.unique(levels))
-    return next(index for index in firsts if found.seconds(index) <= limit)
 
 
 def _alike(found: SearchSpace, one: int, other: int) -> bool:

@@ -274,16 +274,12 @@ def plan_named(
         trainable=trainable,
     )
     if trainable:
-        _refuse_untrainable(known, space)
+        # All reasons, where no layout of the model could be trained.
+        smallest = PlannedLayout(seq_len=seq_len, global_batch=1, precision=precision)
+        if problems := untrained(smallest, known):
+            fix = "leave --trainable out to plan what other trainers would run"
+            raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
     return replace(plan(known, machine, space, top, rivals=why, tell=tell), tokens=wanted)
-
-
-def _refuse_untrainable(model: Model, space: Space) -> None:
-    """Raise ConfigError where no layout of the model could be trained, with all reasons."""
-    smallest = PlannedLayout(seq_len=space.seq_len, global_batch=1, precision=space.precision)
-    if problems := untrained(smallest, model):
-        fix = "leave --trainable out to plan what other trainers would run"
-        raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
 
 
 def to_json(planned: PlannedAnswer) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -93,15 +92,6 @@ def edits(
 
     Tensor groups leave a node of `node_size` devices only where they did before.
     """
-    choices = _choices(shape, layout, node_size)
-    for names in combinations(choices, count):
-        for values in product(*(choices[name] for name in names)):
-            if (other := _edited(shape, layout, dict(zip(names, values, strict=True)))) is not None:
-                yield other
-
-
-def _choices(shape: ModelShape, layout: PlannedLayout, node_size: int) -> dict[str, list[Any]]:
-    """Key -> its other values."""
     world = layout.world_size
     inside = [degree for degree in divisors(world) if degree <= node_size]
     share = max(layout.global_batch // layout.dp, 1)
@@ -124,14 +114,21 @@ def _choices(shape: ModelShape, layout: PlannedLayout, node_size: int) -> dict[s
         name: [value for value in values if value != getattr(layout, name)]
         for name, values in every.items()
     }
-    return {name: values for name, values in found.items() if values}
+    choices = {name: values for name, values in found.items() if values}
+    for names in combinations(choices, count):
+        for values in product(*(choices[name] for name in names)):
+            if (other := _edited(shape, layout, dict(zip(names, values, strict=True)))) is not None:
+                yield other
 
 
 def _edited(
     shape: ModelShape, layout: PlannedLayout, values: dict[str, Any]
 ) -> PlannedLayout | None:
     """The layout with these values and the dp that they leave; None where that is illegal."""
-    degree = partial(_value, layout, values)
+
+    def degree(name: str) -> int:
+        return int(values.get(name, getattr(layout, name)))
+
     rest = degree("pp") * degree("cp") * degree("tp")
     if layout.world_size % rest:
         return None
@@ -143,22 +140,15 @@ def _edited(
         other = layout.changed(**values, **cut, dp=dp)
     except ConfigError:
         return None
-    return other if _is_legal(shape, layout, other) else None
-
-
-def _value(layout: PlannedLayout, values: dict[str, Any], name: str) -> int:
-    return int(values.get(name, getattr(layout, name)))
-
-
-def _is_legal(shape: ModelShape, old: PlannedLayout, new: PlannedLayout) -> bool:
-    """Rules beyond those that a layout checks by itself."""
-    if new.seq_len % new.cp or new.check(shape.sizes):
-        return False
-    if new.zero and new.dp * new.cp == 1:
-        return False
+    # Rules beyond those that a layout checks by itself.
+    if other.seq_len % other.cp or other.check(shape.sizes):
+        return None
+    if other.zero and other.dp * other.cp == 1:
+        return None
     # Gradients (and weights) would travel for every microbatch, as the search assumes.
-    if new.zero >= 2 and new.pp > 1 and not (old.zero >= 2 and old.pp > 1):
-        return False
-    if (new.schedule == "interleaved_1f1b") != (new.stages_per_rank > 1):
-        return False  # one chunk is 1F1B, and only this schedule has more
-    return is_defined(new.schedule, new.pp, new.microbatches, new.stages_per_rank)
+    if other.zero >= 2 and other.pp > 1 and not (layout.zero >= 2 and layout.pp > 1):
+        return None
+    if (other.schedule == "interleaved_1f1b") != (other.stages_per_rank > 1):
+        return None  # one chunk is 1F1B, and only this schedule has more
+    has_schedule = is_defined(other.schedule, other.pp, other.microbatches, other.stages_per_rank)
+    return other if has_schedule else None

@@ -7,7 +7,7 @@ that has these three. Keys that no search varies (a dispatcher, a payload, ...) 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.planner.peak_memory import PeakMemory
 from moemesh.planner.plan_text import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.search.advice import difference
@@ -127,22 +126,30 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         for key, value in table.items()
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
-        candidate = _with(found, model, candidate, more)
+        changed = read_plan(
+            {**plan_table(layout.text), **more},
+            seq_len=layout.seq_len,
+            global_batch=layout.global_batch,
+            model=model,
+        ).layout
+        candidate = priced(found, changed)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
-    beyond = (*beyond, *_beyond_limits(candidate.layout, space))
-    return _judged(found, best, asked, candidate, beyond)
-
-
-def _judged(
-    found: SearchSpace, best: Candidate, asked: str, candidate: Candidate, beyond: tuple[str, ...]
-) -> Rival:
+    if candidate.layout.microbatch > space.largest_microbatch:
+        beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
+    if candidate.layout.cp > space.largest_context:
+        beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - found.capacity, 0.0)
     slower = candidate.seconds - best.seconds
     names = {*candidate.breakdown, *best.breakdown} - {"total"}
-    more = {
+    longer = {
         name: candidate.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names
     }
-    parts = sorted(more.items(), key=lambda item: (-item[1], item[0]))
+    parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
+    memory = [
+        (part, getattr(candidate.memory, part) - getattr(best.memory, part))
+        for part in MEMORY_PARTS
+    ]
+    memory.sort(key=lambda item: -item[1])
     verdict: Verdict = "slower" if slower > 0 else "faster"
     if abs(slower) <= _EQUAL * best.seconds:
         verdict = "equal"
@@ -160,15 +167,10 @@ def _judged(
         short=short,
         slower=slower,
         parts=tuple(parts),
-        memory=tuple(_memory_beyond(candidate.memory, best.memory)),
+        memory=tuple(memory),
         nearest=nearest,
         beyond=beyond,
     )
-
-
-def _memory_beyond(memory: PeakMemory, best: PeakMemory) -> list[tuple[str, float]]:
-    more = [(part, getattr(memory, part) - getattr(best, part)) for part in MEMORY_PARTS]
-    return sorted(more, key=lambda item: -item[1])
 
 
 def _illegal(
@@ -193,26 +195,23 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
     elif problem.code != "no-plan":
         return problem.fix
     for key in keys:
-        legal = _legal_values(key, table, found)
+        # Values with which the space has a layout that has all else of the table.
+        space, _ = _space_of(
+            {name: value for name, value in table.items() if name != key}, found.space
+        )
+        space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
+        legal: set[int] = set()
+        for family in families(found.shape, space, Counter()):
+            if hasattr(family.columns, key):
+                legal.update(int(value) for value in set(getattr(family.columns, key).tolist()))
+            else:
+                legal.add(int(getattr(family, key)))
         wanted = table[key]
         near = [max([v for v in legal if v < wanted], default=0)]
         near.append(min([v for v in legal if v > wanted], default=0))
         if any(near):
             return f"{key} = {' or '.join(str(value) for value in near if value)}"
     return "none by one of these keys alone; name fewer"
-
-
-def _legal_values(key: str, table: Mapping[str, Any], found: SearchSpace) -> set[int]:
-    """Values of `key` with which the space has a layout that has all else of `table`."""
-    space, _ = _space_of({name: value for name, value in table.items() if name != key}, found.space)
-    space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
-    legal: set[int] = set()
-    for family in families(found.shape, space, Counter()):
-        if hasattr(family.columns, key):
-            legal.update(int(value) for value in set(getattr(family.columns, key).tolist()))
-        else:
-            legal.add(int(getattr(family, key)))
-    return legal
 
 
 def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
@@ -274,7 +273,10 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
         changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2
         if schedule not in SCHEDULES:
             beyond.append(f"schedule = {schedule}")
-    if (zero := _zero(table)) is not None:
+    zero = table.get("zero")
+    if (data := table.get("data")) in (_SERVER, *DATA):
+        zero = 0 if data == _SERVER else DATA.index(data)
+    if zero is not None:
         changes["zero"] = (zero,)
         if zero >= 2 and table.get("pp", 1) > 1:
             changes["sharded_pipelines"] = True
@@ -294,34 +296,6 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
         changes["largest_microbatch"] = max(changes["largest_microbatch"], largest)
     changes["largest_context"] = max(space.largest_context, table.get("cp", 1))
     return replace(space, **changes), tuple(beyond)
-
-
-def _beyond_limits(layout: PlannedLayout, space: Space) -> Iterator[str]:
-    """Numbers of a layout that exceed what the space varies."""
-    if layout.microbatch > space.largest_microbatch:
-        yield f"microbatch above {space.largest_microbatch}"
-    if layout.cp > space.largest_context:
-        yield f"cp above {space.largest_context}"
-
-
-def _zero(table: Mapping[str, Any]) -> int | None:
-    if table.get("data") == _SERVER:
-        return 0
-    if table.get("data") in DATA:
-        return DATA.index(table["data"])
-    return table.get("zero")
-
-
-def _with(
-    found: SearchSpace, model: Model, candidate: Candidate, more: Mapping[str, Any]
-) -> Candidate:
-    """The candidate with keys that no search varies, priced again. Raises ConfigError."""
-    layout = candidate.layout
-    table = {**plan_table(layout.text), **more}
-    changed = read_plan(
-        table, seq_len=layout.seq_len, global_batch=layout.global_batch, model=model
-    ).layout
-    return priced(found, changed)
 
 
 def priced(found: SearchSpace, layout: PlannedLayout) -> Candidate:

@@ -8,7 +8,7 @@ and of the microbatch. One formula call prices a family.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -224,6 +224,15 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     """All legal (tp, cp, dp, ep, etp, microbatch) of one pipeline degree."""
     rows: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
+    expert_degrees = [(1, 1)]
+    if shape.is_moe:
+        expert_degrees = [
+            (ep, etp)
+            for ep in divisors(shape.num_experts)
+            for etp in divisors(stage)
+            if etp <= (space.node_size if space.tensor_inside_node else stage)
+            and experts_fit(shape.sizes, stage, ep, etp)
+        ]
     for tp in divisors(stage):
         if uncut_by_tensor(shape.sizes, tp, copied_kv_heads=not space.trainable):
             rejected["tp does not divide the heads or widths"] += 1
@@ -241,7 +250,7 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                 continue
             share = space.global_batch // dp
             batches = [size for size in divisors(share) if size <= space.largest_microbatch]
-            for ep, etp in _expert_degrees(shape, space, stage):
+            for ep, etp in expert_degrees:
                 rows += [
                     (tp, cp, dp, ep, etp, size, share // size)
                     for size in batches
@@ -252,16 +261,3 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                 ]  # fmt: skip
     table = np.array(rows, dtype=np.int64).reshape(-1, len(Columns._fields))
     return Columns(*(np.ascontiguousarray(column) for column in table.T))
-
-
-def _expert_degrees(shape: ModelShape, space: Space, stage: int) -> Sequence[tuple[int, int]]:
-    """(ep, etp) of the stage's expert mesh."""
-    if not shape.is_moe:
-        return [(1, 1)]
-    return [
-        (ep, etp)
-        for ep in divisors(shape.num_experts)
-        for etp in divisors(stage)
-        if etp <= (space.node_size if space.tensor_inside_node else stage)
-        and experts_fit(shape.sizes, stage, ep, etp)
-    ]

@@ -58,17 +58,9 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
         return from_arch_table(found.group(1), table).truncated(int(found.group(2)))
     if arch not in table or arch.startswith("_"):
         known = tuple(name for name in table if not name.startswith("_"))
-        raise ConfigError(
-            [
-                Problem(
-                    code="unknown-model",
-                    key="arch",
-                    value=arch,
-                    message="no entry of the table of architectures has this name",
-                    fix=nearest_choice(arch, known),
-                )
-            ]
-        )
+        message = "no entry of the table of architectures has this name"
+        fix = nearest_choice(arch, known)
+        raise ConfigError([Problem.of("unknown-model", "arch", arch, message, fix)])
     return from_arch_entry(arch, cast("Mapping[str, Any]", table[arch]))
 
 

@@ -73,7 +73,11 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if path.suffix == ".json":
         given = from_huggingface(read_config(path, "model"), name)
         return Model(given, None, why_not=f"a {CONFIG} without weights is only planned: {TRAINED}")
-    return _from_table(_toml(text, source), name, source)
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused("syntax", source, unreadable(error)) from None
+    return _from_table(table, name, source)
 
 
 def _of_folder(source: str) -> Model:
@@ -110,14 +114,6 @@ def load_both(
     return known, machine
 
 
-def _toml(text: str, source: str) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refused("syntax", source, unreadable(error)) from None
-    return table
-
-
 def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
     try:
         return _model(table, name)
@@ -145,11 +141,13 @@ def _model(table: Mapping[str, Any], name: str) -> Model:
             raise _refused("not-a-choice", str(preset), "there is no such model preset", fix)
         table = read_preset_table(str(preset)) | table
     shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
-    problems = [
-        _unknown_key(key, value)
-        for key, value in table.items()
-        if key not in config_fields and key not in shape_fields
-    ]
+    problems: list[Problem] = []
+    for key, value in table.items():
+        if key not in config_fields and key not in shape_fields:
+            fix = nearest_choice(key, tuple({**ModelConfig.model_fields, **shape_fields}))
+            if (foreign := aliases().get(key, "")).startswith("model."):
+                fix = f"here it is called {foreign.removeprefix('model.')}"
+            problems.append(_problem("unknown-key", key, f"a model has no key `{key}`", value, fix))
     if problems:
         raise ConfigError(problems)
     trained = set(table) - set(shape_fields)
@@ -167,7 +165,12 @@ def _model(table: Mapping[str, Any], name: str) -> Model:
             _problem("conflict", key, f"`{key}` {message}", table[key], f"leave `{key}` out")
             for key in sorted(trained)
         )
-    return Model(_shape(table, name), None)
+    # `moe_layers = "all"` may stand in place of a list.
+    values = {"name": name, **table}
+    layers = values.get("num_layers")
+    if isinstance(layers, int) and values.get("moe_layers") == "all":
+        values["moe_layers"] = tuple(range(layers))
+    return Model(ModelShape(**values), None)
 
 
 def _config(table: Mapping[str, Any]) -> ModelConfig:
@@ -176,23 +179,6 @@ def _config(table: Mapping[str, Any]) -> ModelConfig:
     if problems := broken or config.check():
         raise ConfigError(problems)
     return config
-
-
-def _shape(table: Mapping[str, Any], name: str) -> ModelShape:
-    """`moe_layers = "all"` may stand in place of a list."""
-    values = {"name": name, **table}
-    layers = values.get("num_layers")
-    if isinstance(layers, int) and values.get("moe_layers") == "all":
-        values["moe_layers"] = tuple(range(layers))
-    return ModelShape(**values)
-
-
-def _unknown_key(key: str, value: object) -> Problem:
-    known = tuple(dict.fromkeys([*ModelConfig.model_fields, *ModelShape.model_fields]))
-    fix = nearest_choice(key, known)
-    if (foreign := aliases().get(key, "")).startswith("model."):
-        fix = f"here it is called {foreign.removeprefix('model.')}"
-    return _problem("unknown-key", key, f"a model has no key `{key}`", value, fix)
 
 
 def _problem(code: str, key: str, message: str, value: object = None, fix: str = "") -> Problem:

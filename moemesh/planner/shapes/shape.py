@@ -201,6 +201,12 @@ class ModelShape(Section):
         return heads * self.query_head_dim
 
     @property
+    def value_width(self) -> int:
+        """The same of the values."""
+        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
+        return heads * self.value_head_dim
+
+    @property
     def query_width(self) -> int:
         return self.num_heads * self.query_head_dim
 
@@ -299,9 +305,7 @@ def _check(shape: ModelShape) -> list[Problem]:
 
     def complain(key: str, message: str, fix: str = "") -> None:
         value = getattr(shape, key)
-        problems.append(
-            Problem(code="shape", key=f"model.{key}", value=value, message=message, fix=fix)
-        )
+        problems.append(Problem.of("shape", f"model.{key}", value, message, fix))
 
     for key, value in shape.to_json().items():
         if isinstance(value, int) and not isinstance(value, bool):

@@ -185,7 +185,8 @@ class _Search:
     def run(self, limit: float) -> Division | None:
         """The best division with all stage times <= limit; None when there is none."""
         self.runs += 1
-        least = self._start()
+        least = np.full(self.num_layers + 1, np.inf)
+        least[0] = 0.0
         back: list[IntArray] = []
         for stage in np.where(self.costs <= limit, self.costs, np.inf):
             total = least[:, None] + stage
@@ -203,16 +204,11 @@ class _Search:
 
     def bottleneck(self) -> float:
         """The least possible largest entry; infinite when there is no division."""
-        least = self._start()
+        least = np.full(self.num_layers + 1, np.inf)
         least[0] = -np.inf
         for stage in self.costs:
             least = np.maximum(least[:, None], stage).min(axis=0)
         return float(least[self.num_layers])
-
-    def _start(self) -> FloatArray:
-        least = np.full(self.num_layers + 1, np.inf)
-        least[0] = 0.0
-        return least
 
 
 def _sums(values: FloatArray) -> FloatArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 from math import prod
@@ -148,8 +148,9 @@ def _ranked(
                         agreed += seconds
                     else:
                         differing[f"{operator.group}: {operator.operator}"] = None
-                    again = operator.strategy.endswith(RECOMPUTE)
-                    kept += seconds * (again == _recomputed(operator.operator, recompute))
+                    is_selected = recompute == "selective" and operator.operator in _SELECTIVE
+                    again = recompute == "full" or is_selected
+                    kept += seconds * (again == operator.strategy.endswith(RECOMPUTE))
                 found.append((kept, (agreed / (total or 1.0), tuple(differing), keys)))
     # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
     found.sort(key=lambda item: (-item[1][0], -item[0]))
@@ -170,10 +171,6 @@ def _agrees(
         if size > 1 and taken.get(axis) not in wanted:
             return False
     return True
-
-
-def _recomputed(operator: str, recompute: str) -> bool:
-    return recompute == "full" or (recompute == "selective" and operator in _SELECTIVE)
 
 
 # Division into stages as a 0/1 integer program; its optimum must equal the dynamic program's.
@@ -240,6 +237,22 @@ SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 _TIME_LIMIT = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartitionRequest:
+    """A model, a cluster and the numbers of :func:`partition`; None: chosen."""
+
+    model: str | Path | ModelConfig | Model
+    cluster: str | Path | Cluster
+    seq_len: int = 4096
+    global_batch: int
+    nodes: int | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    evaluations: int = 10_000
+    seed: int = 0
+
+
 def partition(
     *,
     model: str | Path | ModelConfig | Model,
@@ -263,27 +276,15 @@ def partition(
     for a batch of `global_batch` images. Raises ConfigError with every problem found, StageError
     when nothing fits.
     """
-    return compare(
-        (method,), model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch,
-        nodes=nodes, stages=stages, microbatches=microbatches, schedule=schedule,
-        evaluations=evaluations, seed=seed,
-    )[0]  # fmt: skip
+    request = PartitionRequest(
+        model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, nodes=nodes,
+        stages=stages, microbatches=microbatches, schedule=schedule, evaluations=evaluations,
+        seed=seed,
+    )  # fmt: skip
+    return compare((method,), request)[0]
 
 
-def compare(
-    methods: Sequence[str],
-    *,
-    model: str | Path | ModelConfig | Model,
-    cluster: str | Path | Cluster,
-    seq_len: int = 4096,
-    global_batch: int,
-    nodes: int | None = None,
-    stages: int | None = None,
-    microbatches: int | None = None,
-    schedule: str = "1f1b",
-    evaluations: int = 10_000,
-    seed: int = 0,
-) -> list[Partition]:
+def compare(methods: Sequence[str], request: PartitionRequest) -> list[Partition]:
     """`partition` by several methods; what they share is computed once."""
     problems: list[Problem] = []
     for method in methods:
@@ -291,52 +292,43 @@ def compare(
             fix = nearest_choice(method, (*METHODS, "all"))
             message = f"method is one of {', '.join(METHODS)}, or all"
             problems.append(_problem("method", method, message, fix))
-    if schedule not in SCHEDULES:
+    if (schedule := request.schedule) not in SCHEDULES:
         message = f"stages are divided for {' and '.join(SCHEDULES)}"
         problems.append(
             _problem("schedule", schedule, message, nearest_choice(schedule, SCHEDULES))
         )
-    numbers = {
-        "seq_len": seq_len, "global_batch": global_batch, "evaluations": evaluations,
-        "nodes": nodes, "stages": stages, "microbatches": microbatches,
-    }  # fmt: skip
-    for name, value in numbers.items():
+    for name in ("seq_len", "global_batch", "evaluations", "nodes", "stages", "microbatches"):
+        value: int | None = getattr(request, name)
         if value is not None and value < 1:
             message = f"{name} must be at least 1, not {value}"
             problems.append(_problem(name, value, message, f"{name} = 1"))
     known = None
     try:
-        if model != BRANCHING:
-            known = load_model(model)
+        if request.model != BRANCHING:
+            known = load_model(request.model)
     except ConfigError as error:
         problems += error.problems
     try:
-        machine = load_cluster(cluster)
+        machine = load_cluster(request.cluster)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if nodes is not None and nodes >= 1:
-        machine = machine.model_copy(update={"nodes": nodes})
+    if request.nodes is not None and request.nodes >= 1:
+        machine = machine.model_copy(update={"nodes": request.nodes})
     if not problems:
-        problems = _counts(known, machine, global_batch, stages, microbatches)
+        problems = _counts(known, machine, request)
     if problems:
         raise ConfigError(problems)
     if known is None:
-        return _placements(methods, machine, global_batch, stages or 2, evaluations, seed)
+        return _placements(methods, machine, request)
     workload = StageProblem(
         shape=known.shape,
         cluster=machine,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        stages=stages or 0,
-        microbatches=microbatches or 0,
+        seq_len=request.seq_len,
+        global_batch=request.global_batch,
+        stages=request.stages or 0,
+        microbatches=request.microbatches or 0,
         schedule=schedule,
     )
-    return _divisions(methods, known, workload, evaluations, seed)
-
-
-def _divisions(
-    methods: Sequence[str], model: Model, workload: StageProblem, evaluations: int, seed: int
-) -> list[Partition]:
     started = time.perf_counter()
     search = TwoLevelSearch(workload)
     exact = search.best(best_division)
@@ -349,16 +341,17 @@ def _divisions(
             mesh, division = search.best(partial(solve_division, time_limit=_TIME_LIMIT))
         elif method != "dp":
             baseline = random_division if method == "random" else learned_division
-            tried = baseline(mesh.refined.table(), mesh.microbatches, evaluations, seed)
+            table = mesh.refined.table()
+            tried = baseline(table, mesh.microbatches, request.evaluations, request.seed)
             if tried is None:
                 raise StageError(
-                    f"{method}: none of {evaluations} divisions into {mesh.num_stages} stages fits "
-                    f"in {format_bytes(round(workload.cap_bytes))} a device; the exact one "
-                    f"({division.layers_per_stage} layers) does\nfix: --method dp"
+                    f"{method}: none of {request.evaluations} divisions into {mesh.num_stages} "
+                    f"stages fits in {format_bytes(round(workload.cap_bytes))} a device; the exact "
+                    f"one ({division.layers_per_stage} layers) does\nfix: --method dp"
                 )
             division = tried
         wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
-        found.append(_division_answer(model, workload, method, mesh, division, exact[1], wall))
+        found.append(_division_answer(known, workload, method, mesh, division, exact[1], wall))
     return found
 
 
@@ -408,13 +401,10 @@ def _division_answer(
 
 
 def _placements(
-    methods: Sequence[str],
-    cluster: Cluster,
-    batch: int,
-    num_devices: int,
-    evaluations: int,
-    seed: int,
+    methods: Sequence[str], cluster: Cluster, request: PartitionRequest
 ) -> list[Partition]:
+    batch, num_devices = request.global_batch, request.stages or 2
+    evaluations, seed = request.evaluations, request.seed
     graph = two_branch_network(batch, cost_model(cluster, {"devices": 1}))
     cut = two_branch_network(batch, cost_model(cluster, {"devices": num_devices}))
     cap = usable_bytes(cluster)
@@ -470,15 +460,10 @@ def _placements(
     return found
 
 
-def _counts(
-    model: Model | None,
-    cluster: Cluster,
-    global_batch: int,
-    stages: int | None,
-    microbatches: int | None,
-) -> list[Problem]:
+def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> list[Problem]:
     """Numbers that do not go together."""
-    devices = cluster.num_devices
+    devices, stages = cluster.num_devices, request.stages
+    global_batch, microbatches = request.global_batch, request.microbatches
     problems: list[Problem] = []
     if devices > LARGEST_DEGREE:
         message = f"{devices} devices: a plan has at most {LARGEST_DEGREE}"
@@ -512,4 +497,4 @@ def _counts(
 
 
 def _problem(key: str, value: object, message: str, fix: str) -> Problem:
-    return Problem(code="partition", key=key, value=value, message=message, fix=fix)
+    return Problem.of("partition", key, value, message, fix)

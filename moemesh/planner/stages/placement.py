@@ -172,7 +172,13 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
     labels = [_Label(devices=(), ready=(zeros, zeros), ends={}, held=zeros)]
     # Descent from a random start gives a bound that cuts most labels.
     bound = _descend(problem, random_placement(problem, 2048, 0))
-    tails = _tails(problem)
+    # Per phase, the longest path behind each operator, transfers left out.
+    tails: list[list[float]] = []
+    for times in problem.seconds:
+        behind = [0.0] * problem.num_operators
+        for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
+            behind[source] = max(behind[source], float(times[target]) + behind[target])
+        tails.append(behind)
     evaluations = 1
     for number in range(count):
         kept: dict[tuple[int, ...], list[_Label]] = {}
@@ -259,17 +265,6 @@ def _keep(labels: list[_Label], found: _Label) -> None:
     labels.append(found)
 
 
-def _tails(problem: PlacementProblem) -> list[list[float]]:
-    """Per phase, the longest path behind each operator, transfers left out."""
-    found: list[list[float]] = []
-    for times in problem.seconds:
-        tails = [0.0] * problem.num_operators
-        for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
-            tails[source] = max(tails[source], float(times[target]) + tails[target])
-        found.append(tails)
-    return found
-
-
 def solve_placement(problem: PlacementProblem, *, time_limit: float | None = None) -> BestDraw:
     """The same optimum by an integer program.
 
@@ -288,7 +283,16 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
     spans = [program.variable(1.0, high=np.inf, integral=False) for _ in problem.seconds]
     starts = [[program.variable(high=np.inf, integral=False) for _ in range(count)] for _ in spans]
     crossings = [_crossing(program, problem, x, source, target) for source, target in problem.edges]
-    together = {pair: _together(program, x[pair[0]], x[pair[1]]) for pair in _unordered(problem)}
+    # Of operators of which neither waits for the other's output: 1 where they share a device.
+    together: dict[tuple[int, int], int] = {}
+    behind: list[set[int]] = [set() for _ in range(count)]
+    for source, target in sorted(problem.edges, key=lambda edge: edge[1]):
+        behind[target] |= behind[source] | {source}
+    for early, late in combinations(range(count), 2):
+        if early not in behind[late]:
+            same = together[early, late] = program.variable(integral=False)
+            for a, b in zip(x[early], x[late], strict=True):
+                program.row([(same, 1.0), (a, -1.0), (b, -1.0)], low=-1.0)
     for span, start, times in zip(spans, starts, problem.seconds * scale, strict=True):
         for device in devices:
             loads = [(row[device], float(time)) for row, time in zip(x, times, strict=True)]
@@ -328,20 +332,3 @@ def _crossing(
         terms = [*((v, -1.0) for v in x[source][part]), *((v, 1.0) for v in x[target][part])]
         program.row([(node, 1.0), *terms], low=0.0)
     return device, node
-
-
-def _together(program: IntegerProgram, first: Sequence[int], second: Sequence[int]) -> int:
-    """A variable that is 1 where two operators share a device."""
-    same = program.variable(integral=False)
-    for a, b in zip(first, second, strict=True):
-        program.row([(same, 1.0), (a, -1.0), (b, -1.0)], low=-1.0)
-    return same
-
-
-def _unordered(problem: PlacementProblem) -> list[tuple[int, int]]:
-    """Pairs of operators, in order, of which neither waits for the other's output."""
-    behind: list[set[int]] = [set() for _ in range(problem.num_operators)]
-    for source, target in sorted(problem.edges, key=lambda edge: edge[1]):
-        behind[target] |= behind[source] | {source}
-    pairs = combinations(range(problem.num_operators), 2)
-    return [(early, late) for early, late in pairs if early not in behind[late]]

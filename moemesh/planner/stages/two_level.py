@@ -81,7 +81,9 @@ class StageMesh:
         self.axes = axes
         self.devices = int(np.prod(list(axes.values())))
         self.microbatches = workload.microbatches_for(self.devices)
-        self.in_flight = _in_flight(workload.schedule, num_stages, self.microbatches)
+        # Microbatches that each stage holds at its peak, counted from the schedule itself.
+        peaks = peak_memory(build(workload.schedule, num_stages, self.microbatches))
+        self.in_flight = tuple(float(peak.activation) for peak in peaks)
         model = cost_model(workload.cluster, axes, microbatches=self.microbatches, recompute=True)
         self.blocks = TransformerBlocks(
             shape=workload.shape,
@@ -104,8 +106,21 @@ class StageMesh:
 
     def costs(self, cap_bytes: float, assignments: list[Assignment] | None = None) -> StageCosts:
         """Layer costs under all assignments; embedding and head go with the end layers."""
-        rows = [self._layers(one) for one in assignments or self.assignments]
+        rows: list[list[Cost]] = []
+        for assignment in assignments or self.assignments:
+            groups = self.graph.group_costs(assignment.choices)
+            layers = [groups[group_of(kind)] for kind in self.workload.shape.kinds]
+            layers[0] = layers[0].plus(groups[EMBEDDING])
+            layers[-1] = layers[-1].plus(groups[HEAD])
+            rows.append(layers)
         seconds, state, saved = np.array(rows, dtype=float).transpose(2, 0, 1)
+        # A microbatch's stream to the next stage and its gradient back, cut over all devices.
+        cluster = self.workload.cluster
+        inside = self.num_stages * self.devices <= cluster.gpus_per_node
+        if inside:
+            latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
+        else:
+            latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
         return StageCosts(
             seconds=seconds,
             state_bytes=state,
@@ -113,7 +128,7 @@ class StageMesh:
             in_flight=self.in_flight,
             num_microbatches=self.microbatches,
             cap_bytes=cap_bytes,
-            boundary_seconds=self._boundary_seconds(),
+            boundary_seconds=2 * (latency + self.blocks.stream_bytes / self.devices / bandwidth),
         )
 
     @cached_property
@@ -171,28 +186,11 @@ class StageMesh:
             found.append(describe(self.graph, assignment.choices, counts))
         return tuple(found)
 
-    def _layers(self, assignment: Assignment) -> list[Cost]:
-        groups = self.graph.group_costs(assignment.choices)
-        layers = [groups[group_of(kind)] for kind in self.workload.shape.kinds]
-        layers[0] = layers[0].plus(groups[EMBEDDING])
-        layers[-1] = layers[-1].plus(groups[HEAD])
-        return layers
-
     def _fits(self, assignment: Assignment, cap_bytes: float) -> bool:
         return self.costs(cap_bytes, [assignment]).smallest_cap() <= cap_bytes
 
     def _bytes(self, assignment: Assignment) -> float:
         return assignment.cost.memory_bytes(float(np.mean(self.in_flight)))
-
-    def _boundary_seconds(self) -> float:
-        """A microbatch's stream to the next stage and its gradient back, cut over all devices."""
-        cluster = self.workload.cluster
-        inside = self.num_stages * self.devices <= cluster.gpus_per_node
-        if inside:
-            latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
-        else:
-            latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
-        return 2 * (latency + self.blocks.stream_bytes / self.devices / bandwidth)
 
 
 class TwoLevelSearch:
@@ -222,7 +220,17 @@ class TwoLevelSearch:
             elif best is None or found.seconds < best[1].seconds:
                 best = mesh, found
         if best is None:
-            raise _nothing_fits(self.workload, needed)
+            workload, cluster = self.workload, self.workload.cluster
+            stages, smallest = min(needed.items(), key=lambda item: item[1])
+            share = workload.cap_bytes / cluster.memory_bytes
+            raise StageError(
+                f"no division of {workload.shape.num_layers} layers of {workload.shape.name} into "
+                f"{', '.join(map(str, sorted(needed)))} stages fits in "
+                f"{format_bytes(round(workload.cap_bytes))} a device of {cluster.name} "
+                f"({cluster.num_devices} devices)\n"
+                f"fix: devices with {format_bytes(round(smallest / share))} ({stages} stages), "
+                "more nodes, or more microbatches"
+            )
         return best
 
 
@@ -247,24 +255,3 @@ def logical_meshes(cluster: Cluster, devices: int) -> list[dict[str, int]]:
         if devices > cluster.gpus_per_node or outer <= inner:
             found.append({"outer": outer, "inner": inner})
     return found
-
-
-def _nothing_fits(workload: StageProblem, needed: dict[int, float]) -> StageError:
-    """The error that names the least memory of each number of stages."""
-    cluster = workload.cluster
-    stages, least = min(needed.items(), key=lambda item: item[1])
-    share = workload.cap_bytes / cluster.memory_bytes
-    return StageError(
-        f"no division of {workload.shape.num_layers} layers of {workload.shape.name} into "
-        f"{', '.join(map(str, sorted(needed)))} stages fits in "
-        f"{format_bytes(round(workload.cap_bytes))} a device of {cluster.name} "
-        f"({cluster.num_devices} devices)\n"
-        f"fix: devices with {format_bytes(round(least / share))} ({stages} stages), more nodes, "
-        "or more microbatches"
-    )
-
-
-def _in_flight(schedule: str, num_stages: int, microbatches: int) -> tuple[float, ...]:
-    """Microbatches that each stage holds at its peak, counted from the schedule itself."""
-    peaks = peak_memory(build(schedule, num_stages, microbatches))
-    return tuple(float(peak.activation) for peak in peaks)

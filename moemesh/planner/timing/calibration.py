@@ -59,22 +59,18 @@ class Calibration:
         stack, _, device = cluster.rpartition("/")
         if stack in self.stacks:
             return dict(self.stacks[stack])
-        relatives = self._relatives(device)
+        generation = _generation(device)
+        relatives = [
+            key
+            for key in self.clusters
+            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
+        ]
         found: dict[str, float] = {}
         for name in OWN:
             logs = [math.log(self.clusters[key].get(name, 1.0)) for key in relatives]
             if logs:
                 found[name] = math.exp(sum(logs) / (len(logs) + _PULL))
         return found
-
-    def _relatives(self, device: str) -> list[str]:
-        """Clusters with this device or one of its generation."""
-        generation = _generation(device)
-        return [
-            key
-            for key in self.clusters
-            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
-        ]
 
     def allocation(self, cluster: str) -> Allocation:
         """How the software of a cluster allocates."""

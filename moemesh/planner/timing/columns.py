@@ -294,7 +294,7 @@ def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> La
         "splits_backward": stages.step.splits_backward,
         "is_stream": stages.step.is_stream,
         "pipe_share": stages.step.share,
-        "ranks": _ranks(stages),
+        "ranks": _rank_columns(stages.shape, stages.step.of(stages.step.unit), stages.sizes),
         "last_stage": stages.last,
         "last_dense": stages.layers[-1][0],
         "last_routed": stages.layers[-1][1],
@@ -321,15 +321,11 @@ def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> La
     return LayoutColumns(**special)
 
 
-def _ranks(stages: Stages) -> tuple[RankColumns, ...]:
-    """The first and last rank, and of those between the heaviest (of equal ones the last)."""
-    return _rank_columns(stages.shape, stages.step.of(stages.step.unit), stages.sizes)
-
-
 @lru_cache(maxsize=4096)
 def _rank_columns(
     shape: ModelShape, step: PipelineStep, sizes: tuple[int, ...]
 ) -> tuple[RankColumns, ...]:
+    """The first and last rank, and of those between the heaviest (of equal ones the last)."""
     stages = Stages(shape, step, sizes)
     weigh = (
         attention_matmul(shape) + mlp_matmul(shape, False),

@@ -102,16 +102,14 @@ class LinkTable:
                 continue
             rows = (groups == size) & (shares == share) & (sizes > 0)
             if rows.any():
-                found[rows] = _interpolated(curve, sizes[rows])
+                # Between measured sizes a power of the size; below all of them latency alone, above
+                # all of them the last slope, at least that of bandwidth.
+                known, seconds = curve
+                logs = np.log(sizes[rows])
+                slope = 1.0
+                if len(known) > 1:
+                    slope = max(float((seconds[-1] - seconds[-2]) / (known[-1] - known[-2])), 1.0)
+                found[rows] = np.exp(
+                    np.interp(logs, known, seconds) + slope * np.maximum(logs - known[-1], 0.0)
+                )
         return found
-
-
-def _interpolated(curve: tuple[FloatArray, FloatArray], num_bytes: FloatArray) -> FloatArray:
-    """Between measured sizes a power of the size; below all of them latency alone, above all of
-    them the last slope, at least that of bandwidth."""
-    sizes, times = curve
-    x = np.log(num_bytes)
-    slope = 1.0
-    if len(sizes) > 1:
-        slope = max(float((times[-1] - times[-2]) / (sizes[-1] - sizes[-2])), 1.0)
-    return np.exp(np.interp(x, sizes, times) + slope * np.maximum(x - sizes[-1], 0.0))

@@ -100,17 +100,12 @@ def software_of(layout: PlannedLayout) -> Software:
 def pricing(cluster: Cluster) -> Pricing:
     """Constants that the cluster names win over those that ship for its device. Raises ConfigError
     for names that the time model lacks."""
-    problems = [
-        Problem(
-            code="unknown-key",
-            key=f"cluster.constants.{name}",
-            value=value,
-            message=f"the time model has no constant `{name}`",
-            fix=nearest_choice(name, NAMES),
-        )
-        for name, value in cluster.constants.items()
-        if name not in NAMES
-    ]
+    problems: list[Problem] = []
+    for name, value in cluster.constants.items():
+        if name not in NAMES:
+            key, message = f"cluster.constants.{name}", f"the time model has no constant `{name}`"
+            fix = nearest_choice(name, NAMES)
+            problems.append(Problem.of("unknown-key", key, value, message, fix))
     if problems:
         raise ConfigError(problems)
     device = accelerator_of_cluster(cluster)

@@ -361,7 +361,13 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[RankColumns, Number]:
     layout, model, ends = work.layout, work.model, times.ends
     busiest = layout.ranks[0]
     for rank in layout.ranks[1:]:
-        busiest = _where_rank(times.busy(rank) > times.busy(busiest), rank, busiest)
+        is_busier = times.busy(rank) > times.busy(busiest)
+        busiest = RankColumns(
+            **{
+                item.name: where(is_busier, getattr(rank, item.name), getattr(busiest, item.name))
+                for item in fields(RankColumns)
+            }
+        )
     passes, split = work.passes, layout.splits_backward
     longest = work.passes * times.busy(busiest)
     for rank in layout.ranks:
@@ -389,15 +395,6 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[RankColumns, Number]:
     longest = where(layout.pp > 1, maximum(longest, path), longest)
     waiting = longest - passes * times.busy(busiest)
     return busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
-
-
-def _where_rank(condition: Number, yes: RankColumns, no: RankColumns) -> RankColumns:
-    return RankColumns(
-        **{
-            item.name: where(condition, getattr(yes, item.name), getattr(no, item.name))
-            for item in fields(RankColumns)
-        }
-    )
 
 
 def _simulated(

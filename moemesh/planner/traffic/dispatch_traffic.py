@@ -227,7 +227,10 @@ class DispatchTraffic:
             for place in range(layout.ep_node)
         ]
         inside_in = [self._forwarded(lines.members("ep_rail", peer), self.ep) for peer in node]
-        lanes = [self._arriving(lane) for lane in lines.members("etp")]
+        lanes = [
+            sum(self.sent_by(peer).visits[self.ep] for peer in self.lines.members("ep", lane))
+            for lane in lines.members("etp")
+        ]
         slots = max(self.sent_by(peer).slots for peer in lines.members("ep"))
         ids = _INT32 * (slots + 1)
         # Tokens to a node, tokens and pairs to each rank there (two counts in a number); then
@@ -266,10 +269,6 @@ class DispatchTraffic:
     def _forwarded(self, rail: tuple[int, ...], ep_index: int) -> float:
         """Rows that a rank forwards inside its node to `ep_index`: what its rail sent it."""
         return sum(self.sent_by(peer).visits[ep_index] for peer in rail)
-
-    def _arriving(self, rank: int) -> float:
-        """Rows that `rank` has after both hops."""
-        return sum(self.sent_by(peer).visits[self.ep] for peer in self.lines.members("ep", rank))
 
     def _low_latency(self) -> None:
         lines, times, plan = self.lines, self.times, self.plan

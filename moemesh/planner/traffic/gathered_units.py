@@ -59,9 +59,18 @@ class GatheredUnits:
         self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
         for op in schedule.ops(pp_rank):
             if op.kind == "F":
-                self._forward(op.stage)
+                for unit in chain.from_iterable(self._sequences(op.stage)):
+                    self._gather(unit, "forward")
+                    self._free(unit)
             elif op.kind == "B":
-                self._backward(op.stage)
+                main, *ahead = self._sequences(op.stage)
+                reached = [unit for unit in main if placement.has_backward(unit)]
+                for _, layer, head in ahead:
+                    reached += [layer, head] if placement.has_backward(layer) else []
+                for unit in reversed(reached):
+                    if unit != "embedding":  # its backward reads no weights
+                        self._gather(unit, "backward")
+                        self._free(unit)
 
     def _sequences(self, stage: int) -> list[list[str]]:
         """The units that a forward reads, in their order; each extra prediction layer apart."""
@@ -70,24 +79,6 @@ class GatheredUnits:
             return [["embedding"] * (stage == 0) + layers]
         ahead = [["embedding", f"layers.{index}", "head"] for index in self._model.mtp_layers]
         return [["embedding"] * (stage == 0) + layers + ["head"], *ahead]
-
-    def _uses(self, stage: int) -> list[str]:
-        return list(chain.from_iterable(self._sequences(stage)))
-
-    def _forward(self, stage: int) -> None:
-        for unit in self._uses(stage):
-            self._gather(unit, "forward")
-            self._free(unit)
-
-    def _backward(self, stage: int) -> None:
-        main, *ahead = self._sequences(stage)
-        reached = [unit for unit in main if self._placement.has_backward(unit)]
-        for _, layer, head in ahead:
-            reached += [layer, head] if self._placement.has_backward(layer) else []
-        for unit in reversed(reached):
-            if unit != "embedding":  # its backward reads no weights
-                self._gather(unit, "backward")
-                self._free(unit)
 
     def _gather(self, unit: str, phase: str) -> None:
         for weights in self._units.get(unit, ()):

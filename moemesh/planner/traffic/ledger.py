@@ -212,24 +212,18 @@ class _Step:
         self.max_tokens = plan.tokens_per_rank(seq_len, global_batch)
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
+        again: tuple[str, ...] = ()
+        if self.is_full:
+            again = (*_AGAIN, *CONTEXT_CALLERS)
+        elif plan.recompute == "selective" and plan.recompute_attention:
+            # The core of attention: not what only leaves it.
+            again = tuple(name for name in CONTEXT_CALLERS if name != "context.positions")
         #: What forwards and backwards enter, and what a step enters once.
-        self.lines = LedgerLines(
-            self.layout, rank, forwards=2 if twice else 1, recomputed=self._recomputed()
-        )
+        self.lines = LedgerLines(self.layout, rank, forwards=2 if twice else 1, recomputed=again)
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
         self.context = ContextTraffic(self.lines, model, plan, seq_len, self.element)
         self.once = LedgerLines(self.layout, rank)
-
-    def _recomputed(self) -> tuple[str, ...]:
-        """The callers of a forward that is run again."""
-        if self.is_full:
-            return (*_AGAIN, *CONTEXT_CALLERS)
-        # The core of attention: not what only leaves it.
-        is_selective = self.plan.recompute == "selective" and self.plan.recompute_attention
-        return tuple(
-            name for name in CONTEXT_CALLERS if is_selective and name != "context.positions"
-        )
 
     def tokens(self, dp: int, cp: int, forward: _Forward) -> int:
         """Tokens of one forward of the ranks that share positions of sequences."""
@@ -353,7 +347,16 @@ class _Step:
         is_last = forward.slice == self.schedule.num_slices - 1
         if model.has_aux_loss and not model.has_joint_aux_loss and is_last:
             self._counts(dp, forward, times)
-        for width in self._compared():
+        # Bytes a token of every gather of whole sequences: ids, scores, choices.
+        widths: list[int] = []
+        if model.router_selection != "token_choice":
+            widths += [_INT64, model.num_experts * self.wide]
+        if model.capacity_factor and model.router_selection != "expert_choice":
+            widths.append(_INT64)
+            if model.capacity_policy == "probability":
+                widths.append(model.experts_per_token * self.wide)
+            widths.append(model.experts_per_token * _INT64)
+        for width in widths:
             blocks = [
                 float(rows * width)
                 for cp in range(self.plan.cp)
@@ -372,19 +375,6 @@ class _Step:
     def _scopes(self, dp: int, forward: _Forward) -> int:
         sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
         return sequences if self.model.aux_loss_scope == "sequence" else 1
-
-    def _compared(self) -> list[int]:
-        """Bytes a token of every gather of whole sequences: ids, scores, choices."""
-        model, wide = self.model, self.wide
-        found: list[int] = []
-        if model.router_selection != "token_choice":
-            found += [_INT64, model.num_experts * wide]
-        if model.capacity_factor and model.router_selection != "expert_choice":
-            found.append(_INT64)
-            if model.capacity_policy == "probability":
-                found.append(model.experts_per_token * wide)
-            found.append(model.experts_per_token * _INT64)
-        return found
 
     def _experts(self, forward: _Forward, layer: int, times: int) -> None:
         plan = self.plan

@@ -1,8 +1,8 @@
 """The predicted activations of a run of our own library on a CPU: what is kept for the backward.
 
-:mod:`.own_layers` says what each part of a forward keeps; here a rank's operations are walked in
-their order. A forward keeps, a backward gives back from the last layer to the first: what its
-recomputation makes first comes on top, and an input half keeps what its weight half will read.
+First what each part of a forward keeps, then a rank's operations in their order. A forward keeps, a
+backward gives back from the last layer to the first: what its recomputation makes first comes on
+top, and an input half keeps what its weight half will read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,36 @@ from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
-from moemesh.planner.traffic.saved import Saved, SavedTensors
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
 from moemesh.trace.memory_profile import DEFERRED
+
+
+class Saved(NamedTuple):
+    """Bytes that one operation keeps from its forward to its backward.
+
+    `held` of them stay until the weight gradients of a split backward, which besides keep
+    `gradient` bytes from then on. `is_again`: kept by a computation that is done again in the
+    backward, just before it. `is_shared`: one storage for all layers of a forward.
+    """
+
+    kind: str
+    size: float
+    held: float = 0.0
+    gradient: float = 0.0
+    is_again: bool = False
+    is_shared: bool = False
+
+
+class SavedTensors(NamedTuple):
+    """What one layer (or end of the model) keeps, in the order of its forward. `again`: bytes of
+    its input, which alone is kept where the layer is computed again as a whole (None: never);
+    `entry` of them are what its first operation keeps, too."""
+
+    saved: list[Saved]
+    again: float | None = None
+    entry: float = 0.0
+
 
 # Saved activations of each part of a model on one rank of `moemesh train`.
 #
@@ -421,7 +447,16 @@ class LayerMemory:
             source, picks = self._received(sent)
             total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
             if plan.combine == "exact":
-                source, kept = total, self._padded(sent)
+                # Each expert's rows are padded, and all of them together.
+                per_rank = self.model.num_experts // self.plan.ep
+                first = self.here["ep"] * per_rank
+                experts = range(first, first + per_rank)
+                rows = (
+                    sum(sent(peer).by_expert[expert] for peer in self._peers())
+                    for expert in experts
+                )
+                padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
+                source, kept = total, ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
             else:
                 # Rows above the bound are computed in blocks, and once more in the backward.
                 kept = total if total <= most else 0.0
@@ -430,15 +465,6 @@ class LayerMemory:
 
     def _peers(self) -> tuple[int, ...]:
         return tuple(members(self.layout, "ep_etp", self.rank))
-
-    def _padded(self, sent: Callable[[int], SentRows]) -> float:
-        """Rows of the exact products: each expert's are padded, and all of them together."""
-        per_rank = self.model.num_experts // self.plan.ep
-        first = self.here["ep"] * per_rank
-        experts = range(first, first + per_rank)
-        rows = (sum(sent(peer).by_expert[expert] for peer in self._peers()) for expert in experts)
-        padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
-        return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
 
     def _received(self, sent: Callable[[int], SentRows]) -> tuple[float, float]:
         """Rows of the source of this rank's experts; bytes of positions and weights that are kept

@@ -73,8 +73,22 @@ def predict_states(
         moments += kinds * own * wide
         # A weight that is its own master is copied as one.
         updated += own * wide
-    biases = _bias_bytes(placement, pp_rank)
+    biases = 0
+    if (model := placement.model).router_selection_bias:
+        # Selection biases of routers are whole on every rank.
+        here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
+        biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
     is_undone = plan.optimizer_validation == "after" and placement.schedule.update is None
+    versions, schedule = 1, placement.schedule
+    if schedule.update is not None:
+        # A stream keeps older versions beside the newest.
+        numbers = Numbers(
+            ranks=schedule.num_ranks,
+            microbatches=4 * schedule.num_ranks,
+            chunks=schedule.stages_per_rank,
+            times=MicrobatchTimes(),
+        )
+        versions = FORMS[plan.schedule].copies(numbers, pp_rank)
     gathered = 0
     if plan.data == "zero3":
         gathered = GatheredUnits(placement, layout, rank, element).most_bytes
@@ -84,7 +98,7 @@ def predict_states(
         expert_weights=weights[True],
         gradients=gradients,
         optimizer=masters + moments,
-        weight_versions=(_versions(placement, pp_rank) - 1) * (sum(weights.values()) + biases),
+        weight_versions=(versions - 1) * (sum(weights.values()) + biases),
         snapshots=updated + moments + biases if is_undone else 0,
     )
 
@@ -97,26 +111,3 @@ def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> range:
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
     index = ranks.index(rank)
     return range(sum(sizes[:index]), sum(sizes[: index + 1]))
-
-
-def _bias_bytes(placement: StagePlacement, pp_rank: int) -> int:
-    """Of the selection biases of a pipeline rank's routers, whole on every rank."""
-    model = placement.model
-    if not model.router_selection_bias:
-        return 0
-    here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
-    return _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
-
-
-def _versions(placement: StagePlacement, pp_rank: int) -> int:
-    """Versions of its weights that a pipeline rank keeps in a stream, the newest included."""
-    schedule = placement.schedule
-    if schedule.update is None:
-        return 1
-    numbers = Numbers(
-        ranks=schedule.num_ranks,
-        microbatches=4 * schedule.num_ranks,
-        chunks=schedule.stages_per_rank,
-        times=MicrobatchTimes(),
-    )
-    return FORMS[placement.plan.schedule].copies(numbers, pp_rank)

@@ -69,7 +69,11 @@ class StepEnd:
     def _gradients(self, times: int = 1) -> None:
         """Sums of gradients and, where their owners alone update, the weights that they send."""
         lines, plan = self.lines, self.plan
-        backwards = self._backwards() if plan.data in ("zero2", "zero3") else None
+        backwards: Counter[int] | None = None
+        if plan.data in ("zero2", "zero3"):
+            # Of each stage the operations behind which its gradients are summed over ranks.
+            ops = self.placement.schedule.ops(self.at)
+            backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))
         for bucket in data_buckets(self.placement, self.layout, lines.rank, self.element):
             axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
             if not bucket.trains:
@@ -104,11 +108,6 @@ class StepEnd:
     def _owned(self, bucket: Bucket) -> tuple[int, ...]:
         ranks = self.lines.size(self.layout.sharding_axes(bucket.axis)[0])
         return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
-
-    def _backwards(self) -> Counter[int]:
-        """Stage -> operations of a step behind which its gradients are summed over ranks."""
-        ops = self.placement.schedule.ops(self.at)
-        return Counter(op.stage for op in ops if op.kind in ("B", "W"))
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
         """Of what trains of `tensors`, by default of the whole model."""
@@ -154,15 +153,12 @@ class StepEnd:
         report = 5 + self.ahead + self.loads + self.layers
         lines.all_reduce("world", report, _FLOAT64, "optimizer", "step.report")
         if plan.schedule == "ampnet":
-            self._headers()
-
-    def _headers(self) -> None:
-        """AMPNet: a header of two numbers before every message and at the end of the stream, each
-        way; and what the first rank of a stage tells the others to run."""
-        size, count = 2 * _INT64, self.plan.microbatches + 1
-        neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
-        for sends in (True, False):
-            times = count * neighbours
-            self.lines.message("world", size, "control", "pipeline", times, sends=sends)
-        told = 2 * self.plan.microbatches + 1
-        self.lines.broadcast("stage", size, "control", "pipeline", told)
+            # A header of two numbers before every message and at the end of the stream, each way;
+            # and what the first rank of a stage tells the others to run.
+            size, count = 2 * _INT64, self.plan.microbatches + 1
+            neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
+            for sends in (True, False):
+                times = count * neighbours
+                self.lines.message("world", size, "control", "pipeline", times, sends=sends)
+            told = 2 * self.plan.microbatches + 1
+            self.lines.broadcast("stage", size, "control", "pipeline", told)

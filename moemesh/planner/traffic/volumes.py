@@ -199,7 +199,7 @@ class _Volumes:
         if c == 1:
             return
         width = layout.element_bytes / layout.tp
-        keys = shape.kv_width + _value_width(shape)
+        keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
         count = self.layers * self.m
         again = self.full or "attention" in layout.recompute
@@ -271,18 +271,14 @@ class _Volumes:
         gathered: bool = False,
     ) -> None:
         """Dispatch and combine of every MoE layer over `axis`, and their pairs in the backward."""
-        count, members = self.moe * self.m, self._size(axis)
+        mesh, count = self.layout.mesh, self.moe * self.m
+        members = prod(mesh.dimensions(AXES[axis][0])[name] for name in AXES[axis][1])
         there, back = ("all_gather", "reduce_scatter") if gathered else ("all_to_all",) * 2
         for phase in phases:
             self._enter(axis, there, phase, _DISPATCH, count, rows * coded, members)
             self._enter(axis, back, phase, _COMBINE, count, rows * plain, members)
         self._enter(axis, back, "backward", _DISPATCH, count, rows * plain, members)
         self._enter(axis, there, "backward", _COMBINE, count, rows * plain, members)
-
-    def _size(self, axis: str) -> int:
-        """Ranks of an expert axis."""
-        mesh = self.layout.mesh
-        return prod(mesh.dimensions(AXES[axis][0])[name] for name in AXES[axis][1])
 
     # Pipeline.
 
@@ -391,8 +387,3 @@ def _copies_of_keys(shape: ModelShape, layout: PlannedLayout) -> float:
         return 1.0
     shares = (head_share(heads, kv_heads, layout.cp, index) for index in range(layout.cp))
     return sum(len(share.keys) for share in shares) / kv_heads
-
-
-def _value_width(shape: ModelShape) -> int:
-    heads = shape.num_heads if shape.attention == "mla" else shape.num_kv_heads
-    return heads * shape.value_head_dim
