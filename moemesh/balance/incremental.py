@@ -26,6 +26,7 @@ from moemesh.balance.polish import locate, recount, shift
 from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
 from moemesh.balance.search import solve
 from moemesh.balance.transfers import Rounds, schedule_transfers
+from moemesh.config.shown import Shown
 
 #: Loads that differ by less, relatively, are equal.
 SAME = 1e-12
@@ -35,8 +36,8 @@ WAYS = ((1.0, 2.0), (1.0, 1.0), (0.98, 2.0), (0.98, 1.0), (0.95, 2.0), (0.95, 1.
 MAX_MOVES = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Replan(Shown):
     """A placement with what it costs to get there; maps as `rebalance_experts` returns them.
 
     `moved` [layers] replicas that a GPU did not hold before; `before`, `after`, `bound` [layers]

@@ -15,13 +15,14 @@ import numpy as np
 
 from moemesh.balance.compiled import Ints, compiled
 from moemesh.balance.inputs import BalanceError, check_count, to_array
+from moemesh.config.shown import Shown
 
 #: The target is searched to 1 / PRECISION of the mean.
 PRECISION = 512
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuotaPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class QuotaPlan(Shown):
     """Transient replicas of one layer and microbatch, and the tokens that each copy computes.
 
     `home` [experts] rank of each expert; `spare_expert` [ranks, spare slots] (-1: unused);

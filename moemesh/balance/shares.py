@@ -16,13 +16,14 @@ import numpy as np
 from moemesh.balance.compiled import Floats, Ints
 from moemesh.balance.inputs import check_loads, check_placement, like, scaled
 from moemesh.balance.rebalance import balance_of
+from moemesh.config.shown import Shown
 
 #: Precision of the solver; loads are scaled to at most 1.
 TOLERANCE = 1e-10
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadSplit:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoadSplit(Shown):
     """How known loads are split over the replicas of a placement.
 
     `shares` [layers, slots] of its expert's load that each slot takes (an expert's sum to 1),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -234,7 +235,9 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     answers, error = _ask_torch(environ)
     took = f"{time.monotonic() - start:.0f} s"
     if not answers:
-        yield Diagnosis("torch", "fail", f"it gave no answer ({error})", "pip install torch")
+        is_there = importlib.util.find_spec("torch") is not None
+        fix = "try again when the machine is less busy" if is_there else "pip install torch"
+        yield Diagnosis("torch", "fail", f"it gave no answer ({error})", fix)
         return
     facts = answers[0]
     versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"

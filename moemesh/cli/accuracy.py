@@ -10,7 +10,6 @@ from pathlib import Path
 
 from moemesh.cli.terminal import table
 from moemesh.config.cluster import load_cluster
-from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
 from moemesh.planner.accuracy.calibration_file import (
     calibration_toml,
@@ -31,6 +30,7 @@ from moemesh.planner.accuracy.validate import (
 from moemesh.planner.intervals import Intervals
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 from moemesh.report.agreement import Agreement, agreement_chart
+from moemesh.report.files import write_texts
 
 _NUM_WORST = 12
 
@@ -74,7 +74,7 @@ def validate_command(
     else:
         validation = validate(runs, calibration)
     if out is not None:
-        _write(out, json_text(validation))
+        write_texts([(out, json_text(validation))])
     if plot is not None:
         points = [
             Agreement(
@@ -87,10 +87,10 @@ def validate_command(
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
         title = "Step time of published runs, predicted and measured"
-        _write(plot, agreement_chart("agreement", title, points, unit="seconds a step"))
+        write_texts([(plot, agreement_chart("agreement", title, points, unit="seconds a step"))])
     if intervals is not None:
         errors = left_out_errors(runs, start)
-        _write(intervals, intervals_toml(errors))
+        write_texts([(intervals, intervals_toml(errors))])
         further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
     return report(validation) + further
 
@@ -131,20 +131,15 @@ def calibrate_command(
     if shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(runs, start)
-        _write(out, calibration_toml(found, _SHARED_HEADING))
+        write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
         return report(validate(runs, found))
     chosen = runs_of_cluster(measured_runs(runs), wanted)
     calibration = fit(chosen, shipped_calibration(), share=False)
     cluster = fitted_cluster(chosen, calibration)
-    _write(out, cluster_toml(cluster, f"Fitted to {len(chosen)} runs of {runs_file.name}."))
+    write_texts(
+        [(out, cluster_toml(cluster, f"Fitted to {len(chosen)} runs of {runs_file.name}."))]
+    )
     return f"{report(validate(chosen, calibration))}\n\nwrote {out}: {cluster.name}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def report(validation: Validation) -> str:

@@ -162,8 +162,12 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 name = param.opts[0] if is_option else param.metavar or param.name.upper()
                 yield _wrong(param, name, error.message if value else "is missing", value)
     if rest and isinstance(command, Verb):
-        message, extra = f"`{ctx.command_path}` takes fewer arguments", " ".join(rest)
-        yield _problem("unknown-option", extra, message, f"leave out {extra}")
+        arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
+        given = [str(one) for one in (*arguments, *rest) if isinstance(one, str)]
+        message = f"`{ctx.command_path}` takes fewer arguments than {' '.join(given)}"
+        count = "one" if len(rest) == 1 else str(len(rest))
+        fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"
+        yield _problem("unknown-option", " ".join(rest), message, fix)
 
 
 def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
@@ -203,6 +207,8 @@ def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
 
 def _meant(name: str, options: Iterable[str]) -> str:
     """The option that an unknown one was probably meant to be; of a verb with --set, the key."""
+    if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
+        return "--nodes N: the description of a cluster says how many devices a node has"
     if near := get_close_matches(name, options, 1, 0.75):
         return near[0]
     every = f"one of {', '.join(options)}"

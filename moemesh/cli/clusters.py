@@ -91,7 +91,7 @@ def init(
         "\nBandwidths are those of one device in one direction. Edit what differs, then see"
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
     )
-    write_texts([(out, found.to_toml(heading, explained=True))])
+    write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
     typer.echo(
         f"wrote {out}: {found.num_devices} devices; `moemesh cluster show {out}` explains it"
     )

@@ -150,6 +150,6 @@ def config_migrate(
         typer.echo(found.text, nl=False)
         return
     if found.changes:
-        write_texts([(file, found.text)])
+        write_texts([(file, found.text)], replaces=True)
     for change in found.changes or ("nothing to change",):
         typer.echo(f"{file}: {change}")

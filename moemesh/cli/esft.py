@@ -62,6 +62,7 @@ def scores(
 
         moemesh train sft.toml --set train.esft=law.json
     """
+    from moemesh.report.files import check_target
     from moemesh.train.esft_request import EsftRequest
     from moemesh.train.weight_sources import check_weights, config_of
 
@@ -76,7 +77,10 @@ def scores(
         svg=svg,
         as_json=as_json,
     )
-    # Before torch, which takes seconds, is imported.
+    # Before torch, which takes seconds, is imported, and before any work.
+    for path, kind in ((out, '{\n "model"'), (svg, "<svg")):
+        if path is not None and path.exists():
+            check_target(path, kind)
     request = request.checked(config_of(source, overrides or []))
     check_weights(source)
     from moemesh.train.esft import write_scores

@@ -57,6 +57,10 @@ def report(
         raise UserError(f"{out} cannot be written: it is a folder")
     if other is not None and cluster is not None:
         raise UserError("--cluster is for the page of one run: leave it out, or the second run")
+    if out is not None:
+        from moemesh.report.files import check_target
+
+        check_target(out, "<!DOCTYPE")
     gc.disable()  # a tenth of the time, of a process that ends with its page
     try:
         if other is None:

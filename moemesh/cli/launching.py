@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
+from moemesh.config.errors import UserError
 
 if TYPE_CHECKING:
     from moemesh.config.jobs import Launcher
@@ -45,7 +46,7 @@ def launch(
 
     Nothing is submitted. The same file goes on with a run that was stopped. Example:
 
-        moemesh launch --set plan.dp=16 --set plan.ep=16 --out /shared/runs/first --slurm
+        moemesh launch --set plan.dp=16 --set plan.ep=8 --out /shared/runs/first --slurm
     """
     from moemesh.config.errors import ConfigError
     from moemesh.config.jobs import FILES, ClusterJob
@@ -99,6 +100,16 @@ def launch(
     from moemesh.report.files import write_texts
 
     target = file or Path(FILES[launcher])
+    if target.is_file() and target.read_text(encoding="utf-8", errors="replace") != text:
+        raise UserError(
+            f"{target} is there and is not what would be written, perhaps with changes of yours: "
+            "name another with --file, or remove it"
+        )
     write_texts([(target, text)])
     nodes = f"{job.nodes} node(s) of {job.ranks_per_node} ranks"
     typer.echo(f"{nodes}: wrote {shlex.quote(str(target))}; its first lines say how to start it")
+    if run.data.path is None and not run.data.sources:
+        typer.echo(
+            "note: data.path is not set: the job would train on Python's own library sources, by "
+            f"bytes; set data.path and data.tokenizer{f' in {config}' if config else ''}"
+        )

@@ -66,12 +66,13 @@ def bench_links(
     """
     from moemesh.bench import links
     from moemesh.bench.link_cluster import cluster_file
+    from moemesh.report.files import write_texts
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: there is no folder {out.parent}")
     result = links.run(settings, found)
     if result is not None and out is not None:
-        out.write_text(cluster_file(result, name), encoding="utf-8")
+        write_texts([(out, cluster_file(result, name))])
     if result is not None:
         typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
 

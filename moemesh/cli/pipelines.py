@@ -60,6 +60,7 @@ def show_schedule(
         _compare_all(request, as_json)
         return
     from moemesh.report import timeline_text
+    from moemesh.report.files import check_target, kind_of
     from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved
 
@@ -71,6 +72,8 @@ def show_schedule(
 
         timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
     if save is not None:
+        content = text.to_csv(found.schedule) if save.suffix == ".csv" else text.MAGIC
+        check_target(save, kind_of(content))
         text.save(found.schedule, save)
     if as_json:
         typer.echo(strict_json(found.to_json()))

@@ -320,8 +320,10 @@ def _handoff(planned: PlannedAnswer, best: Candidate, file: str) -> list[str]:
             lines.append("the best of what it trains: the same call with --trainable")
         return lines
     name = shlex.quote(file or "plan.toml")
-    told = f"wrote {name}:" if file else f"the same call with --write {name}, then:"
-    return [told, f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
+    told = [f"the same call with --write {name}, then:"]
+    if file:
+        told = wrapped(f"wrote {name}; still to choose in it: {still_to_choose(planned, best)}")
+    return [*told, f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
 
 
 def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:

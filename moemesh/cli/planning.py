@@ -183,7 +183,7 @@ def plan(
     from moemesh.planner.search.command import PLAN_FILE, plan_file, plan_named, to_json
     from moemesh.report.files import check_target, write_texts
 
-    for path, kind in ((html, ""), (write, PLAN_FILE)):
+    for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
         if path is not None:
             check_target(path, kind)
     with progress("searching layouts", quiet=as_json) as tell:

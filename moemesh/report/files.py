@@ -9,11 +9,12 @@ from pathlib import Path
 from moemesh.config.errors import UserError
 
 
-def write_texts(contents: Sequence[tuple[Path, str]]) -> None:
+def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False) -> None:
     """Write each text to its path, a file at once or not at all. Raises UserError, with nothing
-    written, when a path cannot be one of a file."""
-    for path, _ in contents:
-        check_target(path)
+    written, when a path cannot be one of a file, or is one of another kind: a file of the user's
+    own. `replaces`: the user has said that it goes."""
+    for path, content in contents:
+        check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
         # A device such as /dev/stdout is written to, not replaced.
         is_file = path.is_file() or not path.exists()
@@ -29,12 +30,24 @@ def write_texts(contents: Sequence[tuple[Path, str]]) -> None:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def kind_of(content: str) -> str:
+    """The begin that all files of a kind share: the first tag, the first key of JSON, a few
+    letters of anything else."""
+    if content.startswith("<"):
+        return content.partition(" ")[0].partition(">")[0]
+    return content.partition(":")[0] if content.startswith("{") else content[:12]
+
+
 def check_target(path: Path, kind: str = "") -> None:
-    """Raise UserError when `path` cannot be that of a file, or is one of those that does not begin
-    with `kind`."""
+    """Raise UserError when `path` cannot be that of a file, or is one that does not begin with
+    `kind` (:func:`kind_of`), and so is not from the verb that would replace it."""
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
     if path.is_dir():
         raise UserError(f"{path} cannot be written: it is a folder")
-    if kind and path.is_file() and not path.read_bytes().startswith(kind.encode()):
+    if not kind or not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        own = file.read(len(kind.encode())) == kind.encode()
+    if not own:
         raise UserError(f"{path} is not replaced: it was not written by this verb; name another")

@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from moemesh.config.errors import UserError
 from moemesh.config.paths import nearest_path
-from moemesh.schedule import text
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
 # Schedules in files: text or CSV, read with care and written.
@@ -49,16 +48,16 @@ def load(path: Path) -> Schedule:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from error
     try:
-        reader = text.from_csv if path.suffix == ".csv" else text.from_text
+        reader = from_csv if path.suffix == ".csv" else from_text
         return reader(content)
-    except text.TextError as error:
+    except TextError as error:
         raise UserError(f"{path}: {error}") from error
 
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
     and given to the command again. Raises UserError when the file cannot be written."""
-    content = text.to_csv(schedule) if path.suffix == ".csv" else text.to_text(schedule)
+    content = to_csv(schedule) if path.suffix == ".csv" else to_text(schedule)
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 
@@ -40,14 +41,26 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
+def description(generator: Callable[..., Schedule]) -> str:
+    """The sentence on a schedule and its paper: the comment above its generator, or the docstring
+    of a module that has only one."""
+    module = inspect.getmodule(generator)
+    assert module is not None and module.__doc__ is not None
+    above = inspect.getsource(module).partition(f"\ndef {generator.__name__}(")[0]
+    comments = re.findall(r"(?m)(?:^#(?: .*)?\n)+", above)
+    if not comments:
+        return inspect.cleandoc(module.__doc__)
+    return re.sub(r"(?m)^# ?", "", comments[-1]).strip()
+
+
 def schedules(old: str) -> str:
     """Of every schedule: its one sentence, source, conditions, formulas, and picture."""
     lines: list[str] = []
     for name, recipe in RECIPES.items():
         form = FORMS[name]
         module = inspect.getmodule(recipe.make)
-        assert module is not None and module.__doc__ is not None
-        head, _, source = inspect.cleandoc(module.__doc__).partition("\n\n")
+        assert module is not None
+        head, _, source = description(recipe.make).partition("\n\n")
         rules = ", ".join(f"`{rule.text}`" for rule in recipe.conditions)
         metric = "span bubble" if form.metric == "span" else "rank idle"
         found = simulate(shown(name))
