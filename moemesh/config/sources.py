@@ -99,9 +99,9 @@ def read_text(path: Path) -> str:
             is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
             fix = f"--set model.path={path.parent}" if is_model else fix
-        problem = Problem(code="no-file", key=str(path), message=message, fix=fix)
+        problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
-        problem = Problem(code="syntax", key=str(path), message=unreadable(error))
+        problem = Problem.of("syntax", str(path), None, unreadable(error))
     raise ConfigError([problem])
 
 

@@ -372,7 +372,7 @@ def _unread(
 
 
 def _unknown(key: str, value: object, message: str) -> Problem:
-    return Problem(code="unknown-layer", key=key, value=value, message=message)
+    return Problem.of("unknown-layer", key, value, message)
 
 
 #: Where multimodal configurations keep their text model.
@@ -415,7 +415,7 @@ def read_sizes(config: Config) -> Sizes:
     except KeyError as error:
         missing = str(error.args[0])
         message = f"the configuration of a {kind} model needs {missing}"
-        problem = Problem(code="missing", key=missing.partition(" or ")[0], message=message)
+        problem = Problem.of("missing", missing.partition(" or ")[0], None, message)
         raise ConfigError([problem]) from None
     has_norm = fields.get("qk_norm", "none") != "none"
     if problems := unread_parameters(record, kind, has_norm=has_norm):
