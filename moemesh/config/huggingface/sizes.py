@@ -475,7 +475,15 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         size, *left_out = family.get("kv_heads", ("num_kv_heads",))
         found["num_kv_heads"] = first(config, size, heads if left_out else None)
     if "head_dim" not in found:
-        found["head_dim"] = _head_dim(config, hidden, heads)
+        # The key of the head size, else the hidden size cut into heads.
+        size = first(config, "head_dim", 0)
+        if not size and (heads < 1 or hidden % heads):
+            key = next(name for name in names("num_heads") if name in config)
+            message = (
+                f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
+            )
+            raise wrong("not-divisible", key, heads, message)
+        found["head_dim"] = size or hidden // heads
     return found | _experts(config, found, layers)
 
 
@@ -497,18 +505,6 @@ def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, An
     elif not found.get("intermediate_size"):
         sizes["intermediate_size"] = first(config, "intermediate_size")
     return sizes
-
-
-def _head_dim(config: Config, hidden: int, heads: int) -> int:
-    """The key of the head size, else the hidden size cut into heads."""
-    size = first(config, "head_dim", 0)
-    if size:
-        return size
-    if heads < 1 or hidden % heads:
-        key = next(name for name in names("num_heads") if name in config)
-        message = f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
-        raise wrong("not-divisible", key, heads, message)
-    return hidden // heads
 
 
 def _family(kind: str) -> Config:
