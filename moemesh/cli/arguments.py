@@ -107,7 +107,7 @@ class Group(_CommandLine, TyperGroup):
 def _problem(code: str, key: str, message: str, fix: str = "", value: object = None) -> Any:
     from moemesh.config.errors import Problem
 
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)
+    return Problem.of(code, key, value, message, fix)
 
 
 def _refusal(ctx: Any, *problems: Any) -> Exception:

@@ -97,3 +97,4 @@ def diff(
         f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
         f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
     )
+    raise typer.Exit(int(differs))

@@ -227,7 +227,7 @@ def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
     if found is None:
         message = "no data sheet of a device with this name is packaged"
         fix = nearest_choice(name, tuple(ACCELERATORS))
-        problem = Problem(code="not-a-choice", key="device", value=name, message=message, fix=fix)
+        problem = Problem.of("not-a-choice", "device", name, message, fix)
         raise ConfigError([problem])
     half, eight, four = found.peak_flops
     peaks = {"bfloat16": half}

@@ -182,12 +182,12 @@ def _compare(
     choices = [("payload", payload, ("fp8", "bfloat16"))]
     choices += [("dispatcher", name, DISPATCHERS) for name in wanted]
     if problems := [
-        Problem(
-            code="not-a-choice",
-            key=key,
-            value=value,
-            message=f"{key} is one of {', '.join(legal)}",
-            fix=nearest_choice(value, legal),
+        Problem.of(
+            "not-a-choice",
+            key,
+            value,
+            f"{key} is one of {', '.join(legal)}",
+            nearest_choice(value, legal),
         )
         for key, value, legal in choices
         if value not in legal

@@ -197,14 +197,10 @@ class AttentionConfig(Section):
         problems: list[Problem] = []
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             legal = nearest_divisors(max(self.num_heads, 1), self.num_kv_heads)
+            message = f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
+            fix = f"num_kv_heads = {legal}"
             problems.append(
-                self.problem(
-                    "not-divisible",
-                    "num_kv_heads",
-                    f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})",
-                    f"num_kv_heads = {legal}",
-                    "num_heads",
-                )
+                self.problem("not-divisible", "num_kv_heads", message, fix, "num_heads")
             )
         if self.partial_rotary_factor == 1.0:
             return problems + self._even("head_dim", self.head_dim)
@@ -254,55 +250,44 @@ class AttentionConfig(Section):
     def _even(self, name: str, size: int) -> list[Problem]:
         if size % 2 == 0:
             return []
-        return [
-            self.problem(
-                "not-divisible",
-                name,
-                f"{name} ({size}) must be even: RoPE rotates pairs of channels",
-                f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}",
-            )
-        ]
+        message = f"{name} ({size}) must be even: RoPE rotates pairs of channels"
+        fix = f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}"
+        return [self.problem("not-divisible", name, message, fix)]
 
     def _rope_rules(self) -> list[Problem]:
         problems: list[Problem] = []
         for name, (types, unused) in _ROPE_KEYS.items():
             value = getattr(self, name)
             if value != unused and self.rope_type not in types:
-                problems.append(
-                    self.problem(
-                        "conflict",
-                        name,
-                        f"{name} ({value}) has no use with rope_type = "
-                        f"{format_value(self.rope_type)}",
-                        f"{name} = {unused}, or rope_type = "
-                        f"{' or '.join(format_value(kind) for kind in types)}",
-                        "rope_type",
-                    )
+                message = (
+                    f"{name} ({value}) has no use with rope_type = {format_value(self.rope_type)}"
                 )
+                fix = (
+                    f"{name} = {unused}, or rope_type = "
+                    f"{' or '.join(format_value(kind) for kind in types)}"
+                )
+                problems.append(self.problem("conflict", name, message, fix, "rope_type"))
         if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
             longest = self.max_position_embeddings
+            message = (
+                f"rope_type = {format_value(self.rope_type)} needs "
+                "original_max_position_embeddings: the positions before they were stretched"
+            )
+            fix = (
+                "original_max_position_embeddings = "
+                f"{max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096}"
+            )
             problems.append(
                 self.problem(
-                    "missing",
-                    "original_max_position_embeddings",
-                    f"rope_type = {format_value(self.rope_type)} needs "
-                    "original_max_position_embeddings: the positions before they were stretched",
-                    "original_max_position_embeddings = "
-                    f"{max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096}",
-                    "rope_type",
+                    "missing", "original_max_position_embeddings", message, fix, "rope_type"
                 )
             )
         slow, fast = self.rope_beta_slow, self.rope_beta_fast
         if self.rope_type == "yarn" and slow > fast:
             message = f"rope_beta_slow ({slow}) must not exceed rope_beta_fast ({fast})"
+            fix = f"rope_beta_slow = {fast}"
             problems.append(
-                self.problem(
-                    "too-large",
-                    "rope_beta_slow",
-                    message,
-                    f"rope_beta_slow = {fast}",
-                    "rope_beta_fast",
-                )
+                self.problem("too-large", "rope_beta_slow", message, fix, "rope_beta_fast")
             )
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if self.rope_type == "llama3" and low >= high:
@@ -316,36 +301,24 @@ class AttentionConfig(Section):
         if types and num_layers > 0 and num_layers % len(types):
             near = [size for size in divisors(num_layers) if size <= len(types)][-1]
             lengths = f"{near} or {num_layers}" if near < num_layers else f"{num_layers}"
+            message = (
+                f"layer_types has {len(types)} entries: as a repeated pattern their number "
+                f"must divide num_layers ({num_layers})"
+            )
+            fix = f"a list of {lengths} entries"
             problems.append(
-                self.problem(
-                    "not-divisible",
-                    "layer_types",
-                    f"layer_types has {len(types)} entries: as a repeated pattern their number "
-                    f"must divide num_layers ({num_layers})",
-                    f"a list of {lengths} entries",
-                    "num_layers",
-                )
+                self.problem("not-divisible", "layer_types", message, fix, "num_layers")
             )
         slides = "sliding_attention" in types
         if slides and not self.sliding_window:
-            problems.append(
-                self.problem(
-                    "missing",
-                    "sliding_window",
-                    'layer_types has "sliding_attention", but sliding_window is 0',
-                    "sliding_window = 128, or no sliding layers",
-                    "layer_types",
-                )
-            )
+            message = 'layer_types has "sliding_attention", but sliding_window is 0'
+            fix = "sliding_window = 128, or no sliding layers"
+            problems.append(self.problem("missing", "sliding_window", message, fix, "layer_types"))
         if types and self.sliding_window and not slides:
-            problems.append(
-                self.problem(
-                    "conflict",
-                    "sliding_window",
-                    f"sliding_window ({self.sliding_window}) has no use: no entry of layer_types "
-                    'is "sliding_attention"',
-                    "sliding_window = 0",
-                    "layer_types",
-                )
+            message = (
+                f"sliding_window ({self.sliding_window}) has no use: no entry of layer_types "
+                'is "sliding_attention"'
             )
+            fix = "sliding_window = 0"
+            problems.append(self.problem("conflict", "sliding_window", message, fix, "layer_types"))
         return problems

@@ -176,32 +176,26 @@ class Cluster(Section):
             message = f"usable_share is the part of a device's memory for a job, not {share}"
             fix = "usable_share = 0.95"
             key = "cluster.usable_share"
-            problems.append(
-                Problem(code="out-of-range", key=key, value=share, message=message, fix=fix)
-            )
+            problems.append(Problem.of("out-of-range", key, share, message, fix))
         for dtype, flops in self.peak_flops.items():
             if flops <= 0:
                 key = f"cluster.peak_flops.{dtype}"
                 message = f"peak_flops of {dtype} must be above 0, not {flops}"
                 fix = f"the dense peak in operations/s, or leave {dtype} out"
-                problems.append(
-                    Problem(code="out-of-range", key=key, value=flops, message=message, fix=fix)
-                )
+                problems.append(Problem.of("out-of-range", key, flops, message, fix))
         for name, value in self.constants.items():
             if value <= 0:
                 key = f"cluster.constants.{name}"
                 message = f"a calibrated constant is above 0, not {value}"
                 fix = "leave it out; the planner knows a usual value"
-                problems.append(
-                    Problem(code="out-of-range", key=key, value=value, message=message, fix=fix)
-                )
+                problems.append(Problem.of("out-of-range", key, value, message, fix))
         for number, curve in enumerate(self.links, start=1):
             if message := curve.mistake():
                 where = f"{curve.operation} of {curve.ranks} ranks"
                 key = f"cluster.links.{number}"
                 message = f"the measured {where}: {message}"
                 fix = "measure again with `moemesh bench links`, or leave it out"
-                problems.append(Problem(code="out-of-range", key=key, message=message, fix=fix))
+                problems.append(Problem.of("out-of-range", key, None, message, fix))
         return problems
 
     def to_toml(self, heading: str, *, explained: bool = False) -> str:
@@ -263,14 +257,10 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
         message = "neither a cluster preset nor a readable TOML file"
         fix = nearest_choice(source, preset_names("clusters"))
         fix += f"{'; ' if fix else ''}`moemesh cluster init {source}` writes one to edit"
-        raise ConfigError(
-            [Problem(code="no-file", key="cluster", value=source, message=message, fix=fix)]
-        ) from None
+        raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)]) from None
     except (ValueError, RecursionError) as error:
         message = unreadable(error)
-        raise ConfigError(
-            [Problem(code="syntax", key="cluster", value=source, message=message)]
-        ) from None
+        raise ConfigError([Problem.of("syntax", "cluster", source, message)]) from None
     return _build(table, source)
 
 

@@ -101,12 +101,12 @@ class DataConfig(Section):
         for name in ("path", "tokenizer", "text_key", "validation", "cache"):
             if getattr(self, name) == "":
                 problems.append(
-                    Problem(
-                        code="empty",
-                        key=f"data.{name}",
-                        value="",
-                        message=f"{name} is empty",
-                        fix=f"leave {name} out to take the default, or name a file or folder",
+                    Problem.of(
+                        "empty",
+                        f"data.{name}",
+                        "",
+                        f"{name} is empty",
+                        f"leave {name} out to take the default, or name a file or folder",
                     )
                 )
         return [*problems, *self._source_rules(), *self._format_rules()]
@@ -119,7 +119,7 @@ class DataConfig(Section):
                     found.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))
             for code, message, fix in found:
                 message = f"sources[{number}]: {message}"
-                yield Problem(code=code, key="data.sources", message=message, fix=fix)
+                yield Problem.of(code, "data.sources", None, message, fix)
         for name in ("path", "format", "text_key"):
             if self.sources and getattr(self, name) != type(self).model_fields[name].default:
                 message = f"data.{name} is for a run of one source, and data.sources names its own"

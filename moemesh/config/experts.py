@@ -226,76 +226,62 @@ class ExpertConfig(Section):
         layers, problems = self.moe_layers, list[Problem]()
         if layers is None:
             if self.first_dense_layers > self.num_layers:
+                message = (
+                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
+                    f"num_layers ({self.num_layers})"
+                )
+                fix = f"first_dense_layers = {self.num_layers}"
                 problems.append(
-                    self.problem(
-                        "too-large",
-                        "first_dense_layers",
-                        f"first_dense_layers ({self.first_dense_layers}) exceeds "
-                        f"num_layers ({self.num_layers})",
-                        f"first_dense_layers = {self.num_layers}",
-                        "num_layers",
-                    )
+                    self.problem("too-large", "first_dense_layers", message, fix, "num_layers")
                 )
             return problems
         if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
             legal = sorted({index for index in layers if 0 <= index < self.num_layers})
-            problems.append(
-                self.problem(
-                    "out-of-range",
-                    "moe_layers",
-                    f"moe_layers {list(layers)} must be different layers, ascending, from 0 to "
-                    f"num_layers - 1 ({self.num_layers - 1})",
-                    f"moe_layers = {legal or list(range(min(self.num_layers, 3)))}",
-                    "num_layers",
-                )
+            message = (
+                f"moe_layers {list(layers)} must be different layers, ascending, from 0 to "
+                f"num_layers - 1 ({self.num_layers - 1})"
             )
+            fix = f"moe_layers = {legal or list(range(min(self.num_layers, 3)))}"
+            problems.append(self.problem("out-of-range", "moe_layers", message, fix, "num_layers"))
         default = type(self).model_fields["first_dense_layers"].default
         if self.first_dense_layers != default:
+            message = (
+                f"first_dense_layers ({self.first_dense_layers}) and moe_layers both say which "
+                "layers have experts"
+            )
+            fix = f"first_dense_layers = {default}, or leave moe_layers out"
             problems.append(
-                self.problem(
-                    "conflict",
-                    "first_dense_layers",
-                    f"first_dense_layers ({self.first_dense_layers}) and moe_layers both say which "
-                    "layers have experts",
-                    f"first_dense_layers = {default}, or leave moe_layers out",
-                    "moe_layers",
-                )
+                self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
             )
         return problems
 
     def _expert_rules(self) -> list[Problem]:
         problems = self._layer_rules()
         if self.experts_per_token > self.num_experts:
+            message = (
+                f"experts_per_token ({self.experts_per_token}) exceeds "
+                f"num_experts ({self.num_experts})"
+            )
+            fix = f"experts_per_token = {self.num_experts}"
             problems.append(
-                self.problem(
-                    "too-large",
-                    "experts_per_token",
-                    f"experts_per_token ({self.experts_per_token}) exceeds "
-                    f"num_experts ({self.num_experts})",
-                    f"experts_per_token = {self.num_experts}",
-                    "num_experts",
-                )
+                self.problem("too-large", "experts_per_token", message, fix, "num_experts")
             )
         if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            message = (
+                f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
+                "num_shared_experts is 0"
+            )
+            fix = "num_shared_experts = 1, or leave shared_intermediate_size out"
             problems.append(
                 self.problem(
-                    "conflict",
-                    "shared_intermediate_size",
-                    f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
-                    "num_shared_experts is 0",
-                    "num_shared_experts = 1, or leave shared_intermediate_size out",
-                    "num_shared_experts",
+                    "conflict", "shared_intermediate_size", message, fix, "num_shared_experts"
                 )
             )
         if self.shared_gate and not self.shared_width:
+            message = "shared_gate has nothing to multiply: num_shared_experts is 0"
+            fix = "shared_gate = false, or num_shared_experts = 1"
             problems.append(
-                self.problem(
-                    "conflict",
-                    "shared_gate",
-                    "shared_gate has nothing to multiply: num_shared_experts is 0",
-                    "shared_gate = false, or num_shared_experts = 1",
-                    "num_shared_experts",
-                )
+                self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
             )
         return problems
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -97,13 +96,9 @@ def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
         return found
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return _section(annotation, f"{annotation.section}.")
-    return {**_TYPES[annotation], **_limits(limits)}
-
-
-def _limits(limits: Range | None) -> Mapping[str, float]:
-    if limits is None:
-        return {}
-    found = {"exclusiveMinimum" if limits.open_low else "minimum": limits.low}
-    if limits.high is not None:
-        found["exclusiveMaximum" if limits.open_high else "maximum"] = limits.high
+    found = dict(_TYPES[annotation])
+    if limits is not None:
+        found["exclusiveMinimum" if limits.open_low else "minimum"] = limits.low
+        if limits.high is not None:
+            found["exclusiveMaximum" if limits.open_high else "maximum"] = limits.high
     return found

@@ -312,7 +312,7 @@ def type_problems(
             )
         else:
             message = f"the {kind.section} has no {field}"
-            problems[field] = Problem(code="missing", key=key, message=message)
+            problems[field] = Problem.of("missing", key, None, message)
     return problems
 
 

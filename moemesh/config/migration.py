@@ -56,7 +56,7 @@ def migrate(text: str, name: str = "") -> Migration:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        problem = Problem(code="syntax", key=name, message=unreadable(error))
+        problem = Problem.of("syntax", name, None, unreadable(error))
         raise ConfigError([problem]) from None
     version = document.get(SCHEMA_KEY)
     if isinstance(version, int) and version > SCHEMA_VERSION:

@@ -261,29 +261,21 @@ class Plan(Section):
         # Nothing must divide, but a plan may not ask for parts that hold nothing at all.
         problems: list[Problem] = []
         if global_batch is not None and self.microbatches > global_batch > 0:
+            message = (
+                f"microbatches ({self.microbatches}) exceeds data.global_batch "
+                f"({global_batch} sequences): some would be empty"
+            )
+            fix = f"microbatches = {global_batch}"
             problems.append(
-                plan_problem(
-                    self,
-                    "too-large",
-                    "microbatches",
-                    f"microbatches ({self.microbatches}) exceeds data.global_batch "
-                    f"({global_batch} sequences): some would be empty",
-                    f"microbatches = {global_batch}",
-                    "data.global_batch",
-                )
+                plan_problem(self, "too-large", "microbatches", message, fix, "data.global_batch")
             )
         if seq_len is not None and self.cp > seq_len > 0:
-            problems.append(
-                plan_problem(
-                    self,
-                    "too-large",
-                    "cp",
-                    f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
-                    "never hold a token",
-                    f"cp = {max(n for n in divisors(self.cp) if n <= seq_len)}",
-                    "data.seq_len",
-                )
+            message = (
+                f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
+                "never hold a token"
             )
+            fix = f"cp = {max(n for n in divisors(self.cp) if n <= seq_len)}"
+            problems.append(plan_problem(self, "too-large", "cp", message, fix, "data.seq_len"))
         rules += node_problems(self) + problems
         if self.data == "parameter_server":
             rules += server_problems(self)

@@ -176,14 +176,18 @@ def _tensor_problems(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> l
         related = (f"model.{key}" for key in keys)
         problems.append(plan_problem(plan, "not-divisible", "tp", message, fix, *related))
     if plan.context == "all_to_all" and heads % tp == 0 and heads % (plan.cp * tp):
+        message = (
+            f'context = "all_to_all" moves heads: cp*tp ({plan.cp * tp}) must divide '
+            f"num_heads ({heads})"
+        )
+        fix = f'cp = {nearest_divisors(heads // tp, plan.cp)}, or context = "ring"'
         problems.append(
             plan_problem(
                 plan,
                 "not-divisible",
                 "cp",
-                f'context = "all_to_all" moves heads: cp*tp ({plan.cp * tp}) must divide '
-                f"num_heads ({heads})",
-                f'cp = {nearest_divisors(heads // tp, plan.cp)}, or context = "ring"',
+                message,
+                fix,
                 "plan.context",
                 "plan.tp",
                 "model.num_heads",

@@ -81,14 +81,16 @@ class Section(Shown, BaseModel):
                 default = None if field.is_required() else cast("float", field.default)
                 near = _nearest(number, legal, default)
                 problems.append(
-                    Problem(
-                        code="out-of-range",
-                        key=f"{self.section}.{name}",
-                        value=value,
-                        message=f"{name} must be {legal.describe(number)}, not {_short(number)}",
-                        fix=f"give {name} a value {legal.describe(number)}"
-                        if near is None
-                        else f"{name} = {format_value(near)}",
+                    Problem.of(
+                        "out-of-range",
+                        f"{self.section}.{name}",
+                        value,
+                        f"{name} must be {legal.describe(number)}, not {_short(number)}",
+                        (
+                            f"give {name} a value {legal.describe(number)}"
+                            if near is None
+                            else f"{name} = {format_value(near)}"
+                        ),
                     )
                 )
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -74,7 +74,13 @@ def read_file(path: Path) -> ConfigSource:
     problems: list[Problem] = []
     for section, content in document.items():
         if section == SCHEMA_KEY:
-            problems += _version_problems(content, origin(section))
+            if not isinstance(content, int) or isinstance(content, bool) or content < 1:
+                message = f"{SCHEMA_KEY} must be a whole number of at least 1"
+                fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
+                wrong = Problem.of("wrong-type", SCHEMA_KEY, content, message, fix)
+                problems.append(replace(wrong, origin=origin(section)))
+            elif content > SCHEMA_VERSION:
+                problems.append(later_version(content, origin(section)))
         elif section not in SECTIONS:
             leaves[section] = Leaf(value=content, origin=origin(section))
         elif isinstance(content, dict):
@@ -99,9 +105,9 @@ def read_text(path: Path) -> str:
             is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
             fix = f"--set model.path={path.parent}" if is_model else fix
-        problem = Problem(code="no-file", key=str(path), message=message, fix=fix)
+        problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
-        problem = Problem(code="syntax", key=str(path), message=unreadable(error))
+        problem = Problem.of("syntax", str(path), None, unreadable(error))
     raise ConfigError([problem])
 
 
@@ -224,24 +230,6 @@ def merge(sources: Iterable[ConfigSource]) -> dict[str, Leaf]:
     for source in sources:
         merged.update(source.leaves)
     return merged
-
-
-def _version_problems(version: object, origin: str) -> list[Problem]:
-    """Problems of the version that a file says its keys have."""
-    if isinstance(version, int) and not isinstance(version, bool) and version >= 1:
-        return [later_version(version, origin)] if version > SCHEMA_VERSION else []
-    message = f"{SCHEMA_KEY} must be a whole number of at least 1"
-    fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
-    return [
-        Problem(
-            code="wrong-type",
-            key=SCHEMA_KEY,
-            value=version,
-            origin=origin,
-            message=message,
-            fix=fix,
-        )
-    ]
 
 
 def _not_a_section(section: str, value: object, origin: str) -> Problem:

@@ -263,4 +263,4 @@ def _unmatched(key: str, pattern: str, names: Sequence[str]) -> Problem:
 
 
 def _problem(key: str, value: object, message: str, fix: str, code: str = "conflict") -> Problem:
-    return Problem(code=code, key=f"train.{key}", value=value, message=message, fix=fix)
+    return Problem.of(code, f"train.{key}", value, message, fix)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moemesh.config.data import BadRecords
@@ -58,26 +58,19 @@ def cached_tokens(
     name = _name(files, reader, text_key, bad_records)
     prefix = folder / name
     with _locked(folder / f".{name}.lock", source, say):
-        found = _existing(prefix)
+        found = None
+        if beside(prefix, IDX).exists():
+            with suppress(DataError):
+                found = IndexedTokens.open(prefix)
         if found is None:
+            for suffix in SUFFIXES:  # nothing is left of an entry that cannot be used
+                beside(prefix, suffix).unlink(missing_ok=True)
             _write(prefix, files, reader, log, source, text_key, vocab_size, say_progress)
             found = IndexedTokens.open(prefix)
     notes = prefix.with_name(f"{name}.skipped.txt")
     if notes.exists():
         say(f"note: {notes.read_text(encoding='utf-8').strip()}")
     return found
-
-
-def _existing(prefix: Path) -> IndexedTokens | None:
-    """The entry; None where there is none, or it cannot be used: then nothing of it is left."""
-    if beside(prefix, IDX).exists():
-        try:
-            return IndexedTokens.open(prefix)
-        except DataError:
-            pass
-    for suffix in SUFFIXES:
-        beside(prefix, suffix).unlink(missing_ok=True)
-    return None
 
 
 def _write(

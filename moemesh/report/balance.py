@@ -15,6 +15,7 @@ from moemesh.report.svg import (
     heat_cells,
     legend,
     legend_entries,
+    over_mean,
     short,
     text,
 )
@@ -42,7 +43,7 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
     body, top = [key], used + 26
     worst: list[float] = []
     for name, loads in (("before", before), ("after", after)):
-        matrix = [_relative(row) for row in loads]
+        matrix = [over_mean(row) for row in loads]
         worst.append(max(max(row) for row in matrix))
         # A squeezed cell is the maximum of the cells that it stands for.
         rows, columns = len(matrix), len(matrix[0])
@@ -74,11 +75,6 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
 def colour_of(ratio: float) -> str:
     """The colour of load over mean."""
     return class_colour(CLASSES, ratio)
-
-
-def _relative(row: Sequence[float]) -> list[float]:
-    mean = sum(row) / len(row)
-    return [float(value / mean) if mean else 1.0 for value in row]
 
 
 def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpus: int) -> str:

@@ -179,7 +179,19 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         ("Learning rate", lambda row: row.lr, "learning rate"),
         ("Throughput", lambda row: row.tokens_per_second, "tokens per second"),
     ]
-    drawn = [(name, *_chart(name, runs, names, value, label)) for name, value, label in charts]
+    marks = [
+        (place, f"{svg.clip(name, 20)}: {plan}")
+        for name, run in zip(names, runs, strict=True)
+        for place, plan in run.marks
+    ]
+    drawn: list[tuple[str, str, str]] = []
+    for name, value, label in charts:
+        points = [
+            [(row.step, found) for row in run.metrics if (found := value(row)) is not None]
+            for run in runs
+        ]
+        both = _over_each_other(name, names, points, y_label=label, marks=marks)
+        drawn.append((name, *both))
     timed: list[list[curves.Point]] = []
     for run in runs:
         seconds = accumulate(row.seconds for row in run.metrics)
@@ -187,25 +199,6 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     pictures = _over_each_other("Loss over time", names, timed, y_label=unit, x_label="seconds")
     drawn.insert(1, ("Loss over the time in steps", *pictures))
     return Chapter(identity="training", title="Training", figures=figures(*drawn))
-
-
-def _chart(
-    title: str,
-    runs: Sequence[Run],
-    names: Sequence[str],
-    value: Callable[[MetricsRow], float | None],
-    y_label: str,
-) -> curves.Pictures:
-    points = [
-        [(row.step, found) for row in run.metrics if (found := value(row)) is not None]
-        for run in runs
-    ]
-    marks = [
-        (place, f"{svg.clip(name, 20)}: {plan}")
-        for name, run in zip(names, runs, strict=True)
-        for place, plan in run.marks
-    ]
-    return _over_each_other(title, names, points, y_label=y_label, marks=marks)
 
 
 def _over_each_other(

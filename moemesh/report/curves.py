@@ -175,7 +175,13 @@ def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, lo
 def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     bottom, right = _HEIGHT - _BOTTOM, frame.width - _RIGHT
     parts = [text(_LEFT if frame.width == WIDTH else 0, _TOP - 20, y_label, fill=MUTED)]
-    for value in _log_ticks(frame) if frame.log else ticks(frame.low, frame.high):
+    values = ticks(frame.low, frame.high)
+    if frame.log:
+        low, high = math.floor(math.log10(frame.low)), math.ceil(math.log10(frame.high))
+        factors = (1, 2, 5) if high - low <= 3 else (1,)
+        every = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
+        values = [value for value in every if frame.low <= value <= frame.high]
+    for value in values:
         y = frame.y(value)
         parts += [
             line(_LEFT, y, right, y),
@@ -202,13 +208,6 @@ def _mark(frame: Frame, value: float, name: str) -> str:
     side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
     label = text(x + side, frame.top + 10, name, anchor=anchor, fill=MUTED, size=11)
     return line(x, frame.top, x, _HEIGHT - _BOTTOM, MUTED) + label
-
-
-def _log_ticks(frame: Frame) -> list[float]:
-    low, high = math.floor(math.log10(frame.low)), math.ceil(math.log10(frame.high))
-    factors = (1, 2, 5) if high - low <= 3 else (1,)
-    every = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
-    return [value for value in every if frame.low <= value <= frame.high]
 
 
 def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:

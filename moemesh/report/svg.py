@@ -234,6 +234,12 @@ def legend_entries(classes: Sequence[HeatClass]) -> list[tuple[str, str]]:
     return [(name, colour) for _, colour, name in classes]
 
 
+def over_mean(values: Sequence[float]) -> list[float]:
+    """Each value over the mean of all; 1 where that is 0."""
+    mean = sum(values) / len(values) if len(values) else 0.0
+    return [float(value / mean) if mean else 1.0 for value in values]
+
+
 def heat_cells(matrix: Matrix, colour_of: Callable[[float], str]) -> str:
     """One SVG path a colour, a cell being 1 x 1: runs of equal colour in a row are one box."""
     boxes: defaultdict[str, list[str]] = defaultdict(list)

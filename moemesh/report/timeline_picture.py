@@ -236,7 +236,16 @@ class _Row:
             left, right = self.scale.x(box.record.start), self.scale.x(box.record.end)
             if right - left > narrow:
                 finish(box.lane)
-                drawn.append(self._box(box, left, right - left, colour))
+                width = right - left
+                height = self.lane_height / box.parts
+                top = self.top + box.lane * self.lane_height + box.part * height
+                edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""
+                title = box.record.name if width > 2 else ""
+                drawn.append(rectangle(left, top, width, height, colour, title=title, more=edge))
+                size = min(10.0, height - 2)
+                if size >= 7 and text_width(box.label, size) + 2 < width:
+                    x, y, ink = left + width / 2, top + height / 2 + size * 0.36, ink_on(colour)
+                    drawn.append(text(x, y, box.label, anchor="middle", fill=ink, size=size))
                 continue
             run = runs.get(box.lane)
             if run and left - run[2] <= narrow:
@@ -247,18 +256,6 @@ class _Row:
                 runs[box.lane] = (colour, left, right)
         for lane in sorted(runs):
             finish(lane)
-        return drawn
-
-    def _box(self, box: Rectangle, left: float, width: float, colour: str) -> str:
-        height = self.lane_height / box.parts
-        top = self.top + box.lane * self.lane_height + box.part * height
-        edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""
-        title = box.record.name if width > 2 else ""
-        drawn = rectangle(left, top, width, height, colour, title=title, more=edge)
-        size = min(10.0, height - 2)
-        if size >= 7 and text_width(box.label, size) + 2 < width:
-            x, y = left + width / 2, top + height / 2 + size * 0.36
-            drawn += text(x, y, box.label, anchor="middle", fill=ink_on(colour), size=size)
         return drawn
 
 

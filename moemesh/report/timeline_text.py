@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
-from moemesh.report.boxes import Rectangle, boxes_of
+from moemesh.report.boxes import boxes_of
 from moemesh.trace.timeline import Timeline
 
 #: A tick that would need more columns than this is no common measure, only an accident.
@@ -41,7 +40,16 @@ def draw(timeline: Timeline, *, tick: float | None = None) -> str:
         box.record.end - origin for box in boxes
     }
     step = tick or common_measure(times) or max(times) / _COARSE or 1.0
-    cells = {rank: _cells(row, origin, step) for rank, row in rows.items()}
+    # Rank -> (first column, column after the last, label) of each operation or block.
+    cells: dict[int, list[tuple[int, int, str]]] = {}
+    for rank, row in rows.items():
+        found: dict[tuple[int, int], list[str]] = {}
+        for box in row:
+            start = round((box.record.start - origin) / step)
+            end = round((box.record.end - origin) / step)
+            kind = box.record.kind.lower() if box.tinted else box.record.kind
+            found.setdefault((start, end), []).append(f"{kind}{box.label}")
+        cells[rank] = [(*columns, "+".join(labels)) for columns, labels in sorted(found.items())]
     # Wide enough that every label has room and a blank behind it.
     width = max(
         -(-(len(label) + 1) // max(end - start, 1))
@@ -76,14 +84,3 @@ def common_measure(times: set[float]) -> float | None:
         if measure and longest / measure > _MAX_COLUMNS:
             return None
     return float(measure) or None
-
-
-def _cells(boxes: Sequence[Rectangle], origin: float, step: float) -> list[tuple[int, int, str]]:
-    """(first column, column after the last, label) of each operation or block."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for box in boxes:
-        record = box.record
-        start, end = round((record.start - origin) / step), round((record.end - origin) / step)
-        kind = record.kind.lower() if box.tinted else record.kind
-        found.setdefault((start, end), []).append(f"{kind}{box.label}")
-    return [(start, end, "+".join(labels)) for (start, end), labels in sorted(found.items())]

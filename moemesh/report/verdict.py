@@ -18,6 +18,7 @@ MARK = "collective: "
 #: A shorter pause of a thread is Python's own.
 _PAUSE_MICROSECONDS = 100.0
 _OPERATIONS, _WAITS = 5, 3
+_AUTOGRAD = ("autograd::", "torch::autograd::")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,12 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
 
     Steps of autograd are none: what they do beside their operations is Python, or waiting.
     """
-    operations = [event for event in events if _is_operation(event)]
+    operations = [
+        event
+        for event in events
+        if event.get("cat") == "kernel"
+        or ("::" in (name := str(event["name"])) and not name.startswith(_AUTOGRAD))
+    ]
     operations.sort(key=lambda event: (event["ts"], -event["dur"]))
     own = [float(event["dur"]) for event in operations]
     around: list[int] = []
@@ -172,13 +178,6 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
             own[around[-1]] -= event["dur"]
         around.append(number)
     return list(zip(operations, own, is_outer, strict=True))
-
-
-def _is_operation(event: Event) -> bool:
-    name = str(event["name"])
-    if event.get("cat") == "kernel":
-        return True
-    return "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
 
 
 def _longest_operations(profile: Profile, steps: int) -> list[str]:

@@ -102,12 +102,13 @@ def family_or_refusal(model: ModelConfig) -> str:
     ]
     raise ConfigError(
         [
-            Problem(
-                code="not-available",
-                key="model",
-                message="no family of transformers computes this model; the nearest is "
+            Problem.of(
+                "not-available",
+                "model",
+                None,
+                "no family of transformers computes this model; the nearest is "
                 f"{nearest}, with {', '.join(words)}",
-                fix=f"train with these keys, or choose a preset of a family such as {nearest}",
+                f"train with these keys, or choose a preset of a family such as {nearest}",
             )
         ]
     )

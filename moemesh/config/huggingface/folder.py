@@ -132,4 +132,4 @@ def read_folder(path: Path) -> ConfigSource:
 
 
 def _refused(code: str, key: str, path: Path, message: str, fix: str = "") -> ConfigError:
-    return ConfigError([Problem(code=code, key=key, value=str(path), message=message, fix=fix)])
+    return ConfigError([Problem.of(code, key, str(path), message, fix)])

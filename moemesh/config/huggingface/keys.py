@@ -148,4 +148,4 @@ def num_layers(config: Config) -> int:
 
 def wrong(code: str, key: str, value: object, message: str, fix: str = "") -> ConfigError:
     """One problem with one key, ready to be raised."""
-    return ConfigError([Problem(code=code, key=key, value=value, message=message, fix=fix)])
+    return ConfigError([Problem.of(code, key, value, message, fix)])

@@ -101,7 +101,13 @@ def model_values(config: Config) -> dict[str, object]:
     found: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
     # A size of 0 stands for a part that the model does not have.
     found |= {name: fields[name] for name in _SAME if fields.get(name) not in (None, 0)}
-    found |= _layers(fields) | _shared(sizes) | _attention(sizes)
+    found |= _layers(fields) | _shared(sizes)
+    norm, windows = fields.get("qk_norm", "none"), fields["windows"]
+    if norm != "none":
+        found |= {"qk_norm": True, "qk_norm_over": "projection" if norm == "full" else "head"}
+    if windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        found |= {"sliding_window": max(windows), "layer_types": kinds}
     found |= row.get("fields", {})
     values = dict(row.get("defaults", {}))
     values |= {key: value for key, value in sizes.values.items() if value is not None}
@@ -150,18 +156,6 @@ def _shared(sizes: Sizes) -> dict[str, object]:
         found["shared_intermediate_size"] = width
     if sizes.fields.get("shared_gate"):
         found["shared_gate"] = True
-    return found
-
-
-def _attention(sizes: Sizes) -> dict[str, object]:
-    """Norms of queries and keys, and windows."""
-    found: dict[str, object] = {}
-    norm, windows = sizes.fields.get("qk_norm", "none"), sizes.fields["windows"]
-    if norm != "none":
-        found |= {"qk_norm": True, "qk_norm_over": "projection" if norm == "full" else "head"}
-    if windows:
-        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-        found |= {"sliding_window": max(windows), "layer_types": kinds}
     return found
 
 

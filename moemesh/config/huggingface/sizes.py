@@ -372,7 +372,7 @@ def _unread(
 
 
 def _unknown(key: str, value: object, message: str) -> Problem:
-    return Problem(code="unknown-layer", key=key, value=value, message=message)
+    return Problem.of("unknown-layer", key, value, message)
 
 
 #: Where multimodal configurations keep their text model.
@@ -415,7 +415,7 @@ def read_sizes(config: Config) -> Sizes:
     except KeyError as error:
         missing = str(error.args[0])
         message = f"the configuration of a {kind} model needs {missing}"
-        problem = Problem(code="missing", key=missing.partition(" or ")[0], message=message)
+        problem = Problem.of("missing", missing.partition(" or ")[0], None, message)
         raise ConfigError([problem]) from None
     has_norm = fields.get("qk_norm", "none") != "none"
     if problems := unread_parameters(record, kind, has_norm=has_norm):
@@ -475,7 +475,15 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         size, *left_out = family.get("kv_heads", ("num_kv_heads",))
         found["num_kv_heads"] = first(config, size, heads if left_out else None)
     if "head_dim" not in found:
-        found["head_dim"] = _head_dim(config, hidden, heads)
+        # The key of the head size, else the hidden size cut into heads.
+        size = first(config, "head_dim", 0)
+        if not size and (heads < 1 or hidden % heads):
+            key = next(name for name in names("num_heads") if name in config)
+            message = (
+                f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
+            )
+            raise wrong("not-divisible", key, heads, message)
+        found["head_dim"] = size or hidden // heads
     return found | _experts(config, found, layers)
 
 
@@ -497,18 +505,6 @@ def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, An
     elif not found.get("intermediate_size"):
         sizes["intermediate_size"] = first(config, "intermediate_size")
     return sizes
-
-
-def _head_dim(config: Config, hidden: int, heads: int) -> int:
-    """The key of the head size, else the hidden size cut into heads."""
-    size = first(config, "head_dim", 0)
-    if size:
-        return size
-    if heads < 1 or hidden % heads:
-        key = next(name for name in names("num_heads") if name in config)
-        message = f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
-        raise wrong("not-divisible", key, heads, message)
-    return hidden // heads
 
 
 def _family(kind: str) -> Config:

@@ -37,7 +37,9 @@ def attention_windows(
     is_on = config.get("use_sliding_window")
     if has_switch and is_on is not None and not is_on:
         return ()
-    window = _window(config)
+    named = ("sliding_window", "attention_chunk_size", "window_size")
+    key = next((key for key in named if config.get(key) and config[key] is not True), None)
+    window = 0 if key is None else scalar(key, config[key])
     if not window:
         return ()
     if kinds:
@@ -50,14 +52,6 @@ def attention_windows(
         start = whole(config, usual, 0)
         return tuple(window if index >= start else 0 for index in range(layers))
     return _periodic(config, usual, layers, window)
-
-
-def _window(config: Config) -> int:
-    """Tokens of the window, whatever it is called."""
-    for key in ("sliding_window", "attention_chunk_size", "window_size"):
-        if config.get(key) and config[key] is not True:
-            return scalar(key, config[key])
-    return 0
 
 
 def _periodic(config: Config, usual: int, layers: int, window: int) -> tuple[int, ...]:

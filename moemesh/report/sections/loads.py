@@ -28,6 +28,7 @@ from moemesh.report.svg import (
     heat_cells,
     legend,
     legend_entries,
+    over_mean,
     short,
     text,
 )
@@ -114,7 +115,7 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     """All layers (rows) by all experts (columns), mean over all steps. "" without any load."""
     layers = by_layer(loads)
     means = [mean_loads(items) for items in layers.values()]
-    rows = [_relative(values) for values in means if any(values)]
+    rows = [over_mean(values) for values in means if any(values)]
     if not rows:
         return ""
     if len(rows) > 128:
@@ -180,11 +181,6 @@ def _legend_entries() -> list[tuple[str, str]]:
     return [("no token", DEAD), *legend_entries(CLASSES)]
 
 
-def _relative(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values) if values else 0.0
-    return [value / mean if mean else 1.0 for value in values]
-
-
 def _step_matrix(loads: Sequence[LayerLoads], columns: int) -> Matrix:
     """Rows are experts, columns buckets of steps, values load over mean."""
     columns = min(columns, len(loads))
@@ -196,7 +192,7 @@ def _step_matrix(loads: Sequence[LayerLoads], columns: int) -> Matrix:
     for bucket in buckets:
         means = mean_loads(bucket)
         padded = means + [0.0] * (num_experts - len(means))
-        squeezed.append(_squeeze(_relative(padded), _MAX_ROWS))
+        squeezed.append(_squeeze(over_mean(padded), _MAX_ROWS))
     return [list(row) for row in zip(*squeezed, strict=True)]
 
 
