@@ -90,7 +90,11 @@ class ContextTraffic:
             case "ring":
                 self._ring(sequences, times)
             case "all_gather":
-                self._all_gather(sequences, times)
+                row = sequences * self.num_kv_heads * self.pair * self.element
+                blocks = [float(size * row) for size in self.sizes]
+                for phase in ("forward", "backward"):
+                    self.lines.all_gather("cp", blocks, phase, "context.keys", times)
+                self.lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
             case "all_to_all":
                 self._all_to_all(sequences, times)
 
@@ -109,13 +113,6 @@ class ContextTraffic:
             for size, sends in ((sent, True), (received, False)):
                 caller = "context.gradients"
                 self.lines.message("cp", size * wide, "backward", caller, times, sends=sends)
-
-    def _all_gather(self, sequences: int, times: int) -> None:
-        row = sequences * self.num_kv_heads * self.pair * self.element
-        blocks = [float(size * row) for size in self.sizes]
-        for phase in ("forward", "backward"):
-            self.lines.all_gather("cp", blocks, phase, "context.keys", times)
-        self.lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
 
     def _all_to_all(self, sequences: int, times: int) -> None:
         ranks, index = self.plan.cp, self.lines.here["cp"]
