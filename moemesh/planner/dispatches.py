@@ -87,7 +87,7 @@ class RoutingExample:
         )
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """What `dispatcher` sends for it."""
+        """The exchanges of `dispatcher` for this routing."""
         plan = self.plan.model_copy(update={"dispatcher": dispatcher})
         element = int(ELEMENT_BYTES[self.dtype])
         return dispatch_exchanges(self.model, plan, self.choices, element=element)

@@ -137,7 +137,7 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
 
 
 def error_statistics(errors: Iterable[float]) -> ErrorStatistics | None:
-    """Of relative errors; None without any."""
+    """Statistics of relative errors; None without any."""
     found = list(errors)
     if not found:
         return None

@@ -201,7 +201,7 @@ class SearchSpace:
 
 
 def counted(rejected: Mapping[str, int]) -> str:
-    """What was left out, as counts: "3 x tp would cross nodes"."""
+    """Layouts that were left out, as counts: "3 x tp would cross nodes"."""
     return "; ".join(f"{count:,} x {name}" for name, count in rejected.items())
 
 

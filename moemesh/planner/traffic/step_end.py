@@ -48,7 +48,7 @@ class StepEnd:
         self.rank_tokens = self.layers * self.plan.ep if replicas else 0
 
     def enter(self) -> None:
-        """Of the way that the plan names."""
+        """Enter the end of a step in the way that the plan names."""
         if self.placement.schedule.update is not None:
             self._stream()
         elif self.plan.optimizer_validation == "after":
@@ -127,7 +127,7 @@ class StepEnd:
         return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
-        """Of what trains of `tensors`, by default of the whole model."""
+        """Number of sums of squares: of what trains of `tensors`, by default of the whole model."""
         found = self.placement.every_tensor() if tensors is None else tensors
         return sum(one.shape[0] if one.is_expert else 1 for one in found if one.trains)
 
