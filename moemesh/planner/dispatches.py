@@ -45,28 +45,6 @@ class RoutingExample:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
-            raise ConfigError(problems)
-
-    @property
-    def slots(self) -> int:
-        """Most experts of a token."""
-        return max((len(token) for own in self.choices for token in own), default=1)
-
-    @cached_property
-    def model(self) -> ModelConfig:
-        """A model with these experts; only its MoE layer is asked for."""
-        return ModelConfig(
-            num_experts=self.num_experts, experts_per_token=self.slots, hidden_size=self.hidden_size
-        )
-
-    def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """What `dispatcher` sends for it."""
-        plan = self.plan.model_copy(update={"dispatcher": dispatcher})
-        element = int(ELEMENT_BYTES[self.dtype])
-        return dispatch_exchanges(self.model, plan, self.choices, element=element)
-
-    def _problems(self) -> list[Problem]:
         plan, found = self.plan, list[Problem]()
         if plan.pp > 1:
             message = "a dispatch is inside one pipeline stage"
@@ -93,7 +71,26 @@ class RoutingExample:
                 message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
                 fix = nearest_choice(name, DISPATCHERS)
                 found.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
-        return found + self._wrong_choices()
+        if found := found + self._wrong_choices():
+            raise ConfigError(found)
+
+    @property
+    def slots(self) -> int:
+        """Most experts of a token."""
+        return max((len(token) for own in self.choices for token in own), default=1)
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """A model with these experts; only its MoE layer is asked for."""
+        return ModelConfig(
+            num_experts=self.num_experts, experts_per_token=self.slots, hidden_size=self.hidden_size
+        )
+
+    def exchanges(self, dispatcher: str) -> DispatchExchanges:
+        """The exchanges of `dispatcher` for this routing."""
+        plan = self.plan.model_copy(update={"dispatcher": dispatcher})
+        element = int(ELEMENT_BYTES[self.dtype])
+        return dispatch_exchanges(self.model, plan, self.choices, element=element)
 
     def _wrong_choices(self) -> list[Problem]:
         for rank, own in enumerate(self.choices):

@@ -72,7 +72,7 @@ class RankShare:
 
 
 class Holdings:
-    """Which rank of a plan holds what. Without a model only nodes, groups and coordinates."""
+    """The shares of all ranks of a plan. Without a model only nodes, groups and coordinates."""
 
     def __init__(
         self, plan: Plan, model: ModelConfig | None, *, seq_len: int, global_batch: int
@@ -93,7 +93,7 @@ class Holdings:
         seq_len: int | None = None,
         global_batch: int | None = None,
     ) -> Holdings:
-        """Of a plan and a model by whatever names them (as for `moemesh estimate`).
+        """The holdings of a plan and a model by whatever names them (as for `moemesh estimate`).
 
         `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
         divides. Raises ConfigError with every problem found.

@@ -29,7 +29,7 @@ ENOUGH_SOURCES = 3
 
 
 class Interval(NamedTuple):
-    """Where the measurement lies in 80 % of cases, if the next source is like those of the past."""
+    """Bounds of the measurement in 80 % of cases, if the next source is like those of the past."""
 
     low: float
     high: float
@@ -92,8 +92,8 @@ class MemoryErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Of every source, the share of its runs within intervals that the other sources give; `rows`
-    is how many runs of each source have an error of their own."""
+    """The share of every source's runs within intervals that the other sources give; `rows` is how
+    many runs of each source have an error of their own."""
 
     by_source: Mapping[str, float]
     rows: Mapping[str, int]

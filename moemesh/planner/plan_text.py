@@ -182,7 +182,7 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(source: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Split at commas outside of brackets."""
     parts, depth = [""], 0
     for character in source:
         depth += (character in "[{(") - (character in "]})")

@@ -181,7 +181,7 @@ class PlannedLayout(Shown):
         return degree_problems(self, sizes, copied_kv_heads=True) + list(self._own_problems())
 
     def _own_problems(self) -> Iterator[Problem]:
-        """Of the fields that a Plan does not have."""
+        """Problems of the fields that a Plan does not have."""
         if self.zero not in (0, 1, 2, 3):
             message = "ZeRO has the stages 0 to 3"
             yield plan_problem(self, "out-of-range", "zero", message, "zero = 3")
@@ -308,7 +308,7 @@ class PlannedLayout(Shown):
 
     @property
     def text(self) -> str:
-        """As ``--plan`` reads it back, in one word of a shell: "tp=8,pp=4,microbatch=1".
+        """The layout as ``--plan`` reads it back, in one word of a shell: "tp=8,pp=4,microbatch=1".
 
         Everything that differs from its default; sequence and batch are options of their own.
         """
@@ -331,8 +331,8 @@ class PlannedLayout(Shown):
 
 
 def widths(dtype: Precision) -> dict[str, Any]:
-    """What the number type of a run decides of a layout: the products' type, gradients in 32 bits
-    (64 with float64), two moments as wide and masters of 16-bit weights."""
+    """Fields of a layout that follow from a run's number type: the products' type, gradients in 32
+    bits (64 with float64), two moments as wide and masters of 16-bit weights."""
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
     return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": 2 * wide + masters}

@@ -40,7 +40,7 @@ def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> Tuned:
 
 
 def trained_shares(config: RunConfig) -> dict[str, float | bool]:
-    """Of a run: whether adapters alone train, and how many numbers train for each of the model's
+    """Whether adapters alone train in a run, and how many numbers train for each of the model's
     own, dense ones and those of experts."""
     tuning = config.tuning
     if tuning.is_full:

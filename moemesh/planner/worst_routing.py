@@ -65,8 +65,8 @@ class WorstRouting:
 def worst_routing(
     model: Model, layout: PlannedLayout, plan: Plan | None, *, rank: int
 ) -> WorstRouting | None:
-    """Of `rank` in what `moemesh train` runs under `plan`; where it does not run this, of any
-    trainer. None for a model without routed experts."""
+    """The worst routing of `rank` in what `moemesh train` runs under `plan`;
+    where it does not run this, of any trainer. None for a model without routed experts."""
     if not model.shape.is_moe:
         return None
     config = model.config
@@ -149,7 +149,7 @@ def of_own_run(
 
 
 def of_layout(shape: ModelShape, layout: PlannedLayout) -> WorstRouting:
-    """Of other trainers, which keep gate and up of all rows, by the closed forms."""
+    """The same of other trainers, which keep gate and up of all rows, by the closed forms."""
     k, per_rank = shape.experts_per_token, shape.num_experts // layout.ep
     times = layout.ep * min(k, per_rank) / k
     uncapped = times

@@ -163,7 +163,7 @@ class Unknowns:
         return values
 
     def calibration(self, unknown: FloatArray, start: Calibration, *, share: bool) -> Calibration:
-        """What was found, for the groups that have a run with weight; `start` knows the rest."""
+        """The fitted constants of groups that have a run with weight; `start` knows the rest."""
         shared = np.exp(unknown[: len(NAMES)])
         seen = self.weights > 0
         stacks = self.stacks.factors(unknown)
@@ -186,7 +186,7 @@ class Unknowns:
 
 
 class _Touched:
-    """For each constant the runs that it moves, all in one set of columns."""
+    """The runs that each constant moves, all in one set of columns."""
 
     def __init__(self, columns: Columns, rows: Sequence[NDArray[np.int64]]) -> None:
         self.runs = np.concatenate(rows)

@@ -240,7 +240,7 @@ def _int(row: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _precision(text: str) -> Precision:
-    """Of the matrix products, from a table's wording ("MXFP8", "amp_bf16", ...)."""
+    """The number type of matrix products, from a table's wording ("MXFP8", "amp_bf16", ...)."""
     folded = text.lower()
     if "fp4" in folded:
         return "float4"
@@ -429,7 +429,7 @@ def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> 
 
 
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
-    """What the columns of :func:`told_row` say about the framework."""
+    """The framework's habits that columns of :func:`told_row` name."""
 
     def has(column: str, usual: str = "0") -> bool:
         return (row.get(column) or usual) == "1"

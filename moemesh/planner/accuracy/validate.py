@@ -77,8 +77,17 @@ class Validation:
 
     def to_json(self) -> dict[str, Any]:
         """{"rows": one object a row of the table, "statistics": ...}; seconds and bytes."""
+        rows: list[dict[str, Any]] = []
+        for one in self.predictions:
+            row = {
+                "id": int(one.run.id) if one.run.id.isdecimal() else one.run.id,
+                "seconds": one.seconds,
+                "memory_bytes": one.memory.allocated if one.memory else None,
+                "fits": one.fits,
+            }
+            rows.append(row | ({"reason": one.run.reason} if one.run.reason else {}))
         return {
-            "rows": [_row(prediction) for prediction in self.predictions],
+            "rows": rows,
             "statistics": {
                 "step_time_by_source": {
                     name: asdict(found) for name, found in self.by_source.items()
@@ -94,19 +103,6 @@ class Validation:
 
 def _plain(found: Any) -> dict[str, Any] | None:
     return None if found is None else asdict(found)
-
-
-def _row(prediction: Prediction) -> dict[str, Any]:
-    run = prediction.run
-    found: dict[str, Any] = {
-        "id": int(run.id) if run.id.isdecimal() else run.id,
-        "seconds": prediction.seconds,
-        "memory_bytes": prediction.memory.allocated if prediction.memory else None,
-        "fits": prediction.fits,
-    }
-    if run.reason:
-        found["reason"] = run.reason
-    return found
 
 
 def validate(runs: Sequence[PublishedRun], calibration: Calibration) -> Validation:
@@ -141,7 +137,7 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
 
 
 def error_statistics(errors: Iterable[float]) -> ErrorStatistics | None:
-    """Of relative errors; None without any."""
+    """Statistics of relative errors; None without any."""
     found = list(errors)
     if not found:
         return None

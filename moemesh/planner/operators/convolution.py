@@ -84,7 +84,21 @@ def two_branch_network(
         *ends,
     )
     for index, out in enumerate(dense):
-        spec = _dense(f"dense{index + 1}", batch, width, out, element_bytes)
+        elements = float(width * out)
+        dense_bytes = float(batch * out * element_bytes)
+        spec = OperatorSpec(
+            name=f"dense{index + 1}",
+            sizes={"batch": batch, "in": width, "out": out},
+            inputs=(("batch", "in"),),
+            output=("batch", "out"),
+            cut=("batch", "in", "out"),
+            weight=("in", "out"),
+            weight_elements=elements,
+            flops=2.0 * batch * elements,
+            moved_bytes=dense_bytes,
+            output_bytes=dense_bytes,
+            kept_bytes=dense_bytes,
+        )
         joined, width = builder.add(spec, joined), out
     loss_bytes = 4.0 * batch
     loss = OperatorSpec(
@@ -121,22 +135,4 @@ def _convolution(
         moved_bytes=2.0 * computed * element_bytes,
         output_bytes=out,
         kept_bytes=computed * element_bytes,
-    )
-
-
-def _dense(name: str, batch: int, before: int, out: int, element_bytes: int) -> OperatorSpec:
-    elements = float(before * out)
-    num_bytes = float(batch * out * element_bytes)
-    return OperatorSpec(
-        name=name,
-        sizes={"batch": batch, "in": before, "out": out},
-        inputs=(("batch", "in"),),
-        output=("batch", "out"),
-        cut=("batch", "in", "out"),
-        weight=("in", "out"),
-        weight_elements=elements,
-        flops=2.0 * batch * elements,
-        moved_bytes=num_bytes,
-        output_bytes=num_bytes,
-        kept_bytes=num_bytes,
     )

@@ -95,7 +95,7 @@ class OperatorGraph:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def count(self, group: str) -> int:
-        """How many equal copies of a group there are."""
+        """The number of equal copies of a group."""
         return self.counts.get(group, 1)
 
     def node_costs(self, byte_price: float, in_flight: float) -> list[FloatArray]:

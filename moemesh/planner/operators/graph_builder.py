@@ -23,7 +23,7 @@ class GraphBuilder:
         self._group = ""
 
     def group(self, name: str, count: int = 1) -> None:
-        """What is added from now on belongs to this group, of which there are `count` copies."""
+        """Begin a group: what is added from now on belongs to it, and there are `count` copies."""
         self._group = name
         self._counts[name] = count
 

@@ -19,7 +19,7 @@ axis are two layouts of one tensor, and the change between them is the all-to-al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -134,7 +134,13 @@ def cost_model(
 
 def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
     """The operator with a strategy for every legal choice of cuts."""
-    strategies = [one for ways in _choices(spec, costs) for one in _strategies(spec, costs, ways)]
+    strategies: list[Strategy] = []
+    # One way an axis: a dim that is cut, WHOLE, or PARTIAL.
+    choices = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
+    for ways in product(choices, repeat=len(costs.axes)):
+        divides = (spec.sizes[dim] % prod(_sizes(costs, ways, {dim})) == 0 for dim in spec.cut)
+        if not _useless(ways, WHOLE, costs) and all(divides):
+            strategies += _strategies(spec, costs, ways)
     return Operator(
         name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
     )
@@ -165,16 +171,6 @@ def port(
                 Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
             )
     return Operator(name=name, strategies=tuple(strategies), group=group, output_bytes=num_bytes)
-
-
-def _choices(spec: OperatorSpec, costs: CostModel) -> Iterator[tuple[str, ...]]:
-    """One way an axis: a dim that is cut, WHOLE, or PARTIAL."""
-    ways = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
-    for chosen in product(ways, repeat=len(costs.axes)):
-        if _useless(chosen, WHOLE, costs):
-            continue
-        if all(spec.sizes[dim] % prod(_sizes(costs, chosen, {dim})) == 0 for dim in spec.cut):
-            yield chosen
 
 
 def _useless(chosen: tuple[str, ...], plain: str, costs: CostModel) -> bool:

@@ -95,7 +95,7 @@ def _word(value: Any) -> str:
 
 
 def what_would_fit(found: SearchSpace) -> str:
-    """When nothing fits: the layout that needs least, and what it lacks."""
+    """The layout that needs least memory when nothing fits, and what it lacks."""
     index = found.smallest()
     layout, smallest = found.layout(index), float(found.needed[index])
     lacking = smallest - found.capacity

@@ -141,7 +141,7 @@ class PlannedAnswer:
 
     @property
     def fastest_first(self) -> list[Candidate]:
-        """As many candidates as were asked for, by seconds."""
+        """The candidates by seconds, as many as were asked for."""
         return sorted(self.candidates, key=lambda one: one.seconds)[: self.top]
 
     def is_safe(self, found: Candidate) -> bool:
@@ -330,8 +330,8 @@ def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
-    """What of a layout and its model `moemesh train` refuses, as ``key = value``, with a reason
-    where the value alone does not say it."""
+    """Parts of a layout and its model that `moemesh train` refuses, as ``key = value``, with a
+    reason where the value alone does not say it."""
     found: list[str] = []
     for problem in untrained(layout, model):
         key = problem.key.removeprefix("plan.").removeprefix("model.")

@@ -58,7 +58,7 @@ def nearest_that_fits(shape: ModelShape, cluster: Cluster, layout: PlannedLayout
 
 
 def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | str:
-    """What to run in place of a layout that does not fit: the nearest; where none is near, the
+    """The layout to run in place of one that does not fit: the nearest; where none is near, the
     fastest that fits at all; else a sentence about what there is."""
     if (near := nearest_that_fits(shape, cluster, layout)) is not None:
         return near

@@ -201,20 +201,17 @@ class SearchSpace:
 
 
 def counted(rejected: Mapping[str, int]) -> str:
-    """What was left out, as counts: "3 x tp would cross nodes"."""
+    """Layouts that were left out, as counts: "3 x tp would cross nodes"."""
     return "; ".join(f"{count:,} x {name}" for name, count in rejected.items())
 
 
 def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
     """Layouts by their value, equal ones by number. The first few are found before the rest is
     sorted: nobody reads millions of them."""
+    parts = [numbers]
     if len(numbers) > _FIRST:
         own = values[numbers]
         is_first = own <= np.partition(own, _FIRST)[_FIRST]
-        yield from _ascending_all(numbers[is_first], values)
-        numbers = numbers[~is_first]
-    yield from _ascending_all(numbers, values)
-
-
-def _ascending_all(numbers: IntArray, values: FloatArray) -> Iterator[int]:
-    return map(int, numbers[np.argsort(values[numbers], kind="stable")])
+        parts = [numbers[is_first], numbers[~is_first]]
+    for part in parts:
+        yield from map(int, part[np.argsort(values[part], kind="stable")])

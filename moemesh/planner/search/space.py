@@ -135,8 +135,8 @@ class Family:
         return with_values(self.layout(space, 0), **degrees)
 
     def mechanisms(self, space: Space) -> IntArray:
-        """How much each row has that can go wrong or must be understood: axes above 1, the
-        pipeline's schedule, its chunks, recomputation, experts that span nodes."""
+        """Number of mechanisms of each row, which can go wrong or must be understood: axes above 1,
+        the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
         words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
         found = np.full(len(self.columns), (self.pp > 1) + words + (self.recompute != "none"))
         for axis in ("tp", "cp", "dp", "ep", "etp"):
@@ -214,7 +214,7 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
 
 
 def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.bool_]:
-    """For which numbers of microbatches the schedule is defined."""
+    """Whether the schedule is defined, for each number of microbatches."""
     numbers, places = np.unique(microbatches, return_inverse=True)
     held = [is_defined(schedule, pp, int(number)) for number in numbers]
     return np.array(held, dtype=np.bool_)[places]

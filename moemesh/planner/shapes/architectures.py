@@ -66,7 +66,23 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
 
 def from_arch_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
     """One entry of such a table. Raises ConfigError for a missing or an unknown key."""
-    _check_entry(name, entry)
+    needed = [*_CHOICES, *_SIZES, *(list(_EXPERTS)[:3] if entry.get("type") == "moe" else ("ffn",))]
+    needed.remove("tied_embeddings")
+    wrong = [("missing", key, f"the entry has no `{key}`") for key in needed if key not in entry]
+    for key in entry:
+        if key not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            message = f"the planner does not know `{key}` (known: {known})"
+            wrong.append(("unknown-key", key, message))
+    for key, choices in _CHOICES.items():
+        if key in entry and entry[key] not in choices:
+            message = f"no layer of this kind is known (known: {', '.join(choices)})"
+            wrong.append(("unknown-layer", key, message))
+    if wrong:
+        raise ConfigError(
+            Problem.of(code, f"{name}.{key}", entry.get(key), message)
+            for code, key, message in wrong
+        )
     layers, is_moe, gelu = entry["layers"], entry["type"] == "moe", entry["act"] == "gelu"
     found: dict[str, Any] = {"tied_embeddings": False, "activation": entry["act"]}
     if gelu:
@@ -110,23 +126,3 @@ _OTHERS = (
     "sliding_window_every", "source",
 )  # fmt: skip
 _KNOWN = (*_CHOICES, *_SIZES, *_EXPERTS, *_OTHERS)
-
-
-def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
-    needed = [*_CHOICES, *_SIZES, *(list(_EXPERTS)[:3] if entry.get("type") == "moe" else ("ffn",))]
-    needed.remove("tied_embeddings")
-    found = [("missing", key, f"the entry has no `{key}`") for key in needed if key not in entry]
-    for key in entry:
-        if key not in _KNOWN:
-            known = ", ".join(sorted(_KNOWN))
-            message = f"the planner does not know `{key}` (known: {known})"
-            found.append(("unknown-key", key, message))
-    for key, choices in _CHOICES.items():
-        if key in entry and entry[key] not in choices:
-            message = f"no layer of this kind is known (known: {', '.join(choices)})"
-            found.append(("unknown-layer", key, message))
-    if found:
-        raise ConfigError(
-            Problem(code=code, key=f"{name}.{key}", value=entry.get(key), message=message)
-            for code, key, message in found
-        )

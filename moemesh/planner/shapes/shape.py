@@ -27,7 +27,7 @@ NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain":
 
 
 class LayerKind(NamedTuple):
-    """What tells two layers of one model apart: experts or a dense MLP, and the attention window
+    """The difference between layers of one model: experts or a dense MLP, and the attention window
     in tokens (0: the whole sequence)."""
 
     moe: bool
@@ -143,7 +143,7 @@ class ModelShape(Section):
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:
-        """How many layers are of each kind."""
+        """The number of layers of each kind."""
         return dict(Counter(self.kinds))
 
     @property

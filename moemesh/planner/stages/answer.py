@@ -229,5 +229,5 @@ class Partition(Shown):
 
     @property
     def gap(self) -> float:
-        """How much slower than the optimum, 0 for the exact methods."""
+        """Share of seconds above the optimum, 0 for the exact methods."""
         return max(self.seconds / self.optimum_seconds - 1, 0.0)

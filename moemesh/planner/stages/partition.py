@@ -178,8 +178,9 @@ def _agrees(
 # x[j, a, b] = 1 when stage j holds layers a .. b - 1, for runs that fit only. Least sum of t_j +
 # (m - 1) C, subject to
 #
-# t_j = sum of w_jab x[j, a, b] <= C every stage j sum over a, b of x[j, a, b] = 1 one run a
-# stage sum over a of x[j, a, b] = sum over c of x[j + 1, b, c] the next begins where it ends
+#     t_j = sum of w_jab x[j, a, b] <= C                               every stage j
+#     sum over a, b of x[j, a, b] = 1                                  one run a stage
+#     sum over a of x[j, a, b] = sum over c of x[j + 1, b, c]          the next begins where it ends
 #
 # Runs whose stage alone would make a step longer than the even division's are left out.
 

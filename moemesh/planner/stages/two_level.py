@@ -156,7 +156,7 @@ class StageMesh:
         return self.costs(cap_bytes)
 
     def stages(self, division: Division) -> tuple[Stage, ...]:
-        """What a division of this mesh says of each stage."""
+        """The stages of a division of this mesh."""
         costs = self.refined
         by_option = costs.options()
         found: list[Stage] = []

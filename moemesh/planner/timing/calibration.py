@@ -73,7 +73,7 @@ class Calibration:
         return found
 
     def allocation(self, cluster: str) -> Allocation:
-        """How the software of a cluster allocates."""
+        """Memory habits of the software of a cluster."""
         stack = stack_of(cluster)
         settings = {**self.allocations.get(stack, {}), **self.allocations.get(cluster, {})}
         return Allocation(**cast("dict[str, Any]", settings))

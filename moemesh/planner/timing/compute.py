@@ -52,7 +52,7 @@ class PricedStep:
 
     @property
     def passes(self) -> Number:
-        """How often a stage runs so many tokens in one step."""
+        """Number of times that a stage runs so many tokens in one step."""
         return self.layout.microbatches * self.layout.slices
 
     @property

@@ -117,24 +117,21 @@ def accelerator_of(text: str) -> Accelerator | None:
     None when it names no device we know.
     """
     folded = text.upper()
-    for name, key in _NAMES:
-        if name in folded:
-            return _with_links(ACCELERATORS[key], folded)
-    return None
-
-
-def _with_links(found: Accelerator, text: str) -> Accelerator:
-    if both_ways := re.search(r"\((\d+)GB/S\)", text):
+    key = next((key for name, key in _NAMES if name in folded), None)
+    if key is None:
+        return None
+    found = ACCELERATORS[key]
+    if both_ways := re.search(r"\((\d+)GB/S\)", folded):
         found = replace(found, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
-    if node := re.search(r"NVL(\d+)", text):
+    if node := re.search(r"NVL(\d+)", folded):
         found = replace(found, node_size=int(node.group(1)))
-    if cards := re.search(r"(\d+)X(\d+)GB/S", text):
+    if cards := re.search(r"(\d+)X(\d+)GB/S", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
         return replace(found, inter_node_bandwidth=per_node / found.node_size)
-    if cards := re.search(r"(\d+)X(\d+)G\b", text):
+    if cards := re.search(r"(\d+)X(\d+)G\b", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9 / 8
         return replace(found, inter_node_bandwidth=per_node / found.node_size)
-    if whole := re.search(r"\b(\d{4})G\b", text):
+    if whole := re.search(r"\b(\d{4})G\b", folded):
         per_node = float(whole.group(1)) * 1e9 / 8
         return replace(found, inter_node_bandwidth=per_node / found.node_size)
     return found

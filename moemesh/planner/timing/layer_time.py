@@ -132,7 +132,7 @@ def _attention_part(
 def _weight_gradient(
     work: PricedStep, products: Number, weights: Number, accumulate: Number
 ) -> Number:
-    """Of products with so many weights: as many operations again, and the sum of gradients."""
+    """Weight gradients of products: as many operations again, and the sum of gradients."""
     return where(work.layout.adapters == 1, 0, products) + weights * accumulate / work.hbm
 
 

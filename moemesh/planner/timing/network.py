@@ -15,7 +15,7 @@ from moemesh.planner.arithmetic import FloatArray, Number, floor, log2, maximum,
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
-    """How many ranks of a group share a node, when its members are `stride` ranks apart."""
+    """The ranks of a group that share a node, when its members are `stride` ranks apart."""
     fitting: Number = floor(node_size / stride + 1e-9)
     return minimum(maximum(fitting, 1), ranks)
 

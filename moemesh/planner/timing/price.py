@@ -32,8 +32,8 @@ DEFAULT_STACK = "megatron"
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """What is known of a cluster: its device, the constants of its time, the habits of its memory,
-    measured links. `usable_share` is the part of a device's memory that a job gets."""
+    """Everything known of a cluster: its device, the constants of its time, the habits of its
+    memory, measured links. `usable_share` is the part of a device's memory that a job gets."""
 
     device: Accelerator
     constants: Constants
@@ -87,7 +87,7 @@ class Pricing:
 
 
 def software_of(layout: PlannedLayout) -> Software:
-    """How `moemesh train` runs a layout."""
+    """The habits of `moemesh train` under a layout."""
     return Software(
         fsdp=layout.zero >= 2,
         deduplicated=layout.dispatcher == "hierarchical",

@@ -98,12 +98,6 @@ def replicas(work: PricedStep) -> tuple[Number, Number]:
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
-def _replica_bandwidths(work: PricedStep, links: Links) -> tuple[Number, Number]:
-    layout = work.layout
-    dense, expert = replicas(work)
-    return links.bandwidth(dense, layout.tp), links.bandwidth(expert, layout.ep * layout.etp)
-
-
 def sharded_unit(
     work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
 ) -> LayerTime:
@@ -113,7 +107,8 @@ def sharded_unit(
     """
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    dense_rate, expert_rate = _replica_bandwidths(work, links)
+    dense_rate = links.bandwidth(n_dense, layout.tp)
+    expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
     hops = 4 * links.latency * log2(maximum(n_dense, 2))
@@ -163,7 +158,8 @@ def data_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) 
     """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    dense_rate, expert_rate = _replica_bandwidths(work, links)
+    dense_rate = links.bandwidth(n_dense, layout.tp)
+    expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
     gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed

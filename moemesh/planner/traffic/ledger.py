@@ -52,14 +52,14 @@ from moemesh.trace.ledger import Ledger
 
 # Ledger entries of context parallelism: keys and values of positions that other ranks hold.
 #
-# c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query
-# heads, M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at least
-# 4).
+# c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query heads,
+# M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at least 4).
 #
-# | plan.context | forward | backward | |---|---|---| | ring | c-1 messages S_j M (d_k + d_v) w,
-# sent and received | the same; c-1 with W for w | | all_gather | S_i M (d_k + d_v) w gathered |
-# gathered again, gradients scattered | | all_to_all | heads for positions, positions for heads |
-# the same, the other way |
+# | plan.context | forward | backward |
+# |---|---|---|
+# | ring | c-1 messages S_j M (d_k + d_v) w, sent and received | the same; c-1 with W for w |
+# | all_gather | S_i M (d_k + d_v) w gathered | gathered again, gradients scattered |
+# | all_to_all | heads for positions, positions for heads | the same, the other way |
 #
 # Keys of latent attention are those behind their projection up: one for each query head.
 
@@ -90,7 +90,11 @@ class ContextTraffic:
             case "ring":
                 self._ring(sequences, times)
             case "all_gather":
-                self._all_gather(sequences, times)
+                row = sequences * self.num_kv_heads * self.pair * self.element
+                blocks = [float(size * row) for size in self.sizes]
+                for phase in ("forward", "backward"):
+                    self.lines.all_gather("cp", blocks, phase, "context.keys", times)
+                self.lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
             case "all_to_all":
                 self._all_to_all(sequences, times)
 
@@ -109,13 +113,6 @@ class ContextTraffic:
             for size, sends in ((sent, True), (received, False)):
                 caller = "context.gradients"
                 self.lines.message("cp", size * wide, "backward", caller, times, sends=sends)
-
-    def _all_gather(self, sequences: int, times: int) -> None:
-        row = sequences * self.num_kv_heads * self.pair * self.element
-        blocks = [float(size * row) for size in self.sizes]
-        for phase in ("forward", "backward"):
-            self.lines.all_gather("cp", blocks, phase, "context.keys", times)
-        self.lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
 
     def _all_to_all(self, sequences: int, times: int) -> None:
         ranks, index = self.plan.cp, self.lines.here["cp"]
@@ -367,7 +364,7 @@ class _Step:
             lines.all_reduce("stage", 1, _INT64, "forward", "moe.choose", times)
 
     def _counts(self, dp: int, forward: _Forward, times: int = 1) -> None:
-        """Of the experts in each scope, for auxiliary losses."""
+        """Sum the experts' counts in each scope, for auxiliary losses."""
         axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
         numbers = self._scopes(dp, forward) * self.model.num_experts
         self.lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)

@@ -43,9 +43,9 @@ class Saved(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """What one layer (or end of the model) keeps, in the order of its forward. `again`: bytes of
-    its input, which alone is kept where the layer is computed again as a whole (None: never);
-    `entry` of them are what its first operation keeps, too."""
+    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `again`:
+    bytes of its input, which alone is kept where the layer is computed again as a whole (None:
+    never); `entry` of them are what its first operation keeps, too."""
 
     saved: list[Saved]
     again: float | None = None
@@ -58,41 +58,47 @@ class SavedTensors(NamedTuple):
 # element and W = max(w, 4), N = tp, T tokens, T/N of them here; "held" is kept until the weight
 # gradients of a split backward, which keep the gradients of the last column besides:
 #
-# | part | kept bytes | of tokens | held | gradients for W | |---|---|---|---|---| | each norm |
-# input, normalised copy: 2 W h; the inverse root W | T/N | | | | attention | see
-# `attention_activations` | | inputs of products | their outputs | | MLP, shared experts | input
-# w h | T | all | 2 w f / N | | | gate, up, silu(gate): 3 w f / N; product w f / N | T | product
-# | w h | | router | input W h; scores W E; choices and weights | T/N | input | W E | | dispatch
-# | positions of rows, weights behind each exchange | | | | | experts | their rows w h a source
-# row; gate and up 2 w f_e / x, a weight W a row | received | rows | w (h + 3 f_e / x) a row | |
-# head | input w h, a target 8 and a log-sum-exp W | T | all | W | | each adapter | | | | w r; of
-# experts 2 w r a row |
+# | part | kept bytes | of tokens | held | gradients for W |
+# |---|---|---|---|---|
+# | each norm | input, normalised copy: 2 W h; the inverse root W | T/N | | |
+# | attention | see `attention_saved` | | inputs of products | their outputs |
+# | MLP, shared experts | input w h | T | all | 2 w f / N |
+# | | gate, up, silu(gate): 3 w f / N; product w f / N | T | product | w h |
+# | router | input W h; scores W E; choices and weights | T/N | input | W E |
+# | dispatch | positions of rows, weights behind each exchange | | | |
+# | experts | their rows w h a source row; gate and up 2 w f_e / x | received | rows | see below |
+# | | a weight W a row | | | |
+# | head | input w h, a target 8 and a log-sum-exp W | T | all | W |
+# | each adapter | | | | w r; of experts 2 w r a row |
 #
-# On a CPU the norm is made of several operations, hence its copies; CUDA's fused norm keeps only
-# its input and the inverse root. The positions that a dispatch plan itself holds are not
-# counted.
+# Experts keep gradients of w (h + 3 f_e / x) a row. On a CPU the norm is made of several
+# operations, hence its copies; CUDA's fused norm keeps only its input and the inverse root. The
+# positions that a dispatch plan itself holds are not counted.
 
 
-# The predicted activations of one attention block of our own library on a CPU, each storage
-# once.
+# The predicted activations of one attention block of our own library on a CPU, each storage once.
 #
 # Per token with w bytes an element and W = max(w, 4), N = tp; heads of a rank: a queries, k keys
 # and values of d channels (of latent attention a of each, values of d_v):
 #
-# | kept | bytes | tokens | |---|---|---| | entry: stream behind its norm | w h | T, latent
-# attention T/N | | grouped: projections; rotated queries and keys; output | w d (a + 2k); w d (a
-# + k); w d a | T | | latent: down and their norms | w (r + r_kv + d_r), 2 W r, 2 W r_kv | T/N |
-# | latent: what enters | w (r + r_kv + d_r) | T | | latent: queries, keys, values, output | w a
-# (2 d + d_n + d_v + d_v) | T | | log-sum-exp | W a | T | | a norm of each head | queries before
-# it, both behind it: W d (2 a + k); W (a + k) | T | | a norm over all heads | the same: w d (2 a
-# + k); 2 W | T | | either, where w < W | keys before it; over all heads, both as they are
-# summed: W d (a + k) | T | | clipping | its copies of queries, and values behind it: w d (a + k)
-# | T | | computed again: the output once more | w d_v a | T | | values padded to the size of
-# keys, and their output | w a (d + d) in place of d_n + d_v | T | | exit all_to_all | own rows
-# of all heads | T/N |
+# | kept | bytes | tokens |
+# |---|---|---|
+# | entry: stream behind its norm | w h | T, latent attention T/N |
+# | grouped: projections; rotated queries and keys; output | w d (a + 2k); w d (a + k); w d a | T |
+# | latent: down and their norms | w (r + r_kv + d_r), 2 W r, 2 W r_kv | T/N |
+# | latent: what enters | w (r + r_kv + d_r) | T |
+# | latent: queries, keys, values, output | w a (2 d + d_n + d_v + d_v) | T |
+# | log-sum-exp | W a | T |
+# | a norm of each head | queries before it, both behind it: W d (2 a + k); W (a + k) | T |
+# | a norm over all heads | the same: w d (2 a + k); 2 W | T |
+# | either, where w < W | keys before it; over all heads, both as they are summed: W d (a + k) | T |
+# | clipping | its copies of queries, and values behind it: w d (a + k) | T |
+# | computed again: the output once more | w d_v a | T |
+# | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
+# | exit all_to_all | own rows of all heads | T/N |
 #
-# Where cp ranks swap heads for positions, each keeps queries, keys, values and output of its
-# heads in whole sequences in place of its own projections.
+# Where cp ranks swap heads for positions, each keeps queries, keys, values and output of its heads
+# in whole sequences in place of its own projections.
 
 
 def attention_saved(
@@ -321,7 +327,7 @@ class LayerMemory:
         return _INT64 * whole + (whole if self.plan.tp > 1 else 0)
 
     def _ahead(self, whole: int, local: int) -> Iterator[Saved]:
-        """In front of an extra prediction layer: token ids, two norms, both halves of its input."""
+        """Tensors in front of an extra prediction layer: token ids, two norms, both halves."""
         stream = local * self.w * self.model.hidden_size
         yield Saved("head", self._ids(whole))
         yield from self._norm(local)
@@ -384,7 +390,7 @@ class LayerMemory:
         )
 
     def _adapters(self, whole: int, local: int) -> Iterator[Saved]:
-        """Of an attention block: gradients of the narrow products, until those of weights."""
+        """Gradients of an attention block's narrow products, kept until those of weights."""
         if self.model.attention == "gqa":
             size = self._narrow(whole, "q_proj", "k_proj", "v_proj")
         else:
@@ -432,7 +438,7 @@ class LayerMemory:
         return scopes * (wide * self.model.num_experts + _INT64)
 
     def _rows(self, number: int, layer: int) -> _Rows:
-        """Of this rank in one layer, over all chunks."""
+        """Rows of this rank in one layer, over all chunks."""
         plan = self.plan
         chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
@@ -542,7 +548,7 @@ def predict_activations(
 
 
 class _Walk:
-    """What is kept, operation by operation, and the most so far."""
+    """The bytes kept, operation by operation, and the most so far."""
 
     def __init__(self, is_full: bool) -> None:
         self._is_full = is_full

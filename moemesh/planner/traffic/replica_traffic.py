@@ -86,7 +86,7 @@ class ReplicaTraffic:
         lines.all_to_all("ep", into, out, "backward", "moe.replicas", times)
 
     def sent(self, rank: int) -> SentRows:
-        """What `rank` sends where: rows by the rank of their place instead of their home."""
+        """Rows that `rank` sends, by the rank of their place instead of their home."""
         asked = self.routed(rank)
         if self.is_uniform:
             return asked

@@ -20,7 +20,7 @@ from moemesh.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """What the tokens of one rank (or of one chunk of them) ask for.
+    """Rows that the tokens of one rank (or of one chunk of them) ask for.
 
     `by_expert`: tokens of each expert; `rows`: (token, expert) pairs by ep index; `visits`: tokens
     with at least one expert there;
@@ -41,7 +41,7 @@ Choices = Sequence[Sequence[int]]
 
 
 def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> SentRows:
-    """What tokens with these `choices` ask for; `slots` where there is no token."""
+    """Rows that tokens with these `choices` ask for; `slots` where there is no token."""
     per_rank = num_experts // layout.ep
     by_expert = [0] * num_experts
     visits, nodes = [0] * layout.ep, [0] * layout.ep_rail

@@ -48,17 +48,34 @@ class StepEnd:
         self.rank_tokens = self.layers * self.plan.ep if replicas else 0
 
     def enter(self) -> None:
-        """Of the way that the plan names."""
+        """Enter the end of a step in the way that the plan names."""
         if self.placement.schedule.update is not None:
             self._stream()
         elif self.plan.optimizer_validation == "after":
             self._counts(self.plan.microbatches)
             self._gradients()
-            self._behind()
+            # A stop request, the losses, loads, choices dropped, squares: one vector.
+            squares = self._squares()
+            numbers = 3 + self.ahead + self.loads + self.layers + self.rank_tokens + squares
+            self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
+            neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
+            for sends in (True, False):
+                # The sum so far goes up the pipeline, the whole sum comes down.
+                size = numbers * _FLOAT64
+                self.lines.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
         else:
             self._counts(self.plan.microbatches)
             self._gradients()
-            self._before()
+            lines, model = self.lines, self.model
+            for axis in ("stage", "pp"):
+                lines.all_reduce(axis, 2 + self.ahead, _FLOAT64, "optimizer", "step.losses")
+                for numbers in (self.loads, self.rank_tokens):
+                    if numbers:
+                        lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
+                if model.capacity_factor:
+                    lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
+            squares = self._squares()
+            lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
 
     def _counts(self, microbatches: int, times: int = 1) -> None:
         """Loss-bearing tokens and auxiliary scopes of a step, or of an update window."""
@@ -110,32 +127,9 @@ class StepEnd:
         return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
-        """Of what trains of `tensors`, by default of the whole model."""
+        """Number of sums of squares: of what trains of `tensors`, by default of the whole model."""
         found = self.placement.every_tensor() if tensors is None else tensors
         return sum(one.shape[0] if one.is_expert else 1 for one in found if one.trains)
-
-    def _before(self) -> None:
-        lines, model = self.lines, self.model
-        for axis in ("stage", "pp"):
-            lines.all_reduce(axis, 2 + self.ahead, _FLOAT64, "optimizer", "step.losses")
-            for numbers in (self.loads, self.rank_tokens):
-                if numbers:
-                    lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
-            if model.capacity_factor:
-                lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
-        squares = self._squares()
-        lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
-
-    def _behind(self) -> None:
-        """A stop request, the losses, loads, choices dropped, squares: one vector."""
-        squares = self._squares()
-        numbers = 3 + self.ahead + self.loads + self.layers + self.rank_tokens + squares
-        self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
-        neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
-        for sends in (True, False):
-            # The sum so far goes up the pipeline, the whole sum comes down.
-            size = numbers * _FLOAT64
-            self.lines.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
 
     def _stream(self) -> None:
         plan, lines = self.plan, self.lines

@@ -27,7 +27,7 @@ from moemesh.schedule.slicing import slice_lengths
 
 
 class StagePlacement:
-    """Which parameters each pipeline rank holds, under the schedule that the plan names: of one
+    """Parameters that each pipeline rank holds, under the schedule that the plan names: of one
     step, also where steps follow each other without a pause.
 
     `tuning` tells which of them train. Raises ValueError, with the numbers, when there is no such

@@ -380,7 +380,7 @@ _DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
 
 
 def _copies_of_keys(shape: ModelShape, layout: PlannedLayout) -> float:
-    """To how many ranks of cp a key/value head goes where attention is spread by heads."""
+    """Number of cp ranks that a key/value head goes to where attention is spread by heads."""
     heads = shape.num_heads // layout.tp
     kv_heads = heads if shape.attention == "mla" else max(shape.num_kv_heads // layout.tp, 1)
     if heads % layout.cp:
