@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
-from moemesh.config.errors import UserError
 
 if TYPE_CHECKING:
     from moemesh.config.jobs import Launcher
@@ -101,6 +100,8 @@ def launch(
 
     target = file or Path(FILES[launcher])
     if target.is_file() and target.read_text(encoding="utf-8", errors="replace") != text:
+        from moemesh.config.errors import UserError
+
         raise UserError(
             f"{target} is there and is not what would be written, perhaps with changes of yours: "
             "name another with --file, or remove it"

@@ -12,7 +12,7 @@ from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress, table
-from moemesh.schedule.answer import ScheduleRequest
+from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def compare(old: str, new: str) -> list[Change]:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
     # The default of every key that has one, as TOML has it.
     defaults: dict[str, object] = {
-        f"{name}.{key}": list(cast("tuple[object, ...]", field.default))
+        f"{name}.{key}": [*field.default]  # pyright: ignore[reportUnknownMemberType]
         if isinstance(field.default, tuple)
         else field.default
         for name, section in SECTIONS.items()

@@ -9,9 +9,10 @@ from typing import Any
 
 from moemesh.config.errors import UserError
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.answer import ScheduleAnswer, ScheduleRequest, answer, short
+from moemesh.schedule.answer import ScheduleAnswer, answer, short
 from moemesh.schedule.build import RECIPES
 from moemesh.schedule.messages import messages
+from moemesh.schedule.request import ScheduleRequest
 
 #: Chunks of a rank where a schedule is made for several and the request says nothing.
 CHUNKS = 2

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from moemesh.cli.pipelines import schedule_text
-from moemesh.schedule.answer import ScheduleRequest, answer
+from moemesh.schedule.answer import answer
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
+from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import parse_op, to_csv, to_text
 from tests.test_cli import run, run_guarded

@@ -321,7 +321,8 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
             message = f"{what} are not known; {_KNOWN}"
             problems.append(_unknown(key, config[key], message))
     patterns = config.get("attn_type_list")
-    each = cast("Sequence[object]", patterns if isinstance(patterns, (list, tuple)) else [patterns])
+    is_several = isinstance(patterns, (list, tuple))
+    each = cast("Sequence[object]", patterns) if is_several else [patterns]
     if patterns and any(item != 1 for item in each):
         message = "0 stands for linear attention, not known; known: 1 (softmax attention)"
         problems.append(_unknown("attn_type_list", patterns, message))

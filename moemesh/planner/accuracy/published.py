@@ -63,9 +63,11 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     for name in _COUNTS:
         if name in found:
             found[name] = _count(found[name])
+    if "status" in found:
+        text = found["status"].strip()
+        found["status"] = _ENDED.get(text.lower(), text)
     for name, word in (
-        ("status", lambda text: _ENDED.get(text.lower(), text)), ("zero", _zero), ("sp", _flag),
-        ("vpp", _chunks), ("recompute", _recompute),
+        ("zero", _zero), ("sp", _flag), ("vpp", _chunks), ("recompute", _recompute),
     ):  # fmt: skip
         if name in found:
             found[name] = word(found[name].strip())
