@@ -67,8 +67,8 @@ def options_from(
 
 def tokens(text: str | int) -> int:
     """The value of an option: tokens of a sequence or a batch, "4096" or "4k"; at least 1."""
+    from moemesh.config.data import read_tokens
     from moemesh.config.errors import ConfigError
-    from moemesh.planner.quantities import read_tokens
 
     try:
         found = read_tokens(str(text), 1024)  # a default is a number already

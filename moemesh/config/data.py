@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from math import isfinite
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from moemesh.config.errors import Problem
+from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import POSITIVE, SHARE, SIZE, Range, Section, as_tuple
 
 DataFormat = Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset", "indexed"]
@@ -22,6 +25,38 @@ NUM_BYTES = 256
 def loss_unit(tokenizer: object) -> str:
     """The unit of losses over the ids of `tokenizer`: those of "bytes" are bytes."""
     return "nats a byte" if tokenizer == "bytes" else "nats a token"
+
+
+#: Letters behind a number of tokens, as powers of a thousand.
+_TOKEN_UNITS = {"k": 1, "m": 2, "b": 3, "t": 4}
+
+
+def read_tokens(text: str, thousand: int = 1000) -> float:
+    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000"; of sequences and batches, which are
+    counted in 1024 (`thousand`), "4k" is 4,096. Raises ConfigError."""
+    folded = text.strip().lower().replace("_", "").replace(",", "")
+    unit = thousand ** _TOKEN_UNITS.get(folded[-1:], 0)
+    try:
+        found = float(folded[:-1] if folded[-1:] in _TOKEN_UNITS else folded) * unit
+    except ValueError:
+        found = 0.0
+    if not (isfinite(found) and found >= 1):
+        message = "a number of tokens is at least 1, with K, M, B or T behind it or without"
+        fix = "such as --tokens 14.8T, --tokens 300B or --tokens 1e12"
+        if thousand == 1024:
+            fix = "such as 4096, or 4k for as many"
+        raise ConfigError([Problem.of("out-of-range", "tokens", text, message, fix)])
+    return found
+
+
+def _length(value: object) -> object:
+    """The number of tokens of a text such as "4k", which --set gives; anything else as it is."""
+    if not isinstance(value, str) or re.fullmatch(r"[\d_.,]*\d[kKmM]", value.strip()) is None:
+        return value
+    with suppress(ConfigError):
+        tokens = read_tokens(value, 1024)
+        return int(tokens) if tokens == int(tokens) else value
+    return value
 
 
 class DataSource(Section):
@@ -64,7 +99,7 @@ class DataConfig(Section):
     #: Conversations of more tokens than a sequence has.
     long_conversations: LongConversations = "truncate"
     #: Tokens of one sequence.
-    seq_len: int = 128
+    seq_len: Annotated[int, BeforeValidator(_length)] = 128
     #: Sequences of one step, over all ranks.
     global_batch: int = 32
     #: Share of the samples kept for validation.

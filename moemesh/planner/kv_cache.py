@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
-from moemesh.planner.quantities import read_tokens
 from moemesh.planner.shapes.shape import ModelShape
 
 

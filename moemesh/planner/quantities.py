@@ -1,9 +1,8 @@
-"""Quantities as users write them: memory to leave free ("10%", "6GiB"), tokens ("4k", "14.8T")."""
+"""Quantities as users write them: memory to leave free ("10%", "6GiB")."""
 
 from __future__ import annotations
 
 import re
-from math import isfinite
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
@@ -11,8 +10,6 @@ from moemesh.trace.memory_profile import format_bytes
 
 _MEMORY_UNITS = {"%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
-#: Letters behind a number of tokens, as powers of a thousand.
-_UNITS = {"k": 1, "m": 2, "b": 3, "t": 4}
 
 
 def with_headroom(cluster: Cluster, headroom: str | float | None) -> Cluster:
@@ -40,21 +37,3 @@ def _share(text: str, memory_bytes: int) -> float | None:
     if unit == "%" or not unit:
         return number * _MEMORY_UNITS.get(unit, 1.0)
     return number * _MEMORY_UNITS[unit] / memory_bytes
-
-
-def read_tokens(text: str, thousand: int = 1000) -> float:
-    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000"; of sequences and batches, which are
-    counted in 1024 (`thousand`), "4k" is 4,096. Raises ConfigError."""
-    folded = text.strip().lower().replace("_", "").replace(",", "")
-    unit = thousand ** _UNITS.get(folded[-1:], 0)
-    try:
-        found = float(folded[:-1] if folded[-1:] in _UNITS else folded) * unit
-    except ValueError:
-        found = 0.0
-    if not (isfinite(found) and found >= 1):
-        message = "a number of tokens is at least 1, with K, M, B or T behind it or without"
-        fix = "such as --tokens 14.8T, --tokens 300B or --tokens 1e12"
-        if thousand == 1024:
-            fix = "such as 4096, or 4k for as many"
-        raise ConfigError([Problem.of("out-of-range", "tokens", text, message, fix)])
-    return found

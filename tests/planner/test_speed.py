@@ -10,11 +10,12 @@ from moemesh import cli
 from moemesh.cli import options
 from moemesh.cli.application import app
 from moemesh.config.cluster import load_cluster
+from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError
+from moemesh.config.load import load_run
 from moemesh.planner.flops import count_flops, training_flops
 from moemesh.planner.kv_cache import read_cache_size
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.quantities import read_tokens
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
 
@@ -99,6 +100,14 @@ def test_lengths_are_counted_in_1024(text: str, tokens: int) -> None:
     assert options.tokens(tokens) == options.tokens_of_any_sign(tokens) == tokens
     assert options.tokens(text) == options.tokens_of_any_sign(text) == tokens
     assert read_cache_size(f"32x{text}") == (32, tokens)
+
+
+def test_the_key_of_a_run_takes_them_too() -> None:
+    for text, tokens in LENGTHS:
+        assert load_run([], [f"data.seq_len={text}"], {}).config.data.seq_len == tokens
+    for text in ("0.0003k", "0.1k", "4q"):
+        with pytest.raises(ConfigError, match="seq_len must be an integer"):
+            load_run([], [f"data.seq_len={text}"], {})
 
 
 @pytest.mark.parametrize("text", ["4q", "", "-1", "0", "1.5", "k"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
@@ -23,7 +24,7 @@ from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout, Precision
-from moemesh.planner.quantities import read_tokens, with_headroom
+from moemesh.planner.quantities import with_headroom
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.choices import choose
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
