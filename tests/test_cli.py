@@ -308,3 +308,14 @@ def test_check_says_how_many_ranks_share_a_core(
     many = ["--set", "plan.dp=64", "--set", "data.global_batch=64", "--set", "train.device=cpu"]
     code, out, _ = run(capsys, monkeypatch, "config", "check", *many)
     assert code == 0 and "64 ranks share 2 core(s)" in out
+
+
+def test_threads_do_not_spin_in_any_verb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads that spin while they wait slow down whoever else wants a core, up to 40 times."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("sys.argv", ["moemesh", "--version"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

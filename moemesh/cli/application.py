@@ -138,6 +138,9 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
     if isinstance(sys.stdout, TextIOWrapper):
         # As stderr: a name in a file of others that the terminal cannot show is escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
+    # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = commands(words, prog_name=program, standalone_mode=False)
     except KeyboardInterrupt:

@@ -146,7 +146,6 @@ def profile(
     from moemesh.train.preparation import prepare
 
     prepared = prepare(load(config, chosen), config, path)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as of `moemesh train`
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 

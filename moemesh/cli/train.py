@@ -122,9 +122,6 @@ def train(
         assert prepared is not None
         typer.echo(preparation_text(prepared))
         return
-    # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
-    # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if profile is not None:  # torch's profiler says on the terminal that it starts
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command

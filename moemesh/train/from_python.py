@@ -39,7 +39,7 @@ def train(
             f"config must be a RunConfig, not {type(config).__name__}: "
             "moemesh.train(moemesh.load('run.toml'))"
         )
-    # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/train.py).
+    # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/application.py).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
     from moemesh.train.preparation import folder_of
