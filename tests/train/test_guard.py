@@ -90,7 +90,8 @@ def run_on_rank(
     """Train; whatever reads the first sample of step `bad_step` meets a NaN in layer 2, or with
     `damage` a weight of rank 1 becomes NaN behind the update of that step, once."""
     config = config_of(folder, **keys)
-    run = RunFolder.open(folder / "run")
+    # Another rank may have begun to write there.
+    run = RunFolder.open(folder / "run", "auto" if mesh.rank == 0 else None)
     samples = open_samples(config, run.path)
     (bad,) = samples.ids_at((bad_step - 1) * BATCH, 1)
     tokens_S = torch.from_numpy(samples.batch(np.array([bad]))[0])[0]
