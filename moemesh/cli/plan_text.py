@@ -320,10 +320,11 @@ def _handoff(planned: PlannedAnswer, best: Candidate, file: str) -> list[str]:
             lines.append("the best of what it trains: the same call with --trainable")
         return lines
     name = shlex.quote(file or "plan.toml")
-    told = [f"the same call with --write {name}, then:"]
-    if file:
-        told = wrapped(f"wrote {name}; still to choose in it: {still_to_choose(planned, best)}")
-    return [*told, f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
+    calls = [f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
+    if not file:
+        return [f"the same call with --write {name}, then:", *calls]
+    left = wrapped(f"still to choose in it: {still_to_choose(planned, best)}")
+    return [f"wrote {name}:", *calls, *left]
 
 
 def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:

@@ -170,7 +170,7 @@ CONFIGURATIONS: list[Mistake] = [
     check("data.bad_records=ignore", "data.bad_records", "fail, skip"),
     check("data.bad_record_share=2", "data.bad_record_share", "below 1"),
     check("data.format=csv", "data.format", "jsonl"),
-    check("data.seq_len=64k", "data.seq_len", '"64k"', "integer"),
+    check("data.seq_len=64q", "data.seq_len", '"64q"', "integer"),
     check("data.held_out=-0.1", "data.held_out", "at least 0", "-0.1"),
     check("data.sources=a.txt", "data.sources", "a list of tables", '{ path = "a.txt" }'),
     check("data.tokenizer=", "data.tokenizer", "empty"),

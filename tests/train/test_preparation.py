@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from moemesh.cli.preparation_text import FILES
-from moemesh.cli.weights import _length_of_run
-from moemesh.config.errors import UserError
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.train import evaluation, preflight_warnings, preparation, weight_sources
 from moemesh.train.preparation import finished, prepare
@@ -234,14 +232,22 @@ def test_what_only_this_machine_lacks_is_a_note(
     assert run(capsys, monkeypatch, "train", "--dry-run", *words)[0] == 2
 
 
-def test_an_evaluation_takes_the_length_of_the_run(here: Path) -> None:
+def test_an_evaluation_takes_the_length_of_the_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
+    monkeypatch.setattr(
+        "moemesh.train.evaluation.evaluate", lambda *given, as_json: seen.append(given[2]) or 0
+    )
     config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
     (here / "run").mkdir()
     (here / "run/config.toml").write_text(resolved_toml(config))
-    assert _length_of_run(here / "run", []) == 48
+    words = ("evaluate", "run", "--data", "a.txt")
+    assert run(capsys, monkeypatch, *words)[0] == 0 and seen == [48]
     (here / "run/config.json").write_text(json.dumps(MODEL))
-    with pytest.raises(UserError, match="such as --seq-len 128"):
-        _length_of_run(here / "run", [])
+    code, _, told = run(capsys, monkeypatch, *words)
+    assert code == 2 and "such as --seq-len 128" in told
 
 
 def test_a_path_that_counts_from_the_configuration_is_recognised(
