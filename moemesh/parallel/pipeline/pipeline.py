@@ -91,9 +91,10 @@ def holders(
 
 # TeraPipe slices: the state that one slice of a sequence leaves for the next.
 #
-# | state of a layer | made by | read by | its gradient | |---|---|---|---| | keys, values |
-# every slice but the last | the attention of all later slices | added up over them | | sums of
-# auxiliary losses | every slice but the last | the last slice | from there |
+# | state of a layer | made by | read by | its gradient |
+# |---|---|---|---|
+# | keys, values | every slice but the last | attention of all later slices | added up over them |
+# | sums of auxiliary losses | every slice but the last | the last slice | from there |
 #
 # Later slices get leaf copies, cut off the graph. Their backwards run first and leave a gradient
 # on the copies; the backward of the slice that made the state begins with it, as it begins with
