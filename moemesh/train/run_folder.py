@@ -95,7 +95,8 @@ class RunFolder:
         """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
 
         auto resumes a run or starts one, but not where the checkpoints of a run are gone; never
-        refuses a folder with anything in it; must refuses one without a checkpoint. Raises
+        refuses a folder with anything in it; must refuses one without a checkpoint; None refuses
+        nothing, for another rank has looked, and may have begun to write there. Raises
         RunFolderError.
         """
         path = Path(path).expanduser()
@@ -121,7 +122,7 @@ class RunFolder:
         if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
             _refuse_lost(path, checkpoints)
         foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
-        if not has_run and foreign:
+        if resume is not None and not has_run and foreign:
             held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunFolderError(
                 f"{path} holds {held} but no run; a run would write among them: choose a folder of "

@@ -407,3 +407,11 @@ def test_a_key_that_an_older_version_did_not_know_stands_for_its_default() -> No
     assert compare(old, new) == []
     (change,) = compare(old, new.replace('bad_records = "fail"', 'bad_records = "skip"'))
     assert (change.key, change.old, change.new) == ("data.bad_records", "fail", "skip")
+
+
+def test_a_rank_opens_the_folder_in_which_another_has_begun(tmp_path: Path) -> None:
+    """Rank 0 notes events before there is a configuration: no other rank refuses the folder."""
+    (tmp_path / "events.jsonl").write_text("{}\n")
+    with pytest.raises(RunFolderError, match=r"holds events\.jsonl but no run"):
+        RunFolder.open(tmp_path)
+    assert not RunFolder.open(tmp_path, None).has_run
