@@ -28,7 +28,7 @@ from moemesh.watch.word_file import DATA, NAME_BYTES, STEP, Collective, Word, me
 
 
 class StepTimes:
-    """Of the newest 100 steps. ``num_seen``: of all that passed."""
+    """Seconds of the newest 100 steps; ``num_seen`` counts all that have passed."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=100)
