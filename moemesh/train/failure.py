@@ -245,11 +245,11 @@ def same_failure(one: Verdict, other: Verdict) -> bool:
     """Whether an exception, an exit or a mismatch came again at the same place: a third would."""
     if one.kind not in ("exception", "exited", "mismatch") or kind_of(one) != kind_of(other):
         return False
-    places = [
-        (v.rank, v.seen.word.step if v.seen.word is not None else None, v.seen.exit_code)
-        for v in (one, other)
-    ]
-    return places[0] == places[1]
+    # A rank that told of its exception may or may not have ended when it was looked at.
+    codes = [verdict.kind == "exited" and verdict.seen.exit_code for verdict in (one, other)]
+    words = [verdict.seen.word for verdict in (one, other)]
+    steps = [word.step if word is not None else None for word in words]
+    return one.rank == other.rank and steps[0] == steps[1] and codes[0] == codes[1]
 
 
 def details(folder: Path) -> str:
