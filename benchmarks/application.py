@@ -19,6 +19,7 @@ from benchmarks.settings import (
     MemorySettings,
     PipelineSettings,
     ReplicasSettings,
+    StepSettings,
     TokenizeSettings,
 )
 from benchmarks.shapes import SHAPES
@@ -77,6 +78,26 @@ def bench_layer(
 
 bench_layer.__doc__ = f"{bench_layer.__doc__}\n\n{_SHAPES}"
 app.command("layers", hidden=True)(bench_layer)
+
+
+@app.command("step", short_help="A whole training step beside transformers.")
+@options_from(StepSettings)
+def bench_step(
+    settings: StepSettings,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    found: FoundFile = None,
+) -> None:
+    """Time a whole training step beside a plain loop over transformers, in turns in one run.
+
+    Then each alone, for the memory of a rank. Example:
+
+        python -m benchmarks.step --plan dp=2,ep=2 --dtype bfloat16
+    """
+    from benchmarks import step
+    from benchmarks.text import step_text
+
+    _print(step.run(settings, found), step_text, as_json, out)
 
 
 @app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)

@@ -236,6 +236,45 @@ class CheckpointSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSettings(Settings):
+    """A whole training step of a Qwen3-MoE model; `sequences` are those of all ranks together."""
+
+    plan: Annotated[str, 'Keys of [plan] with commas, "dp=2,ep=2"; default: one rank.'] = ""
+    dtype: Annotated[Literal["float32", "bfloat16", "all"], "Number type."] = "all"
+    lora: Annotated[int, "Rank of adapters (the peer: peft); 0: full tuning.", {"min": 0}] = 0
+    rounds: Annotated[int, "Timed steps of each.", {"min": 2}] = 15
+    layers: Annotated[int, "Layers.", {"min": 1}] = 6
+    hidden: Annotated[int, "Hidden size, in 64s.", {"min": 64}] = 256
+    width: Annotated[int, "Width of an expert.", {"min": 1}] = 256
+    experts: Annotated[int, "Experts of a layer.", {"min": 2}] = 16
+    top_k: Annotated[int, "Experts per token.", {"min": 1}] = 4
+    vocabulary: Annotated[int, "Entries of the vocabulary.", {"min": 2}] = 1024
+    sequences: Annotated[int, "Sequences of a step.", {"min": 1}] = 8
+    seq_len: Annotated[int, "Tokens of a sequence.", {"tokens": True}] = 256
+    #: Both take turns, or one is alone in its ranks: their memory.
+    contender: Annotated[
+        Literal["both", "moemesh", "transformers"], "Only one of them, for its memory."
+    ] = "both"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return ("float32", "bfloat16") if self.dtype == "all" else (self.dtype,)
+
+    @property
+    def layout(self) -> "Plan":
+        from moemesh.config.load import load_run
+
+        keys = [f"plan.{key}" for key in filter(None, self.plan.split(","))]
+        sizes = {"seq_len": self.seq_len, "global_batch": self.sequences}
+        keys += [f"data.{name}={size}" for name, size in sizes.items()]
+        return load_run([], keys, {}).config.plan
+
+    def check(self) -> None:
+        check_divides("64", 64, "hidden", self.hidden)
+        check_divides("ranks", self.layout.world_size, "sequences", self.sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadSettings(Settings):
     """A folder of weights of a given size, read by ranks that spread its experts."""
 

@@ -45,6 +45,32 @@ def layer_text(found: dict[str, Any]) -> str:
     return f"{head}\n{table(header, rows, left=3)}"
 
 
+def step_text(found: dict[str, Any]) -> str:
+    """A row for each number type; times of the slowest rank, memory of the largest."""
+    settings = found["settings"]
+    header = ("", "moemesh ms", "transformers ms", "ratio", "quartiles")
+    header += ("moemesh peak", "transformers peak", "losses differ by")
+    rows = [
+        (
+            result["dtype"],
+            *(_ms(result["seconds"][name]) for name in ("moemesh", "transformers")),
+            f"{result['ratio']['median']:.3f}",
+            f"{result['ratio']['quartile_1']:.3f} .. {result['ratio']['quartile_3']:.3f}",
+            *(format_bytes(result["peak_bytes"][name]) for name in ("moemesh", "transformers")),
+            f"{result['loss_difference']:.1e}",
+        )
+        for result in found["results"]
+    ]
+    head = (
+        f"{settings['layers']} layers, hidden {settings['hidden']}, top-{settings['top_k']} of "
+        f"{settings['experts']} experts, {settings['sequences']} x {settings['seq_len']} tokens, "
+        f"plan {settings['plan'] or 'of one rank'}, {found['threads']} thread(s) a rank, "
+        f"{'LoRA of rank ' + str(settings['lora']) if settings['lora'] else 'full tuning'}, "
+        f"transformers {found['transformers']}"
+    )
+    return f"{head}\n{table(header, rows)}"
+
+
 def dispatch_text(found: dict[str, Any]) -> str:
     """A block a workload, a row a contender."""
     settings = found["settings"]

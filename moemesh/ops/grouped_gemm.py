@@ -6,9 +6,16 @@ running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+#: oneDNN, which multiplies numbers of 16 bits on a CPU, builds and keeps a kernel for every number
+#: of rows that it has not met: of an expert another one in each step. Products of as many rows or
+#: more therefore have a multiple of it (docs/results/layer.md).
+ROWS = 32
 
 
 def grouped_gemm_loop(
@@ -39,6 +46,46 @@ def grouped_weight_gradient_loop(
     return grad_EOI
 
 
+def _grouped_gemm_16_bit(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, y_RO: Tensor) -> Tensor:
+    """:func:`grouped_gemm_loop` with rows rounded up: those of the next experts, whose own product
+    then overwrites what they gave here; behind the last row a copy with zeros."""
+    for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        stop = start + _rounded(end - start)
+        weight_IO = weight_EIO[expert]
+        if stop <= len(x_RI):
+            torch.mm(x_RI[start:stop], weight_IO, out=y_RO[start:stop])
+        else:
+            y_RO[start:end] = (_with_zeros(x_RI[start:end], stop - start) @ weight_IO)[
+                : end - start
+            ]
+    return y_RO
+
+
+def _grouped_weight_gradient_16_bit(
+    grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor, grad_EOI: Tensor
+) -> Tensor:
+    """:func:`grouped_weight_gradient_loop` with rows rounded up by zeros, which add nothing."""
+    for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        size = _rounded(end - start)
+        grad_BO, x_BI = (_with_zeros(rows[start:end], size) for rows in (grad_RO, x_RI))
+        torch.mm(grad_BO.t(), x_BI, out=grad_EOI[expert])
+    return grad_EOI
+
+
+def _rounded(num_rows: int) -> int:
+    return num_rows if num_rows < ROWS else -(-num_rows // ROWS) * ROWS
+
+
+def _with_zeros(x_RI: Tensor, size: int) -> Tensor:
+    """`x_RI`, and zeros up to `size` rows."""
+    if len(x_RI) == size:
+        return x_RI
+    padded_BI = x_RI.new_empty(size, x_RI.shape[1])
+    padded_BI[: len(x_RI)] = x_RI
+    padded_BI[len(x_RI) :] = 0
+    return padded_BI
+
+
 def grouped_row_sums(grad_RO: Tensor, x_R1: Tensor, ends_E: Tensor) -> Tensor:
     """:func:`grouped_weight_gradient` of one input channel, which no kernel of products takes."""
     ends_E = ends_E.long()
@@ -66,6 +113,9 @@ def grouped_gemm(
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
     if out is None and not len(x_RI):  # kernels differ in what they make of no rows at all
         return x_RI.new_empty(0, weight_EIO.shape[2])
+    if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
+        y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
+        return _grouped_gemm_16_bit(x_RI, weight_EIO, ends_E, y_RO)
     # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there;
     # on a device the loop would wait for its ends.
     if (out is None or out.device.type != "cpu") and _has_fast_path(x_RI, weight_EIO):
@@ -87,6 +137,10 @@ def grouped_weight_gradient(
     if x_RI.shape[1] == 1:
         gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
         return gradient if out is None else out.copy_(gradient)
+    if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
+        shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+        grad_EOI = x_RI.new_empty(shape) if out is None else out
+        return _grouped_weight_gradient_16_bit(grad_RO, x_RI, ends_E, grad_EOI)
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
         if _leaves_empty_experts(grad_RO):

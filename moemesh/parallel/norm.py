@@ -15,6 +15,9 @@ from moemesh.ops.host_copy import constant
 from moemesh.parallel.ownership import OwnRange, part_of, rows
 from moemesh.parallel.placement import Placement
 
+#: Numbers of a gradient whose squares are added up in its own dtype.
+_SPAN = 1 << 14
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorm:
@@ -98,11 +101,26 @@ def gradient_squares(
 
 
 def _sums_of_squares(pieces: list[Tensor]) -> Tensor:
-    """Of each piece, float64."""
-    if pieces[0].device.type == "cpu":
-        return torch.stack([piece.double().square().sum() for piece in pieces])
-    # All in one kernel, where these would be three for each.
-    return torch.stack(torch._foreach_norm(pieces, 2.0, dtype=torch.float64)).square()
+    """The sum of squares of each piece, float64."""
+    if pieces[0].device.type != "cpu":
+        # All in one kernel, where these would be three for each.
+        return torch.stack(torch._foreach_norm(pieces, 2.0, dtype=torch.float64)).square()
+    # A copy of a piece in float64 would cost more than the rest of its update. The norms of spans
+    # are short sums of the piece's own dtype; what is added over spans is added in float64.
+    norms: list[Tensor] = []
+    places: list[int] = []
+    for place, piece in enumerate(pieces):
+        whole = piece.numel() // _SPAN * _SPAN
+        flat = piece.reshape(-1)
+        for part in (flat[:whole].view(-1, _SPAN), flat[None, whole:]):
+            if part.numel():
+                norms.append(torch.linalg.vector_norm(part, dim=1))
+                places += [place] * len(part)
+    sums = torch.zeros(len(pieces), dtype=torch.float64)
+    sums.index_add_(0, torch.tensor(places), torch.cat(norms).double().square())
+    if not torch.isfinite(sums).all():  # squares of finite float32 may not be finite in float32
+        sums = torch.stack([piece.double().square().sum() for piece in pieces])
+    return sums
 
 
 def norm_of(squares: Tensor) -> GradientNorm:

@@ -1,5 +1,7 @@
 """Every fast path equals its slow truth, forward and backward, in float64 and float32."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -8,6 +10,7 @@ from moemesh.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from moemesh.ops.expert_mlp import expert_mlp, expert_mlp_loop
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.grouped_gemm import (
+    ROWS,
     grouped_gemm,
     grouped_gemm_loop,
     grouped_weight_gradient,
@@ -30,7 +33,7 @@ EXPERTS_TK = torch.tensor([[2, 0], [0, 3], [-1, -1], [3, -1], [0, 2]])  # expert
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [8, 0, 0]])
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [8, 0, 0], [40, 0, 77], [33, 100, 3]])
 @pytest.mark.parametrize("width", [16, 6])  # 6 float32 numbers are no multiple of 16 bytes
 def test_grouped_products_equal_the_loop(dtype: torch.dtype, counts: list[int], width: int) -> None:
     rows = sum(counts)
@@ -41,6 +44,26 @@ def test_grouped_products_equal_the_loop(dtype: torch.dtype, counts: list[int], 
     assert_close(
         grouped_weight_gradient(grad, x, ends), grouped_weight_gradient_loop(grad, x, ends)
     )
+
+
+def test_products_of_16_bits_have_few_numbers_of_rows() -> None:
+    """Whatever an expert is given, and where the last rows end."""
+    weight = torch.randn(4, 16, 8, dtype=torch.bfloat16)
+    sizes = set[int]()
+    multiply = torch.mm
+
+    def noted(x: torch.Tensor, *others: Any, **out: Any) -> torch.Tensor:
+        sizes.update((x.shape[0], others[0].shape[0]))
+        return multiply(x, *others, **out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", noted)
+        for extra in range(40):
+            ends = row_ends(torch.tensor([40 + extra, 0, 71 - extra, 50]))
+            x = torch.randn(int(ends[-1]), 16, dtype=torch.bfloat16)
+            y = grouped_gemm(x, weight, ends)
+            grouped_weight_gradient(y, x, ends)
+    assert {size for size in sizes if size >= ROWS and size % ROWS} == set()
 
 
 def test_rows_are_grouped_by_expert_stably_and_padding_gets_none() -> None:

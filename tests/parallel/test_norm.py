@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from moemesh.parallel.norm import clip_gradients
+from moemesh.parallel.norm import _SPAN, _sums_of_squares, clip_gradients
 
 
 @pytest.mark.parametrize("limit", [0.5, 4.0, 6.0])
@@ -26,3 +26,14 @@ def test_no_limit_and_no_gradient_change_nothing() -> None:
     clip_gradients(ours, 3.0, 0.0)
     assert ours["a"].item() == 3.0
     clip_gradients({}, 3.0, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_squares_of_gradients_of_any_size_are_summed(scale: float) -> None:
+    """Also where the square of a finite float32 number is none."""
+    sizes = ((0,), (3,), (_SPAN,), (2, _SPAN), (3, _SPAN // 2 + 1))
+    pieces = [scale * torch.randn(size) for size in sizes]
+    exact = torch.stack([piece.double().square().sum() for piece in pieces])
+    torch.testing.assert_close(_sums_of_squares(pieces), exact, rtol=1e-5, atol=0)
+    pieces[1][0] = torch.inf
+    assert _sums_of_squares(pieces).isfinite().tolist() == [True, False, True, True, True]
