@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
+from moemesh.cli.arguments import Misuse
 
 if TYPE_CHECKING:
     from moemesh.config.jobs import Launcher
@@ -59,7 +60,8 @@ def launch(
         if is_asked
     ]  # fmt: skip
     if len(asked) != 1:
-        raise typer.BadParameter("give one of --local, --torchrun, --slurm, --k8s, --sky")
+        fix = " or ".join(f"--{name}" for name in asked or ("local", "slurm"))
+        raise Misuse("give one of --local, --torchrun, --slurm, --k8s, --sky", fix)
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):

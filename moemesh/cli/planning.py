@@ -12,6 +12,7 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
+from moemesh.cli.arguments import Misuse
 from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
 from moemesh.cli.terminal import progress
 from moemesh.trace.strict_json import strict_json
@@ -97,7 +98,7 @@ def estimate(
             run = load_run([config]).config
             found = estimate_run(run, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
-        raise typer.BadParameter("give --model and --plan, or --config")
+        raise Misuse("give --model and --plan, or --config", "--model tiny --plan dp=2")
     else:
         from moemesh.planner.estimate import estimate_named
 
@@ -292,7 +293,12 @@ def calibrate(
         bool, typer.Option("--shared", help="Fit all clusters and what they share.")
     ] = False,
 ) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file."""
+    """Fit the few constants of a cluster to measured runs and write its Cluster file.
+
+    Example:
+
+        moemesh calibrate runs.csv --out mine.toml
+    """
     from moemesh.cli import accuracy
 
     typer.echo(accuracy.calibrate_command(runs, archs, out, cluster, shared))

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, app
+from moemesh.cli.arguments import Misuse
 from moemesh.cli.options import tokens
 
 
@@ -225,9 +226,9 @@ def generate(
 
     if prompt is None and not (chat and sys.stdin.isatty()):
         need = "--chat without it talks at a terminal, and stdin is none" if chat else "is missing"
-        raise typer.BadParameter(need, param_hint="--prompt")
+        raise Misuse(need, '--prompt "What is 3 + 4?"', key="--prompt")
     if system is not None and not chat:
-        raise typer.BadParameter("is a turn of a conversation: add --chat", param_hint="--system")
+        raise Misuse("is a turn of a conversation", "add --chat", key="--system")
     _check(source, overrides or [])
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"

@@ -127,6 +127,40 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(
     assert told.count("    fix: ") == count, told
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_fix_of_what_is_missing_can_be_typed(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No fix repeats the word of the help, but for names that only the user knows."""
+    private = {"--partition", "--account", "--image", "--accelerator", "--eod-token", "--payload"}
+    private |= {"--block", "--memory-cap", "--found"}
+    for param in VERBS[verb].params:
+        is_option = param.opts[0].startswith("-")
+        if getattr(param, "is_flag", False) or param.opts[0] in private:
+            continue
+        if is_option or param.required:
+            told = said([*verb.split(), *param.opts[:1] * is_option], monkeypatch, capsys)
+            fixes = re.findall(r"    fix: (.*)\n", told)
+            assert not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]$", " ".join(fixes)), told
+            assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), told
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("convert runs/mine", "moemesh convert runs/mine exported"),
+        ("launch", "--local or --slurm"),
+        ("launch --slurm --k8s", "--slurm or --k8s"),
+        ("schedule", "moemesh schedule 1f1b --ranks 4 --microbatches 8"),
+        ("generate r --chat", '--prompt "What is 3 + 4?"'),
+    ],
+)
+def test_what_does_not_go_together_has_a_fix(
+    words: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(words.split(), monkeypatch, capsys).endswith(f"    fix: {fix}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "problems"),
     [
