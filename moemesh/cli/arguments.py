@@ -94,7 +94,8 @@ class _CommandLine:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except typer.BadParameter as error:
-            raise _refusal(ctx, _said(error, ctx)) from error
+            problems = _names(self, ctx.params)  # type: ignore[arg-type]
+            raise _refusal(ctx, _said(error, ctx), *problems) from error
 
 
 class Verb(_CommandLine, TyperCommand):
@@ -142,6 +143,23 @@ def _said(error: Any, ctx: Any) -> Any:
     key = getattr(error, "param_hint", None) or ctx.command_path
     fix = getattr(error, "fix", "")
     return _problem("conflict", str(key), error.message.rstrip("."), fix)
+
+
+def _names(command: Any, given: Any) -> Iterator[Any]:
+    """The problems of names of models and clusters, so that they come with those of options."""
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import ConfigError
+    from moemesh.planner.shapes.load_shape import load_model
+
+    for param in command.params:
+        is_model, value = param.opts[0] == "--model", given.get(param.name)
+        if isinstance(value, str) and (is_model or param.metavar in ("C", "CLUSTER")):
+            try:
+                load_model(value) if is_model else load_cluster(value)
+            except ConfigError as error:
+                from moemesh.planner.stages.partition import BRANCHING
+
+                yield from error.problems if value != BRANCHING else ()
 
 
 def _examples(command: Any, ctx: Any) -> dict[str, Any]:
@@ -200,6 +218,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                     example = f"{ctx.command_path} {shlex.join(map(str, all_of_them))}"
                 said = error.message if value else "is missing"
                 yield _wrong(param, name, said, value, example)
+    yield from _names(command, opts)
     if rest and isinstance(command, Verb):
         arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
         given = [str(one) for one in (*arguments, *rest) if isinstance(one, str)]

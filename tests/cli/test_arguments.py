@@ -177,6 +177,13 @@ def test_what_does_not_go_together_has_a_fix(
         ("layout --plan dp=2 --rank 1 --rank -3", ["--rank must be at least 0, not -3"]),
         ("convert a b --to onxn --delta --lr 3", ["--to cannot be onxn", "no such option"]),
         ("--no-such-option train", ["`moemesh` has no such option"]),
+        # A wrong name of a model or a cluster does not come a round later.
+        (
+            "plan --model tinny --cluster dgx --seq-len 4k",
+            ["--global-batch is missing", "did you mean tiny?", "did you mean dgx_h200?"],
+        ),
+        ("estimate --model tinny --cluster laptop_cpu", ["give --model and", "mean tiny?"]),
+        ("partition --model branching-alexnet --cluster dgx_h100", ["--global-batch is missing"]),
         ("plan --to 3 --headrom 3", ["did", "--headroom"]),
     ],
 )
@@ -187,7 +194,7 @@ def test_one_message_names_each_problem(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = said(words.split(), monkeypatch, capsys)
-    if words.startswith("plan"):
+    if words.startswith("plan --to"):
         assert "fix: --top\n" in told and "fix: --headroom\n" in told
         return
     assert all(problem in told for problem in problems), told
