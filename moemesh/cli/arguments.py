@@ -131,18 +131,11 @@ def _refusal(ctx: Any, *problems: Any) -> Exception:
     return ConfigError(problems, where=f"in the command line (`{ctx.command_path} --help`)")
 
 
-class Misuse(typer.BadParameter):
-    """Options which do not go together, as a verb finds them; `fix` is one way that they do."""
-
-    def __init__(self, message: str, fix: str, key: str | None = None) -> None:
-        super().__init__(message, param_hint=key)
-        self.fix = fix
-
-
 def _said(error: Any, ctx: Any) -> Any:
+    """The problem that a verb finds in options which do not go together, and its "; fix: "."""
     key = getattr(error, "param_hint", None) or ctx.command_path
-    fix = getattr(error, "fix", "")
-    return _problem("conflict", str(key), error.message.rstrip("."), fix)
+    message, _, fix = error.message.partition("; fix: ")
+    return _problem("conflict", str(key), message.rstrip("."), fix)
 
 
 def _names(command: Any, given: Any) -> Iterator[Any]:

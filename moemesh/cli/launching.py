@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
-from moemesh.cli.arguments import Misuse
 
 if TYPE_CHECKING:
     from moemesh.config.jobs import Launcher
@@ -61,7 +60,8 @@ def launch(
     ]  # fmt: skip
     if len(asked) != 1:
         fix = " or ".join(f"--{name}" for name in asked or ("local", "slurm"))
-        raise Misuse("give one of --local, --torchrun, --slurm, --k8s, --sky", fix)
+        one = "give one of --local, --torchrun, --slurm, --k8s, --sky"
+        raise typer.BadParameter(f"{one}; fix: {fix}")
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):

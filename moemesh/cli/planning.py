@@ -12,7 +12,6 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.arguments import Misuse
 from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
 from moemesh.cli.terminal import progress
 from moemesh.trace.strict_json import strict_json
@@ -98,7 +97,8 @@ def estimate(
             run = load_run([config]).config
             found = estimate_run(run, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
-        raise Misuse("give --model and --plan, or --config", "--model tiny --plan dp=2")
+        fix = "--model tiny --plan dp=2"
+        raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
     else:
         from moemesh.planner.estimate import estimate_named
 

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,7 +188,7 @@ def generate(
         head = "" if chat else prompt
         if mesh.rank == 0 and sys.stdout.isatty() and not as_json:
             # A person reads along.
-            print(head, end="", flush=True)
+            _print_more(head)
             answer(asked, _print_more)
             print(flush=True)
             parallel.close()
@@ -199,8 +200,7 @@ def generate(
     return on_ranks(config, arguments, work)
 
 
-def _print_more(text: str) -> None:
-    print(text, end="", flush=True)
+_print_more = partial(print, end="", flush=True)
 
 
 def _converse(
