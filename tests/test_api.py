@@ -57,6 +57,17 @@ def test_the_names_are_frozen() -> None:
         assert getattr(mm, name) is not None
 
 
+def test_a_wrong_keyword_is_answered_by_the_nearest_one() -> None:
+    functions: Any = {name: getattr(mm, name) for name in NAMES if name.islower()}
+    del functions["schedules"], functions["expert_parameters"]  # a module; no keyword to miss
+    for name, function in functions.items():
+        with pytest.raises(TypeError, match=rf"{name}\(\) has no argument 'qqqq': it takes \w+, "):
+            function(qqqq=3)
+        last = "out" if name == "train" else list(inspect.signature(function).parameters)[-1]
+        with pytest.raises(TypeError, match=rf"'{last}_': did you mean '{last}'\?"):
+            function(**{f"{last}_": 3})
+
+
 def test_importing_is_light() -> None:
     code = (
         "import sys, moemesh as mm; mm.load; mm.schedules.zb_h1(4, 8); "

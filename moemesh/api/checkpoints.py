@@ -32,9 +32,11 @@ from moemesh.checkpoint.tree import (
 )
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
+from moemesh.config.errors import public
 from moemesh.parallel.expert.spread import sharded_state_dicts
 
 
+@public
 def save_checkpoint(
     folder: str | Path,
     state: Any,
@@ -67,6 +69,7 @@ def save_checkpoint(
     return together.save(Path(folder), step, own, {"values": merged_values(values, axis)}, axis)
 
 
+@public
 def load_checkpoint(
     folder: str | Path,
     state: Any = None,

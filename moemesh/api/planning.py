@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.errors import public
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
@@ -73,6 +74,7 @@ class Answers(Shown, list[Answer]):
         return self.details["why"]
 
 
+@public
 def plan(
     *,
     model: str | Path | ModelConfig | Model,
@@ -126,6 +128,7 @@ def plan(
     return Answers(answers, recommended, details)
 
 
+@public
 def estimate(
     *,
     model: str | Path | ModelConfig | Model,

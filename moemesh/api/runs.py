@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.errors import check_kind
+from moemesh.config.errors import check_kind, public
 from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 
 
+@public
 def load(
     path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> RunConfig:

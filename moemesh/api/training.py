@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moemesh.checkpoint.tree import Sharded
 from moemesh.comm.mesh import Mesh
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import ConfigError, Problem, UserError, check_kind, check_limit
+from moemesh.config.errors import ConfigError, Problem, UserError, check_kind, check_limit, public
 from moemesh.config.layout import shard_range
 from moemesh.config.load import Resolved, S, build_section
 from moemesh.config.model import ModelConfig
@@ -33,6 +33,7 @@ from moemesh.train.step import StepResult, evaluate, gradients_of_step, move_sel
 __all__ = ["ParallelModel", "StepResult", "parallelize"]
 
 
+@public
 def parallelize(
     model: ModelConfig,
     plan: Plan,

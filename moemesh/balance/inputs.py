@@ -161,7 +161,8 @@ def check_shape(
         below = above - num_gpus
         choice = f"{below} or {above}" if below >= num_experts else str(above)
         raise BalanceError(
-            f"num_gpus ({num_gpus}) must divide num_replicas ({num_replicas}): take {choice}"
+            f"num_gpus ({num_gpus}) must divide num_replicas ({num_replicas}): take {choice} "
+            "replicas"
         )
     if num_groups > num_experts:
         raise BalanceError(f"num_groups ({num_groups}) must not exceed the {num_experts} experts")

@@ -18,6 +18,7 @@ from moemesh.balance.inputs import (
     scaled,
 )
 from moemesh.balance.search import published, solve
+from moemesh.config.errors import public
 from moemesh.config.shown import Shown
 
 
@@ -48,6 +49,7 @@ class ExpertPlacement(Shown, _Maps):
         return sizes | {"max_over_mean_before": before, "max_over_mean_after": after}
 
 
+@public
 def rebalance_experts(
     weight: Any,
     num_replicas: int,

@@ -2,6 +2,8 @@
 
 # Nothing heavy may be imported at the top, or `moemesh --help` becomes slow.
 import math
+import re
+import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,6 +15,18 @@ from typer.core import TyperCommand, TyperGroup
 
 #: The base of typer's errors about a command line, for which it has no public name.
 _Usage: Any = typer.BadParameter.__mro__[1]
+#: Values for a fix where the examples of a verb have none, by option or by the word in its help.
+_VALUES = dict(
+    one.split(" ", 1)
+    for one in (
+        *("--cluster dgx_h100", "--dispatcher all_to_all", "--dtype bfloat16", "--name mine"),
+        *("--svg picture.svg", "--plot picture.svg", "--html page.html", "--save schedule.txt"),
+        *("C dgx_h100", "M tiny", "S 4k", "B 256", "N 4", "X 0.5", "K 5", "FILE file.json"),
+        *("DIR runs/first", "RUN runs/first", "DELTA runs/delta", "TEXT Once upon", "KEY train.lr"),
+        *("SECTION.KEY=VALUE plan.dp=2", "KEY=VALUE lora.rank=8", "SHARE|SIZE 10%", "STEP 100"),
+        *("BATCHxTOKENS 32x4096", "RECIPE experts=8,k=2"),
+    )
+)
 #: Every verb, and words for it that people bring from other tools.
 WORDS: dict[str, str] = {
     "train": "finetune fine-tune sft pretrain fit run resume continue start lora",
@@ -80,7 +94,8 @@ class _CommandLine:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except typer.BadParameter as error:
-            raise _refusal(ctx, _said(error, ctx)) from error
+            problems = _names(self, ctx.params)  # type: ignore[arg-type]
+            raise _refusal(ctx, _said(error, ctx), *problems) from error
 
 
 class Verb(_CommandLine, TyperCommand):
@@ -117,15 +132,44 @@ def _refusal(ctx: Any, *problems: Any) -> Exception:
 
 
 def _said(error: Any, ctx: Any) -> Any:
-    """The problem that a verb finds in options which do not go together."""
+    """The problem that a verb finds in options which do not go together, and its "; fix: "."""
     key = getattr(error, "param_hint", None) or ctx.command_path
-    return _problem("conflict", str(key), error.message.rstrip("."))
+    message, _, fix = error.message.partition("; fix: ")
+    return _problem("conflict", str(key), message.rstrip("."), fix)
+
+
+def _names(command: Any, given: Any) -> Iterator[Any]:
+    """The problems of names of models and clusters, so that they come with those of options."""
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import ConfigError
+    from moemesh.planner.shapes.load_shape import load_model
+
+    for param in command.params:
+        is_model, value = param.opts[0] == "--model", given.get(param.name)
+        if isinstance(value, str) and (is_model or param.metavar in ("C", "CLUSTER")):
+            try:
+                load_model(value) if is_model else load_cluster(value)
+            except ConfigError as error:
+                from moemesh.planner.stages.partition import BRANCHING
+
+                yield from error.problems if value != BRANCHING else ()
+
+
+def _examples(command: Any, ctx: Any) -> dict[str, Any]:
+    """The values of parameters in the examples of the verb's help."""
+    shown: dict[str, Any] = {}
+    for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
+        if line.strip().startswith(f"{ctx.command_path} "):
+            words = shlex.split(line)[len(ctx.command_path.split()) :]
+            shown |= command.make_parser(ctx).parse_args(args=words)[0]
+    return {name: one[0] if isinstance(one, list) else one for name, one in shown.items() if one}
 
 
 def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     """Every word that the command does not take, and every parameter without a legal value."""
     options = {name: one for one in command.get_params(ctx) for name in one.opts if name[0] == "-"}
     words, kept, broken, is_sure = deque(args), list[str](), set[str](), True
+    shown = _examples(command, ctx)
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
@@ -144,7 +188,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
             kept.append(word)
         elif not words or words[0].partition("=")[0] in options:
             broken.add(param.name)
-            yield _wrong(param, name, "needs a value", None)
+            yield _wrong(param, name, "needs a value", None, shown.get(param.name))
         else:
             kept += [word, words.popleft()]
     try:
@@ -152,6 +196,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     except _Usage as error:
         yield _said(error, ctx)
         return
+    needed = [one for one in command.params if one.required and one.opts[0] not in options]
     for param in command.params:
         is_option, value = param.opts[0] in options, opts.get(param.name)
         try:
@@ -159,8 +204,14 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 param.handle_parse_result(ctx, opts, rest)
         except _Usage as error:
             if is_option or is_sure or value is not None:
-                name = param.opts[0] if is_option else param.metavar or param.name.upper()
-                yield _wrong(param, name, error.message if value else "is missing", value)
+                name, example = param.opts[0], shown.get(param.name)
+                if not is_option:
+                    name = param.metavar or param.name.upper()
+                    all_of_them = ((opts.get(one.name) or shown[one.name]) for one in needed)
+                    example = f"{ctx.command_path} {shlex.join(map(str, all_of_them))}"
+                said = error.message if value else "is missing"
+                yield _wrong(param, name, said, value, example)
+    yield from _names(command, opts)
     if rest and isinstance(command, Verb):
         arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
         given = [str(one) for one in (*arguments, *rest) if isinstance(one, str)]
@@ -170,8 +221,9 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         yield _problem("unknown-option", " ".join(rest), message, fix)
 
 
-def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
-    """The problem of a parameter without a value, or with one that it cannot have."""
+def _wrong(param: Any, name: str, said: str, value: Any, example: str | None) -> Any:
+    """The problem of a parameter without a value, or with one that it cannot have; `example` is a
+    value of an option, or a command with all arguments."""
     from moemesh.config.suggest import nearest_choice
 
     # Versions of typer differ in where a parameter keeps its type, choices and bounds.
@@ -180,8 +232,10 @@ def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
     named = getattr(kind, "annotation", kind)
     one = named if choices else next(iter(get_args(named)), named)
     type_name = str(getattr(one, "__name__", getattr(one, "name", "")))[:3]
-    metavar = param.metavar or "|".join(choices) or {"int": "N", "flo": "X"}.get(type_name, "VALUE")
-    use = f"{name} {metavar}" if name.startswith("-") else name
+    word = param.metavar or {"int": "N", "flo": "X"}.get(type_name, "VALUE")
+    values = (example, param.default, *choices, _VALUES.get(name), _VALUES.get(word), word)
+    use = str(next(filter(None, values)))
+    use = f"{name} {shlex.quote(use)}" if name.startswith("-") else use
     if value is None:
         help_text = (param.help or name).rstrip(".")
         return _problem("missing", name, f"{name} {said}: {help_text}", use)

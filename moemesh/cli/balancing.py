@@ -1,6 +1,7 @@
 """The verb balance: place experts for a file of loads, print the balance before and after."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import re
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -120,11 +121,15 @@ def balance(
 
         moemesh balance loads.json --redundant 32 --gpus 32 --out placement.json
     """
+    from moemesh.balance import BalanceError
     from moemesh.report.balance import balance_heat_maps
     from moemesh.report.files import write_texts
 
     with progress("placing experts", quiet=as_json):
-        placed = place(settings)
+        try:
+            placed = place(settings)
+        except BalanceError as error:  # in the words of the function
+            raise BalanceError(re.sub(r"\bnum_(?=[rng])", "--", str(error))) from None
     texts = [] if out is None else [(out, strict_json(placed.to_json()))]
     if svg is not None:
         texts.append((svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
@@ -155,8 +160,8 @@ def place(settings: BalanceSettings) -> Placed:
         # The function, like the published one, passes over nodes under the global policy.
         near = nearest_divisors(settings.gpus, settings.nodes)
         raise BalanceError(
-            f"nodes ({settings.nodes}) must divide gpus ({settings.gpus}), whatever the policy: "
-            f"take {near} nodes"
+            f"--nodes ({settings.nodes}) must divide --gpus ({settings.gpus}), whatever the "
+            f"policy: take {near} nodes"
         )
     loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))
     # All that is printed are ratios: sums of the largest numbers must not overflow, nor vanish.

@@ -107,7 +107,12 @@ def show(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it."""
+    """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it.
+
+    Example:
+
+        moemesh cluster show dgx_h100
+    """
     from moemesh.config.cluster import load_cluster
 
     found = load_cluster(cluster)

@@ -111,7 +111,9 @@ def config_diff(
     """Print the keys in which two resolved configurations differ, with where each value is from.
 
     The word behind a key says what the difference means for a run that goes on: free, layout (the
-    same result), training (another course) or model (refused).
+    same result), training (another course) or model (refused). Example:
+
+        moemesh config diff runs/first second.toml
     """
 
     from moemesh.config.toml import format_value
@@ -139,7 +141,9 @@ def config_migrate(
 ) -> None:
     """Rename keys of earlier versions in a file, with its comments kept, and note the version.
 
-    The result is checked, and replaces the file in one step.
+    The result is checked, and replaces the file in one step. Example:
+
+        moemesh config migrate first.toml --dry-run
     """
     from moemesh.config.migration import migrate
     from moemesh.config.sources import read_text

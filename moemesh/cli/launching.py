@@ -59,7 +59,9 @@ def launch(
         if is_asked
     ]  # fmt: skip
     if len(asked) != 1:
-        raise typer.BadParameter("give one of --local, --torchrun, --slurm, --k8s, --sky")
+        fix = " or ".join(f"--{name}" for name in asked or ("local", "slurm"))
+        one = "give one of --local, --torchrun, --slurm, --k8s, --sky"
+        raise typer.BadParameter(f"{one}; fix: {fix}")
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):

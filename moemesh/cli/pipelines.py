@@ -53,7 +53,9 @@ def show_schedule(
         moemesh schedule --all --ranks 4 --microbatches 8
     """
     if everything == bool(request.name):
-        raise typer.BadParameter("give the NAME of a schedule, or --all")
+        one = "moemesh schedule 1f1b --ranks 4 --microbatches 8"
+        fix = "leave out --all" if everything else one
+        raise typer.BadParameter(f"give the NAME of a schedule, or --all; fix: {fix}")
     if everything:
         if svg is not None or trace is not None or save is not None or as_text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")

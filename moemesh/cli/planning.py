@@ -97,7 +97,8 @@ def estimate(
             run = load_run([config]).config
             found = estimate_run(run, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
-        raise typer.BadParameter("give --model and --plan, or --config")
+        fix = "--model tiny --plan dp=2"
+        raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
     else:
         from moemesh.planner.estimate import estimate_named
 
@@ -292,7 +293,12 @@ def calibrate(
         bool, typer.Option("--shared", help="Fit all clusters and what they share.")
     ] = False,
 ) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file."""
+    """Fit the few constants of a cluster to measured runs and write its Cluster file.
+
+    Example:
+
+        moemesh calibrate runs.csv --out mine.toml
+    """
     from moemesh.cli import accuracy
 
     typer.echo(accuracy.calibrate_command(runs, archs, out, cluster, shared))

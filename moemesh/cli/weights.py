@@ -225,9 +225,11 @@ def generate(
 
     if prompt is None and not (chat and sys.stdin.isatty()):
         need = "--chat without it talks at a terminal, and stdin is none" if chat else "is missing"
-        raise typer.BadParameter(need, param_hint="--prompt")
+        fix = '--prompt "What is 3 + 4?"'
+        raise typer.BadParameter(f"{need}; fix: {fix}", param_hint="--prompt")
     if system is not None and not chat:
-        raise typer.BadParameter("is a turn of a conversation: add --chat", param_hint="--system")
+        message = "is a turn of a conversation; fix: add --chat"
+        raise typer.BadParameter(message, param_hint="--system")
     _check(source, overrides or [])
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"

@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
 
 from moemesh.config.toml import format_value
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Arguments of public functions: of the kind that they must have, or one error that says so.
 
@@ -16,6 +23,22 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
     if not isinstance(value, kind):
         found = f"{name} must be a {kind.__name__}, not {type(value).__name__}"
         raise TypeError(f"{found}: {fix}" if fix else found)
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the public interface: TypeError for a keyword that it does not have names the
+    nearest one."""
+    names = list(signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if unknown := [name for name in kwargs if name not in names]:
+            near = get_close_matches(unknown[0], names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+            raise TypeError(f"{function.__name__}() has no argument {unknown[0]!r}: {hint}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_limit(name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ def read_file(path: Path) -> ConfigSource:
             value=line[:80] or None,
             origin=f"{name}:{number}",
             message=unreadable(error),
-            fix="give each key once, as key = value, with text in quotes",
+            fix=_syntax_fix(str(error), line),
         )
         return ConfigSource(problems=(problem,))
     lines = key_lines(text)
@@ -89,6 +90,28 @@ def read_file(path: Path) -> ConfigSource:
         else:
             problems.append(_not_a_section(section, content, origin(section)))
     return ConfigSource(leaves=leaves, problems=tuple(problems))
+
+
+def _mended(text: str) -> str:
+    """Broken TOML as it was probably meant: a list of numbers and texts, or a text."""
+    if text[0] != "[":
+        return format_value(text.strip("\"'"))
+    parts = (part.strip(" \"'[]{}") for part in text.split(","))
+    return format_value([parse_value(part, "", "") for part in parts if part])
+
+
+def _syntax_fix(said: str, line: str) -> str:
+    """The fix of a line of TOML that tomllib refuses with the words `said`."""
+    key, equals, value = (part.strip() for part in line.partition("="))
+    if "Cannot" in said:
+        return "give each key, and each section, once"
+    if not equals and (name := line.partition("#")[0].strip("[] ")) and set(line) & set("[]"):
+        return f"[{name}]"
+    if "Unclosed" in said:
+        return "close every bracket: the open one may be in a line above"
+    if "Invalid value" in said:
+        return f"{key} = {_mended(value)}" if value else "a value behind the equals sign"
+    return "each key as key = value, with text in quotes, and every quote closed"
 
 
 def read_text(path: Path) -> str:
@@ -158,9 +181,9 @@ def read_overrides(overrides: Sequence[str]) -> ConfigSource:
         key, equals, raw = text.partition("=")
         key = key.strip()
         origin = f"--set {text}" if len(text) <= 80 else f"--set {text[:77]}..."
-        if not equals or not key:
-            message = "an override has the form section.key=value"
-            fix = f"--set {key or 'plan.ep'}=VALUE"
+        if not equals or not key or key[0] in "[{":
+            message, name = "an override has the form section.key=value", key.strip("[]{} ")
+            fix = f"--set {name if '.' in name else 'plan.ep'}=VALUE"
             problems.append(
                 Problem(code="syntax", key=key or "--set", origin=origin, message=message, fix=fix)
             )
@@ -187,9 +210,8 @@ def parse_value(text: str, key: str, origin: str) -> object:
             return cast("object", tomllib.loads(f"value = {text}")["value"])
         except (ValueError, RecursionError) as error:
             if text[:1] in ("[", "{", '"', "'"):
-                message = f"not a TOML value: {error}"
-                quoted = f"{key}={format_value(text)!r}"
-                fix = f"close every quote and bracket, or quote the text: {quoted}"
+                message = f"not a TOML value: {str(error).partition(' (at line')[0]}"
+                fix = f"close every quote and bracket: {shlex.quote(f'{key}={_mended(text)}')}"
                 return Problem(
                     code="syntax", key=key, value=text, origin=origin, message=message, fix=fix
                 )

@@ -114,24 +114,6 @@ class Visibility:
             mask_BSE = mask_BSE & (key_E >= lowest_BS[:, :, None])
         return mask_BSE
 
-    def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of all sequences (of one, without documents):
-        what the work of attention is proportional to."""
-        total = 0
-        for queries in self.queries:
-            positions = torch.arange(queries.start, queries.stop)
-            lowest_BS = torch.zeros(1, len(positions), dtype=torch.int64)
-            if self.window is not None:
-                lowest_BS = (positions + 1 - self.window).clamp(min=0)[None]
-            if self.starts_on_host is not None:
-                own = self.starts_on_host[:, queries.start : queries.stop]
-                lowest_BS = torch.maximum(lowest_BS, own)
-            for keys in self.keys:
-                last = torch.minimum(positions, torch.tensor(keys.stop - 1))
-                first = lowest_BS.clamp(min=keys.start)
-                total += int((last - first + 1).clamp(min=0).sum())
-        return total
-
 
 def document_starts(documents_BL: Tensor) -> Tensor:
     """Document numbers, equal within a document and different between neighbours -> the first

@@ -23,6 +23,7 @@ from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.events import JUMPED, Event
+from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import MetricsRow, PlannedStep, Run
 from moemesh.trace.state import State, state_of
@@ -335,6 +336,11 @@ def explain(run: Run) -> Explanation:
         sentences.append(losses.verdict)
         changes = (losses.change,) if losses.change else ()
         command = command or _changed(run, changes, goes_on=losses.goes_on)
+    if collapse := collapse_text(run.loads):
+        sentences.append(collapse)
+        raised = 10 * float(run.section("model").get("aux_loss_coefficient", 0)) or 0.01
+        change = f"model.aux_loss_coefficient={raised:g}"
+        command = command or _changed(run, [change], goes_on=False)
     if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])

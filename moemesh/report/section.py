@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,12 @@ class Figure(NamedTuple):
     caption: str
     svg: Markup
     narrow: Markup = Markup()
+
+    @property
+    def keys(self) -> list[tuple[str, Markup]]:
+        """(colour, name) of the picture's legend (:func:`moemesh.report.svg.legend`)."""
+        key = r'width="12" height="12" fill="(#\w+)"[^>]*/><text[^>]*>([^<]*)'
+        return [(colour, Markup(name)) for colour, name in re.findall(key, self.svg)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
+from moemesh.config.errors import public
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
@@ -126,6 +127,7 @@ class Simulation(Shown):
         )
 
 
+@public
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
+
+#: Routing has collapsed where the entropy of a layer's loads was below this for so many steps.
+COLLAPSE_ENTROPY, COLLAPSE_STEPS = 0.5, 20
+#: "Nearly all" choices of a layer.
+_NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +182,30 @@ def normalised_entropy(loads: Iterable[int]) -> float:
     entropy = -sum(share * math.log(share) for share in shares)
     # Rounding may leave -0.0 or 1 + 1e-16.
     return min(max(entropy / math.log(len(values)), 0.0), 1.0)
+
+
+def collapse_text(loads: Iterable[LayerLoads]) -> str:
+    """A sentence on the routing that has collapsed in the last steps of `loads`; "" for none."""
+    by_layer: defaultdict[int, list[LayerLoads]] = defaultdict(list)
+    for one in loads:
+        by_layer[one.layer].append(one)
+    collapsed: list[LayerLoads] = []
+    for rows in by_layer.values():
+        recent = [one for one in rows if one.step > rows[-1].step - COLLAPSE_STEPS]
+        is_long = sum(one.steps for one in recent) >= COLLAPSE_STEPS
+        if is_long and max(one.entropy for one in recent) < COLLAPSE_ENTROPY:
+            collapsed.append(recent[-1])
+    if not collapsed:
+        return ""
+    worst = min(collapsed, key=lambda one: one.entropy)
+    sums = list(accumulate(sorted(worst.tokens_per_expert, reverse=True)))
+    few = next(n for n, held in enumerate(sums, 1) if held >= _NEARLY_ALL * sums[-1])
+    several = f"{len(collapsed)} routers have collapsed, the worst" if len(collapsed) > 1 else ""
+    return (
+        f"{several or 'The router has collapsed'} in layer {worst.layer}: "
+        f"{sums[few - 1] / sums[-1]:.0%} of its choices go to {few} of {len(sums)} experts; raise "
+        "model.aux_loss_coefficient, or set model.router_selection_bias = true."
+    )
 
 
 def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:

@@ -6,7 +6,7 @@ import json
 import math
 import resource
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule
 from moemesh.trace.load_bins import neighbours
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
@@ -80,8 +80,8 @@ class AlarmLimits:
     choices for which an expert had no room, an alarm above it.
     """
 
-    num_steps: int = 20
-    entropy: float = 0.5
+    num_steps: int = COLLAPSE_STEPS
+    entropy: float = COLLAPSE_ENTROPY
     dropped: float = 0.1
 
 
@@ -308,6 +308,7 @@ class Artifacts:
         self._alarms = LoadAlarms(say)
         self._metrics = folder.row_log("metrics.jsonl", say)
         log = folder.row_log("loads.jsonl", say)
+        self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
         self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
         shape = from_model_config(config.model)
@@ -426,6 +427,7 @@ class Artifacts:
             self._sinks.put(row)
         loads = self._layer_loads(row.step, result)
         self._loads.add(loads)
+        self._recent += loads
         for layer in loads:
             self._alarms.look(layer)
 
@@ -507,13 +509,14 @@ class Artifacts:
 
     def summary(self) -> str:
         """The losses that say whether it worked."""
-        unit = self.config.data.loss_unit
+        unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
         return "\n".join(
             [
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
                 *([] if self._validation < self._unigram else [_NOT_LEARNED]),
+                *([f"note: {collapse}"] if collapse else []),
             ]
         )
 

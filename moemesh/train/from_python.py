@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from moemesh.config.errors import public
 from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
@@ -20,6 +21,7 @@ class TrainingError(RuntimeError):
         self.exit_code = exit_code
 
 
+@public
 def train(
     config: RunConfig, out: str | Path | None = None, *, allow_change: tuple[str, ...] = ()
 ) -> Run:

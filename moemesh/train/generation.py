@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,9 +113,9 @@ def generate(
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Continue `prompt` on the ranks of the plan and print the text; returns the exit code. With
-    `chat`, `prompt` is a question, put and answered by the chat template; None: questions are read
-    from the terminal."""
+    """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
+    returns the exit code. With `chat`, `prompt` is a question, put and answered by the chat
+    template; None: questions are read from the terminal."""
     config = config_of(source, overrides)
     _refuse_spread_sequences(config.plan)
     tokenizer = Tokenizer.open(config.data.tokenizer)
@@ -184,17 +185,22 @@ def generate(
         if prompt is None:
             _converse(turns, ids_of, answer)
             return ""
+        head = "" if chat else prompt
+        if mesh.rank == 0 and sys.stdout.isatty() and not as_json:
+            # A person reads along.
+            _print_more(head)
+            answer(asked, _print_more)
+            print(flush=True)
+            parallel.close()
+            return ""
         text, found = answer(asked, lambda text: None)
         parallel.close()
-        return (
-            strict_json({"text": text, "tokens": found})
-            if as_json
-            else text
-            if chat
-            else prompt + text
-        )
+        return strict_json({"text": text, "tokens": found}) if as_json else head + text
 
     return on_ranks(config, arguments, work)
+
+
+_print_more = partial(print, end="", flush=True)
 
 
 def _converse(
@@ -207,7 +213,7 @@ def _converse(
     with suppress(EOFError, KeyboardInterrupt):
         while (question := input("> ").strip()) != "/exit":
             if question:
-                text, _ = answer(ids_of(question), lambda text: print(text, end="", flush=True))
+                text, _ = answer(ids_of(question), _print_more)
                 turns += [
                     {"role": "user", "content": question},
                     {"role": "assistant", "content": text},

@@ -127,6 +127,40 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(
     assert told.count("    fix: ") == count, told
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_fix_of_what_is_missing_can_be_typed(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No fix repeats the word of the help, but for names that only the user knows."""
+    private = {"--partition", "--account", "--image", "--accelerator", "--eod-token", "--payload"}
+    private |= {"--block", "--memory-cap", "--found"}
+    for param in VERBS[verb].params:
+        is_option = param.opts[0].startswith("-")
+        if getattr(param, "is_flag", False) or param.opts[0] in private:
+            continue
+        if is_option or param.required:
+            told = said([*verb.split(), *param.opts[:1] * is_option], monkeypatch, capsys)
+            fixes = re.findall(r"    fix: (.*)\n", told)
+            assert not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]$", " ".join(fixes)), told
+            assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), told
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("convert runs/mine", "moemesh convert runs/mine exported"),
+        ("launch", "--local or --slurm"),
+        ("launch --slurm --k8s", "--slurm or --k8s"),
+        ("schedule", "moemesh schedule 1f1b --ranks 4 --microbatches 8"),
+        ("generate r --chat", '--prompt "What is 3 + 4?"'),
+    ],
+)
+def test_what_does_not_go_together_has_a_fix(
+    words: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(words.split(), monkeypatch, capsys).endswith(f"    fix: {fix}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "problems"),
     [
@@ -143,6 +177,13 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(
         ("layout --plan dp=2 --rank 1 --rank -3", ["--rank must be at least 0, not -3"]),
         ("convert a b --to onxn --delta --lr 3", ["--to cannot be onxn", "no such option"]),
         ("--no-such-option train", ["`moemesh` has no such option"]),
+        # A wrong name of a model or a cluster does not come a round later.
+        (
+            "plan --model tinny --cluster dgx --seq-len 4k",
+            ["--global-batch is missing", "did you mean tiny?", "did you mean dgx_h200?"],
+        ),
+        ("estimate --model tinny --cluster laptop_cpu", ["give --model and", "mean tiny?"]),
+        ("partition --model branching-alexnet --cluster dgx_h100", ["--global-batch is missing"]),
         ("plan --to 3 --headrom 3", ["did", "--headroom"]),
     ],
 )
@@ -153,7 +194,7 @@ def test_one_message_names_each_problem(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = said(words.split(), monkeypatch, capsys)
-    if words.startswith("plan"):
+    if words.startswith("plan --to"):
         assert "fix: --top\n" in told and "fix: --headroom\n" in told
         return
     assert all(problem in told for problem in problems), told

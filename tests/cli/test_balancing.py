@@ -185,7 +185,7 @@ def test_a_warning_where_groups_do_not_fit_the_nodes(
     assert not capsys.readouterr().err
     for policy in (None, "global"):
         with pytest.raises(
-            BalanceError, match=r"nodes \(3\) must divide gpus \(8\).* 2 or 4 nodes"
+            BalanceError, match=r"--nodes \(3\) must divide --gpus \(8\).* 2 or 4 nodes"
         ):
             balance(**DEFAULTS | {"loads": path, "policy": policy} | SIZES | {"nodes": 3})
 
@@ -315,4 +315,5 @@ def test_the_verb(tmp_path: Path) -> None:
         [sys.executable, "-m", "moemesh", *words], capture_output=True, text=True, cwd=tmp_path
     )
     assert wrong.returncode == 2 and not wrong.stdout
-    assert wrong.stderr == ("moemesh: num_gpus (8) must divide num_replicas (17): take 16 or 24\n")
+    said = "--gpus (8) must divide --replicas (17): take 16 or 24 replicas"
+    assert wrong.stderr == f"moemesh: {said}\n"

@@ -254,6 +254,36 @@ def test_duplicates(tmp_path: Path) -> None:
     assert problem.value == "tp = 2"
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("[plan", "[plan]"),
+        ("plan]", "[plan]"),
+        ("tp = [2\ndp = 3", "close every bracket: the open one may be in a line above"),
+        ("dtype = float32", 'dtype = "float32"'),
+        ("freeze = [router, 3]", 'freeze = ["router", 3]'),
+        ("tp =", "a value behind the equals sign"),
+        ("tp = 1\ntp = 2", "give each key, and each section, once"),
+    ],
+)
+def test_a_broken_line_has_its_own_fix(line: str, fix: str, tmp_path: Path) -> None:
+    (problem,) = problems_of([write(tmp_path, f"{line}\n")], [])
+    assert (problem.code, problem.fix) == ("syntax", fix)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("[plan=3", "--set plan.ep=VALUE"),
+        ("train.freeze=[router", """close every quote and bracket: 'train.freeze=["router"]'"""),
+        ('data.path="x', """close every quote and bracket: 'data.path="x"'"""),
+    ],
+)
+def test_a_broken_override_has_its_own_fix(given: str, fix: str) -> None:
+    (problem,) = problems_of([], [given])
+    assert (problem.code, problem.fix) == ("syntax", fix)
+
+
 def test_key_lines() -> None:
     text = '''# [not.a.table]
 title = """

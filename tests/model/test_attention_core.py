@@ -208,18 +208,6 @@ def test_no_sequences():
     assert y.shape == (0, 4, 9, 8)
 
 
-@pytest.mark.parametrize("packed", [None, "documents"])
-@pytest.mark.parametrize("window", [None, 4])
-def test_visible_pairs_are_counted(window, packed):
-    visible = Visibility(QUERIES["chunks"], KEYS["chunks"], window, documents(packed, 2))
-    pairs = sum(
-        int(visible.mask(queries, keys, torch.device("cpu")).sum())
-        for queries in visible.queries
-        for keys in visible.keys
-    )
-    assert visible.num_pairs() == pairs > 0
-
-
 def test_document_starts():
     numbers = torch.tensor([[3, 3, 1, 1, 1, 3], [0, 1, 2, 2, 2, 2]])
     assert document_starts(numbers).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,27 @@ def test_a_model_with_layers_in_place_of_its_blocks(kind: str) -> None:
     for one in (model, changed):
         assert one.model.embed_tokens.weight.grad.abs().max() > 0
     near(changed.model.embed_tokens.weight.grad, model.model.embed_tokens.weight.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_pretrained_writes_what_transformers_reads(kind: str, tmp_path: Path) -> None:
+    """Files and all, those of the model with its own blocks."""
+    model = make(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    names = list[str]()
+    for holder, name in holders(model):
+        with torch.no_grad():
+            setattr(holder, name, MoELayer.from_transformers(getattr(holder, name)))
+        names += [name]
+    copy.deepcopy(model).save_pretrained(tmp_path / "ours")
+    theirs, ours = (
+        {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()}
+        for one in ("theirs", "ours")
+    )
+    assert ours == theirs
+    # A state dict for anybody else is that of the layers.
+    assert any(key.endswith(f"{names[0]}.experts.gate_up") for key in model.state_dict())
+    model.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])

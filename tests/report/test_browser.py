@@ -2,7 +2,10 @@
 
 import pytest
 
+from moemesh.cli.plan_page import plan_html
+from moemesh.planner.search.command import plan_named
 from moemesh.report import comparison, page
+from moemesh.report.svg import luminance
 from tests.report import browser
 from tests.report.fake_run import write_fake_run
 
@@ -117,6 +120,35 @@ def test_a_wide_table_scrolls_with_its_names_and_caption_in_sight(chromium, page
         ".includes(e.innerText)).map(e => e.getBoundingClientRect().height)"
     )
     assert heights and max(heights) < 40
+
+
+def test_the_legend_of_a_picture_that_scrolls_is_in_sight(chromium, pages):
+    legends = """
+        [...document.querySelectorAll(".picture.only")].map(e => [
+          [...e.parentElement.querySelectorAll(".keys li")]
+            .filter(key => key.checkVisibility()).map(key => key.innerText),
+          [...e.querySelectorAll('rect[width="12"][height="12"] + text')]
+            .filter(text => text.checkVisibility()).map(text => text.textContent),
+        ])
+    """
+    wide, narrow = [], []
+    for found, width in ((wide, 1200), (narrow, 390)):
+        chromium.open(pages[0], width=width)
+        found += chromium.evaluate(legends)
+    assert any("0.8 to 1.25 (balanced)" in keys for keys, _ in narrow)
+    assert [keys for keys, _ in narrow] == [inside for _, inside in wide]
+    assert not any(inside for _, inside in narrow) and not any(keys for keys, _ in wide)
+
+
+def test_the_table_of_layouts_fits_a_window_and_the_shadow_is_dark(chromium, tmp_path):
+    planned = plan_named("deepseek-v3", "dgx_h100", 4096, 15360, nodes=64, tokens="14.8T")
+    path = tmp_path / "plan.html"
+    path.write_text(plan_html(planned, "--model m"))
+    chromium.open(path, width=1200, scheme="dark")
+    cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert chromium.evaluate(f"{cut}.length") == 0
+    shade = chromium.evaluate("getComputedStyle(document.body).getPropertyValue('--shade')")
+    assert luminance(shade.strip()) < 0.1
 
 
 def test_print_is_light_and_cuts_nothing(chromium, pages):

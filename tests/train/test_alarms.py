@@ -1,9 +1,12 @@
 """Alarms on loads: after enough steps in a row, once per layer, with the numbers."""
 
 import json
+from functools import reduce
 from pathlib import Path
 
-from moemesh.trace.loads import LayerLoads
+from moemesh.report.explain import explain
+from moemesh.trace.loads import LayerLoads, collapse_text
+from moemesh.trace.run import Run
 from moemesh.train.artifacts import AlarmLimits, LoadAlarms
 from tests.train.runs import arguments, moemesh
 
@@ -38,6 +41,34 @@ def test_collapse() -> None:
     (line,) = run([[97, 1, 1, 1]] * 5)
     assert "step 3, layer 3: routing collapses: entropy of the loads 0.1" in line
     assert "below 0.5 for 3 steps; expert 0 holds 97%" in line
+
+
+def test_a_collapse_of_the_last_steps_is_one_sentence() -> None:
+    def loads(layer: int, experts: list[int], steps: range) -> list[LayerLoads]:
+        return [LayerLoads(step=s, layer=layer, tokens_per_expert=tuple(experts)) for s in steps]
+
+    collapsed = loads(1, [400, 30, 560, 5, 5, 0], range(1, 21))
+    text = collapse_text(collapsed)
+    assert text.startswith("The router has collapsed in layer 1: 96% of its choices go to 2 of 6 ")
+    assert "raise model.aux_loss_coefficient, or set model.router_selection_bias = true" in text
+    worse = loads(4, [0, 99, 0, 0, 0, 1], range(1, 21))
+    assert "2 routers have collapsed, the worst in layer 4: 99%" in collapse_text(collapsed + worse)
+    # Too short a time, a step that is better, loads that were summed.
+    assert not collapse_text(collapsed[1:])
+    assert not collapse_text([*collapsed, *loads(1, [9, 9, 9, 9, 9, 9], range(21, 22))])
+    assert collapse_text([reduce(LayerLoads.plus, collapsed)])
+    assert not collapse_text(loads(1, [0, 0], range(1, 30))) and not collapse_text([])
+
+
+def test_the_end_of_a_run_tells_a_collapse(tmp_path: Path) -> None:
+    keys = {"model__aux_loss_coefficient": 0.0, "model__experts_per_token": 1, "train__lr": 0.3}
+    done = moemesh(*arguments(tmp_path / "run", train__steps=26, **keys))
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()[-1]
+    assert told.startswith("note: The router has collapsed in layer 1: "), done.stdout
+    found = explain(Run.load(tmp_path / "run"))
+    assert told.removeprefix("note: ") in found.text
+    assert found.command.endswith("-model-aux_loss_coefficient-0-01")
 
 
 def test_drops() -> None:

@@ -76,6 +76,32 @@ def test_one_answer(
     assert found["text"] == "It is 7." and len(found["tokens"]) == 12
 
 
+def test_a_terminal_shows_the_text_as_it_comes(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = answering("ab</s>", "cd", "ef</s>"), list[str]()
+    whole = model.__class__.__call__
+
+    def spied(self: Model, *given: Any) -> Iterator[int]:
+        for one in whole(self, *given):
+            seen.append(capsys.readouterr().out)
+            yield one
+
+    monkeypatch.setattr(Model, "__call__", spied)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    generation.generate(folder, "?", chat=True)
+    assert seen[:3] == ["", "a", "b"] and capsys.readouterr().out == "\n"
+    seen.clear()
+    generation.generate(folder, "12", max_tokens=2)
+    assert (seen, capsys.readouterr().out) == (["12", "c"], "d\n")
+    seen.clear()
+    generation.generate(folder, "?", chat=True, as_json=True)
+    assert not "".join(seen) and json.loads(capsys.readouterr().out)["text"] == "ef"
+
+
 def test_an_answer_ends_at_the_models_own_tokens_too(
     folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ the gradients of all n ranks of the group. With ``gradients="mean"``, the conven
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -214,6 +215,21 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
+def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
+    """A hook of the state dict: in `save_pretrained` the names and tensors are those of the block,
+    which transformers reads. Nothing else says for whom the state of a whole model is."""
+    frame = inspect.currentframe()
+    while frame and (
+        frame.f_code.co_name != "save_pretrained"
+        or frame.f_globals.get("__name__") != "transformers.modeling_utils"
+    ):
+        frame = frame.f_back
+    if frame and layer.origin:
+        own = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
+        stored = layer.origin.stored({name[len(prefix) :]: one for name, one in own.items()})
+        state.update({prefix + name: one for name, one in stored.items()})
+
+
 class MoELayer(nn.Module):
     """Route each token to `top_k` of `num_experts` SwiGLU experts of width `expert_size`.
 
@@ -371,6 +387,7 @@ class MoELayer(nn.Module):
         layer.origin = origin
         layer.recorder = layer._block[0].recorder = origin.recorder()
         layer.register_forward_hook(origin.finish)
+        layer.register_state_dict_post_hook(_save_as_block)
         return layer.train(block.training)._apply(lambda tensor: tensor)
 
     def to_transformers(self) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
-from moemesh.config.errors import UserError, check_kind, check_limit
+from moemesh.config.errors import UserError, check_kind, check_limit, public
 from moemesh.config.model import ModelConfig
 from moemesh.model.experts import Experts
 from moemesh.model.moe import swiglu_form
@@ -111,6 +111,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+@public
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Clip the gradients of `model` to one norm of all its parameters on all ranks; returns it.

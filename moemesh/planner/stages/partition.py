@@ -15,7 +15,7 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.divisors import nearest_divisors
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError, Problem, public
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.suggest import nearest_choice
@@ -254,6 +254,7 @@ class PartitionRequest:
     seed: int = 0
 
 
+@public
 def partition(
     *,
     model: str | Path | ModelConfig | Model,
