@@ -25,13 +25,13 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from moemesh.planner.activations import layer_kept, layer_kept_whole
+from moemesh.planner.activations import ActivationBytes, layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.parameters import (
     WeightCounts,
@@ -41,7 +41,7 @@ from moemesh.planner.parameters import (
     mtp_weights,
 )
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
@@ -173,8 +173,63 @@ def _counts_by_moments(
     return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
-def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemory:
-    """Every part of one pipeline rank's memory, on its most loaded member."""
+#: Bytes of one microbatch on one rank that are there for the tensors of a layer.
+Habits = Callable[[ActivationBytes], Number]
+
+
+class ChunkBytes:
+    """Activation bytes of chunks of layers under one layout: worked out once for all its ranks,
+    of which most have the same chunks.
+
+    ``once`` of a layer is kept from its forward to its backward, ``whole`` is held while its
+    backward runs.
+    """
+
+    def __init__(
+        self, shape: ModelShape, layout: PlannedLayout, habits: Habits | None = None
+    ) -> None:
+        """`habits`: bytes of one rank for those of a layer's tensors, which is the default."""
+        self._shape, self._layout = shape, layout
+
+        def exact(kept: ActivationBytes) -> Number:
+            return kept.on_rank(layout)
+
+        self._whole = habits or exact
+        # Of a layer that is computed again as a whole nothing is kept but its input.
+        self._once = exact if "full" in layout.recompute else self._whole
+        self._layers: dict[LayerKind, tuple[Number, Number]] = {}
+        self._chunks: dict[tuple[object, ...], Number] = {}
+
+    def layer(self, kind: LayerKind) -> tuple[Number, Number]:
+        """(once, whole) of one layer on one rank."""
+        if kind not in self._layers:
+            once = whole = self._once(layer_kept(self._shape, kind, self._layout))
+            if self._layout.recompute:
+                whole = self._whole(layer_kept_whole(self._shape, kind, self._layout))
+            self._layers[kind] = once, whole
+        return self._layers[kind]
+
+    def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
+        """What the layers of a chunk keep when only `limit` of them are computed again."""
+        key = (*layers.items(), limit)
+        if key not in self._chunks:
+            total: Number = 0.0
+            for kind, number in layers.items():
+                once, whole = self.layer(kind)
+                if limit is None or number <= limit:
+                    total = total + number * once
+                else:
+                    total = total + (limit * once + (number - limit) * whole)
+            self._chunks[key] = total
+        return self._chunks[key]
+
+
+def rank_memory(
+    shape: ModelShape, layout: PlannedLayout, rank: int, chunks: ChunkBytes | None = None
+) -> RankMemory:
+    """Every part of one pipeline rank's memory, on its most loaded member; `chunks`: those of the
+    layout, where they are known."""
+    chunks = chunks or ChunkBytes(shape, layout)
     content = StageContent.of(shape, layout, rank)
     weights = _content_weights(shape, layout, content)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
@@ -193,36 +248,23 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
         logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
         logits = logits + 2 * layout.element_bytes * layout.token_shard * shape.hidden_size
+    limit = layout.recompute_layers
+    share = None if limit is None else limit / len(content.chunks)
+    kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
+    work: Number = 0.0
+    for kind in content.kinds:
+        once, whole = chunks.layer(kind)
+        work = maximum(work, whole - once)
     return RankMemory(
         rank=rank,
         dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
         expert_weights=versions * (expert + layout.adapters * trained[1]) / cut_w[1],
         gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
         optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
-        activations=_activations(shape, layout, content, rank),
+        activations=held(layout, rank, kept) + ("full" in layout.recompute) * work,
         logits=logits,
         buffers=_buffers(shape, layout, content),
     )
-
-
-def _activations(
-    shape: ModelShape, layout: PlannedLayout, content: StageContent, rank: int
-) -> float:
-    kept: list[float] = []
-    work = 0.0
-    limit = layout.recompute_layers
-    for chunk in content.chunks:
-        one = 0.0
-        for kind, number in chunk.items():
-            # Kept from forward to backward, and held while the backward runs.
-            once = whole = layer_kept(shape, kind, layout).on_rank(layout)
-            if layout.recompute:
-                whole = layer_kept_whole(shape, kind, layout).on_rank(layout)
-            again = number if limit is None else min(number, limit / len(content.chunks))
-            one += again * once + (number - again) * whole
-            work = maximum(work, whole - once)
-        kept.append(one)
-    return held(layout, rank, kept) + ("full" in layout.recompute) * work
 
 
 def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moemesh.planner.activations import ActivationBytes, layer_kept, layer_kept_whole
+from moemesh.planner.activations import ActivationBytes
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.memory import StageContent, held, rank_memory
+from moemesh.planner.memory import ChunkBytes, StageContent, held, rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
@@ -81,16 +81,19 @@ class PeakMemory:
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """The worst pipeline rank."""
     changed = _as_allocated(layout, allocation)
-    found = [_rank_peak(shape, changed, allocation, rank) for rank in worst_ranks(shape, layout)]
+    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
+    ranks = worst_ranks(shape, layout)
+    found = [_rank_peak(shape, changed, allocation, rank, *both) for rank in ranks]
     return max(found, key=lambda peak: peak.needed)
 
 
 def needed_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> Number:
     """Bytes that a device must have; numbers of the layout may be columns."""
     changed = _as_allocated(layout, allocation)
+    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
     worst: Number = 0.0
     for rank in worst_ranks(shape, layout):
-        worst = maximum(worst, _rank_peak(shape, changed, allocation, rank).needed)
+        worst = maximum(worst, _rank_peak(shape, changed, allocation, rank, *both).needed)
     return worst
 
 
@@ -139,31 +142,26 @@ def _exceeded(step: PipelineStep, contents: Sequence[StageContent], rank: int, r
 
 
 def _rank_peak(
-    shape: ModelShape, layout: PlannedLayout, allocation: Allocation, rank: int
+    shape: ModelShape,
+    layout: PlannedLayout,
+    allocation: Allocation,
+    rank: int,
+    tensors: ChunkBytes,
+    chunks: ChunkBytes,
 ) -> PeakMemory:
     content = StageContent.of(shape, layout, rank)
-    exact = rank_memory(shape, layout, rank)
-    kept: list[Number] = []
+    exact = rank_memory(shape, layout, rank, tensors)
+    kept = [chunks.chunk(chunk) for chunk in content.chunks]
     working: Number = 0.0
     scores = 0.0
     if layout.attention_kernel != "flash":
         eager = layout.attention_kernel == "eager"
         each = allocation.eager_score_work if eager else allocation.fused_score_work
         scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
-    for chunk in content.chunks:
-        one: Number = 0.0
-        for kind, number in chunk.items():
-            # Kept from forward to backward, and held while the backward runs.
-            every = layer_kept_whole(shape, kind, layout)
-            once = whole = _on_rank(every, shape, layout, allocation)
-            if "full" in layout.recompute:
-                once = layer_kept(shape, kind, layout).on_rank(layout)
-            elif layout.recompute:
-                once = _on_rank(layer_kept(shape, kind, layout), shape, layout, allocation)
-            one = one + number * once
-            work = whole if "full" in layout.recompute else 0.0
-            working = maximum(working, work + allocation.working_layers * whole + scores)
-        kept.append(one)
+    for kind in content.kinds:
+        _, whole = chunks.layer(kind)
+        work = whole if "full" in layout.recompute else 0.0
+        working = maximum(working, work + allocation.working_layers * whole + scores)
     last_kind = list(content.kinds)[-1] if content.kinds else None
     if last_kind is not None and not layout.adapters:
         # The gradient of the largest matrix of a layer exists once more.
@@ -202,22 +200,25 @@ def _rank_peak(
     )
 
 
-def _on_rank(
-    kept: ActivationBytes, shape: ModelShape, layout: PlannedLayout, allocation: Allocation
-) -> float:
-    hidden, heads = shape.hidden_size, shape.num_heads
+def _habits(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> ChunkBytes:
+    """What a stack keeps of layers, beyond their tensors."""
+    hidden, tokens = shape.hidden_size, layout.tokens
     extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
     shards = layout.tp if layout.sequence_parallel else 1
     normed = 2 * layout.element_bytes * hidden * allocation.gathered_norms
-    gathered = normed * (1 - 1 / shards)
-    found = kept.plus(ActivationBytes(tokens=extra)).on_rank(layout) + layout.tokens * gathered
+    gathered = tokens * (normed * (1 - 1 / shards))
+    scores: Number = 0.0
     if layout.attention_kernel != "flash":
         bytes_each = (
             allocation.eager_score_bytes
             if layout.attention_kernel == "eager"
             else allocation.fused_score_bytes
         )
-        counted = layout.element_bytes
-        scores = layout.tokens * layout.seq_len * heads / layout.tp
-        found += (bytes_each - counted) * scores
-    return allocation.activation_scale * found
+        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
+        scores = (bytes_each - layout.element_bytes) * counted
+
+    def kept(tensors: ActivationBytes) -> Number:
+        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
+        return allocation.activation_scale * (found + scores)
+
+    return ChunkBytes(shape, layout, kept)
