@@ -99,7 +99,7 @@ def convert(
             weight_sources.check_folder(apply)
         kind = "adapter" if adapter else "delta" if delta else "folder"
     elif upcycle is not None:
-        from moemesh.train.recipe import read_recipe
+        from moemesh.train.weight_sources import read_recipe
 
         for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
             if given is not None:
@@ -120,7 +120,7 @@ def convert(
     elif apply is not None:
         conversion.apply_delta(source, out, apply, on_file=say)
     elif upcycle is not None:
-        from moemesh.train.upcycling import upcycle as make
+        from moemesh.train.conversion import upcycle as make
 
         make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
     else:

@@ -23,11 +23,14 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
-from moemesh.train.disk import DiskNeed, disk_need, refuse_full_disk
-from moemesh.train.kept_schedule import readable
-from moemesh.train.preflight import untrainable
-from moemesh.train.preflight_warnings import refuse_too_large
-from moemesh.train.recorded_orders import refuse_unrecorded
+from moemesh.train.kept_schedules import readable, refuse_unrecorded
+from moemesh.train.preflight import (
+    DiskNeed,
+    disk_need,
+    refuse_full_disk,
+    refuse_too_large,
+    untrainable,
+)
 from moemesh.train.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weight_sources import (
     check_adapters,

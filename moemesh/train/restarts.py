@@ -21,8 +21,7 @@ from moemesh.train.failure import (
     same_failure,
     write_verdict,
 )
-from moemesh.train.run_events import Events, tell_slow
-from moemesh.train.run_folder import LOGS, RunFolder, RunFolderError
+from moemesh.train.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
 from moemesh.watch.signals import STOPPING
 from moemesh.watch.supervisor import Ended, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict

@@ -17,8 +17,11 @@ import itertools
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +39,7 @@ from moemesh.trace.run import Run
 from moemesh.train.row_log import Cut, RowLog, cut_after
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
+from moemesh.watch.slow_rank import SlowRank
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.
@@ -369,3 +373,28 @@ def _steps(checkpoints: Place) -> list[int]:
         return candidates(checkpoints)
     except (CheckpointError, OSError) as error:
         raise RunFolderError(f"{checkpoints}: cannot be read ({error})") from error
+
+
+# Events of a run: what the console says besides steps, kept in ``events.jsonl``.
+
+
+class Events:
+    """Appends an event a line; those that a full disk does not take wait in memory."""
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        """`folder` None: nothing is kept (every rank but the first)."""
+        self._log = None if folder is None else folder.row_log("events.jsonl")
+
+    def add(self, kind: str, text: str, step: int | None = None) -> None:
+        """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
+        if self._log is None:
+            return
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])
+
+
+def tell_slow(slow: SlowRank, events: Events) -> None:
+    """One line on stderr and an event; the run goes on."""
+    events.add("slow_rank", str(slow), slow.step)
+    with suppress(OSError, ValueError):
+        print(f"moemesh: {slow}", file=sys.stderr, flush=True)

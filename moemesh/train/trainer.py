@@ -11,11 +11,10 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
-from moemesh.train.disk import disk_warning
 from moemesh.train.opening import schedule_of_run
 from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
-from moemesh.train.preflight_warnings import preflight_warnings
+from moemesh.train.preflight import disk_warning, preflight_warnings
 from moemesh.train.preparation import already_trained
 from moemesh.train.run_folder import RunFolder
 from moemesh.train.session import Report, Session, Steps

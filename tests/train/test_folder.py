@@ -27,8 +27,7 @@ from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.train import run_folder as folder_module
 from moemesh.train.data_record import record, refuse_other_data
-from moemesh.train.run_events import Events
-from moemesh.train.run_folder import RunFolder, RunFolderError, refuse_changes
+from moemesh.train.run_folder import Events, RunFolder, RunFolderError, refuse_changes
 from tests.checkpoint.simulate import save_one, whole
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,

@@ -30,8 +30,7 @@ from moemesh.train.finding import Finding
 from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_events import Events
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.train.vote import CopiesDiffer

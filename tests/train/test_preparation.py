@@ -11,7 +11,7 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import evaluation, preflight_warnings, preparation, weight_sources
+from moemesh.train import evaluation, preflight, preparation, weight_sources
 from moemesh.train.preparation import finished, prepare
 from moemesh.watch import devices
 from moemesh.watch.lease import Lease
@@ -221,7 +221,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(preflight_warnings, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(preflight, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = [word for one in given for word in ("--set", one)]
     code, out, _ = run(capsys, monkeypatch, "config", "check", *words)
