@@ -40,7 +40,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
-from moemesh.trace.timeline import TimelineRecorder, WorkRecord
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.kept_schedules import check_recorded, recorded_segment, write_recorded
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.session import Report, Session
@@ -189,10 +189,22 @@ class TrainingStream:
             clip_gradients(reducer.gradients, norm.value, self.train.clip)
             lr = learning_rate(self.train, self.first + index)
             self.optimizer.step(reducer.gradients, lr)
-            self._move_biases(done.sums.counts_LE)
+            moes = self.parallel.model.moe_layers().values()
+            if any(moe.router.selection_bias is not None for moe in moes):
+                counts_LE = done.sums.counts_LE.clone()
+                all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
+                move_selection_biases(self.parallel, counts_LE)
 
         versions.update(step if norm.is_finite else lambda: None)
-        self._add(index, done, norm.value, is_finite=norm.is_finite)
+        own = self._steps.setdefault(index, _OwnStep())
+        own.counts = own.counts.plus(done.counts)
+        own.num_skipped += not norm.is_finite
+        own.squares += norm.value * norm.value
+        if own.losses is None or own.loads is None:
+            own.losses, own.loads = done.sums.losses, done.sums.loads
+        else:
+            own.losses = own.losses + done.sums.losses
+            own.loads = [a + b for a, b in zip(own.loads, done.sums.loads, strict=True)]
 
     def end(self, sample: int) -> int:
         step, place = divmod(sample, self.num_microbatches)
@@ -209,7 +221,25 @@ class TrainingStream:
         step, place = divmod(sample, self.num_microbatches)
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
-            self._report(step)
+            own, mesh = self._steps.pop(step), self.parallel.mesh
+            assert own.losses is not None and own.loads is not None
+            # The sum over all ranks, in which counts are exact (float64), is read some steps later.
+            # All ranks of a stage know its norm and its skips: only the first of them adds them.
+            first = float(mesh["stage"].index == 0)
+            scalars = [float(self._stop_requested()), first * own.num_skipped, first * own.squares]
+            total = torch.cat(
+                [
+                    torch.tensor(scalars, dtype=torch.float64),
+                    own.losses.cpu(),
+                    *(part.cpu() for part in pack_loads(own.loads)),
+                ]
+            )
+            work = all_reduce_(
+                total, mesh.control, caller="step.report", phase="optimizer", async_op=True
+            )
+            self._reports[step] = _Report(
+                total=total, work=work, step=own, done_at=time.perf_counter()
+            )
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
@@ -223,51 +253,6 @@ class TrainingStream:
             sums, again = (StepSums(self.parallel, counts) for _ in range(2))
             self._windows[index] = _Window(counts, sums, again)
         return self._windows[index]
-
-    def _move_biases(self, counts_LE: Tensor) -> None:
-        """Of this stage's routers, by the loads of the window."""
-        layers = self.parallel.model.moe_layers()
-        if all(moe.router.selection_bias is None for moe in layers.values()):
-            return
-        counts_LE = counts_LE.clone()
-        mesh = self.parallel.mesh
-        all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
-        move_selection_biases(self.parallel, counts_LE)
-
-    # The report of a step.
-
-    def _add(self, index: int, window: _Window, norm: float, *, is_finite: bool) -> None:
-        step = self._steps.setdefault(index, _OwnStep())
-        step.counts = step.counts.plus(window.counts)
-        step.num_skipped += not is_finite
-        step.squares += norm * norm
-        sums = window.sums
-        if step.losses is None or step.loads is None:
-            step.losses, step.loads = sums.losses, sums.loads
-        else:
-            step.losses = step.losses + sums.losses
-            step.loads = [a + b for a, b in zip(step.loads, sums.loads, strict=True)]
-
-    def _report(self, index: int) -> None:
-        """Start the sum over all ranks; counts are exact in float64."""
-        step, mesh = self._steps.pop(index), self.parallel.mesh
-        assert step.losses is not None and step.loads is not None
-        # All ranks of a stage know its norm and its skips: only the first of them adds them.
-        first = float(mesh["stage"].index == 0)
-        scalars = [float(self._stop_requested()), first * step.num_skipped, first * step.squares]
-        total = torch.cat(
-            [
-                torch.tensor(scalars, dtype=torch.float64),
-                step.losses.cpu(),
-                *(part.cpu() for part in pack_loads(step.loads)),
-            ]
-        )
-        work = all_reduce_(
-            total, mesh.control, caller="step.report", phase="optimizer", async_op=True
-        )
-        self._reports[index] = _Report(
-            total=total, work=work, step=step, done_at=time.perf_counter()
-        )
 
     def _read(self) -> tuple[int, StepResult, float]:
         """The next report: (step, its result, seconds since the one before)."""
@@ -311,12 +296,8 @@ class StreamRecorder(TimelineRecorder):
         super().add(name=name, start=start, end=end, microbatch=microbatch, **details)
         if self.step is not None and self.step > newest:
             oldest = self.step - KEPT_STEPS
-            self._records = [record for record in self._records if _step(record) > oldest]
+            self._records = [record for record in self._records if (record.step or 0) > oldest]
         self.step = max(self.step or newest, newest)
-
-
-def _step(record: WorkRecord) -> int:
-    return record.step or 0
 
 
 #: Operations of all ranks in one segment, at most: its lists stay small beside the weights.

@@ -61,9 +61,18 @@ class Bundles:
         if not limit:
             return None
         folder = self._run / FOLDER / f"step-{step}"
-        batch = _read(samples, ids)
+        tokens, targets = samples.batch(ids)
+        batch = {"tokens": tokens, "targets": targets}
+        masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
+        masks["loss_mask"] = samples.loss_mask(ids)
+        batch |= {
+            name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
+        }
         size = sum(array.nbytes for array in batch.values())
-        has_weights = size + self._weight_bytes() <= limit
+        dtype = next(self._parallel.model.parameters()).dtype
+        width = 4 if has_master(dtype) else dtype.itemsize
+        num_elements = sum(where.num_elements for where in self._parallel.placements.values())
+        has_weights = size + width * num_elements <= limit
         problem = None
         if self._parallel.mesh.rank == 0:
             try:
@@ -92,12 +101,6 @@ class Bundles:
             body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
             (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         barrier(self._parallel.mesh.control)
-
-    def _weight_bytes(self) -> int:
-        """Bytes of all weights as they are saved."""
-        dtype = next(self._parallel.model.parameters()).dtype
-        size = 4 if has_master(dtype) else dtype.itemsize
-        return size * sum(where.num_elements for where in self._parallel.placements.values())
 
     def _make_room(self, step: int) -> None:
         """Remove older bundles, and an earlier one of the same step."""
@@ -138,16 +141,6 @@ class BundleSamples(Windows):
     def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         rows = [self._row[int(sample)] for sample in ids]
         return np.ascontiguousarray(self._batch[name][rows])
-
-
-def _read(samples: Windows, ids: np.ndarray) -> dict[str, np.ndarray]:
-    tokens, targets = samples.batch(ids)
-    found = {"tokens": tokens, "targets": targets}
-    masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
-    masks["loss_mask"] = samples.loss_mask(ids)
-    return found | {
-        name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
-    }
 
 
 class Bundle:

@@ -239,14 +239,10 @@ class Console:
             show()
         except (OSError, ValueError) as error:  # ValueError: a stream that was closed
             self._silent, self._terminal, self._live = True, False, None
-            _point_at_nothing()
+            # Let stdout lead nowhere: what is still in its buffer is then no error at the end.
+            with suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, sys.stdout.fileno())
+                os.close(nothing)
             why = f"{type(error).__name__}: {error}"
             self._events.add("console", f"nobody reads the console any more ({why})")
-
-
-def _point_at_nothing() -> None:
-    """Let stdout lead nowhere, so that what is still in its buffer is no error at the end."""
-    with suppress(OSError, ValueError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)

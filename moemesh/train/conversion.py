@@ -130,11 +130,39 @@ def convert(
     """
     to = target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
-        _to_run(source, out, dtype or "float32")
+        given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
+        run = load_run([], given, {}).config
+        write_run(open_weights(run, to_stderr), run, out)
     elif (source / CONFIG).exists():
         _to_another(source, out, dtype, expert_layout, on_file)
     else:
-        _to_huggingface(source, out, dtype, like, expert_layout, on_file)
+        _, config, checkpoint = _opened(source)
+        origin = like or (Path(config.model_path) if config.model_path else None)
+        if origin is not None and not (origin / CONFIG).exists():
+            if like is not None:
+                raise refused("--like", str(like), f"{like} holds no {CONFIG}")
+            origin = None
+        model = config.model
+        if origin is None:
+            model = exported(model.with_lora(NO_ADAPTERS))
+        weights: WeightFolder | None = None
+        if origin is not None and has_weights(origin):
+            weights = WeightFolder(origin, quantization_of(read_config(origin)))
+        own: LogicalWeights = CheckpointWeights(checkpoint)
+        if config.lora.rank:
+            own = MergedWeights(own, config.model)
+        if origin is None:
+            own = EquivalentWeights(own, config.model, model)
+        _write(
+            own,
+            model,
+            out,
+            dtype=dtype or config.train.dtype,
+            expert_layout=expert_layout,
+            origin=origin,
+            origin_weights=weights,
+            on_file=on_file,
+        )
     return to
 
 
@@ -175,11 +203,6 @@ def apply_delta(
     _to_another(source, out, delta.description.dtype, None, on_file, delta)
 
 
-def _to_run(source: Path, out: Path, dtype: str) -> None:
-    config = load_run([], [f"model.path={source.resolve()}", f"train.dtype={dtype}"], {}).config
-    write_run(open_weights(config, to_stderr), config, out)
-
-
 def write_run(weights: NamedWeights, config: RunConfig, out: Path) -> None:
     """Write a run of `config` before its first step: no sample was read, and the optimizer has no
     state."""
@@ -188,43 +211,6 @@ def write_run(weights: NamedWeights, config: RunConfig, out: Path) -> None:
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
     write_checkpoint(weights, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
-
-
-def _to_huggingface(
-    source: Path,
-    out: Path,
-    dtype: str | None,
-    like: Path | None,
-    expert_layout: ExpertLayout | None,
-    on_file: Callable[[int, int], None],
-) -> None:
-    _, config, checkpoint = _opened(source)
-    origin = like or (Path(config.model_path) if config.model_path else None)
-    if origin is not None and not (origin / CONFIG).exists():
-        if like is not None:
-            raise refused("--like", str(like), f"{like} holds no {CONFIG}")
-        origin = None
-    model = config.model
-    if origin is None:
-        model = exported(model.with_lora(NO_ADAPTERS))
-    weights: WeightFolder | None = None
-    if origin is not None and has_weights(origin):
-        weights = WeightFolder(origin, quantization_of(read_config(origin)))
-    own: LogicalWeights = CheckpointWeights(checkpoint)
-    if config.lora.rank:
-        own = MergedWeights(own, config.model)
-    if origin is None:
-        own = EquivalentWeights(own, config.model, model)
-    _write(
-        own,
-        model,
-        out,
-        dtype=dtype or config.train.dtype,
-        expert_layout=expert_layout,
-        origin=origin,
-        origin_weights=weights,
-        on_file=on_file,
-    )
 
 
 def _to_another(
@@ -271,6 +257,10 @@ def _write(
 ) -> None:
     """Write a folder of transformers, with the config.json and the other files of `origin`."""
     kind, values = _family(model, origin, dtype)
+    is_stacked = names_of(kind, fused=False).stack is not None
+    if is_stacked and expert_layout == "per-expert":
+        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
+        raise refused("--expert-layout", expert_layout, message, "fused")
     write_huggingface(
         weights,
         model,
@@ -278,25 +268,13 @@ def _write(
         out,
         values,
         dtype=getattr(torch, dtype),
-        fused=_is_fused(kind, expert_layout),
+        fused=expert_layout == "fused" and not is_stacked,
         origin=origin_weights,
         delta=delta,
         on_file=on_file,
     )
     if origin is not None:  # nothing of a folder that is refused is touched
         carry_along(origin, out)
-
-
-def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:
-    """Whether to write a layout of names that is not the usual one of the family.
-
-    Raises ConfigError where the family stores its experts in another way than asked for.
-    """
-    is_stacked = names_of(kind, fused=False).stack is not None
-    if is_stacked and expert_layout == "per-expert":
-        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
-        raise refused("--expert-layout", expert_layout, message, "fused")
-    return expert_layout == "fused" and not is_stacked
 
 
 def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:

@@ -29,7 +29,6 @@ from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.router import Routing
 from moemesh.model.transformer import ModelPart, Output
-from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.schedule.action import Op
@@ -46,7 +45,7 @@ from moemesh.train.finding import (
     sighting,
 )
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.step import StepSums, count_over_step
+from moemesh.train.step import StepSums, count_over_step, forget_rank_tokens
 
 # All that one rank sees of a step: its weights, and by hooks every module, loss and gradient.
 
@@ -203,9 +202,13 @@ class Look:
                     experts=experts or self._experts_of(name, args, x),
                     **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
+
+            def follow(_: Tensor) -> None:
+                self._current = microbatch
+
             for x in _floats(output):
                 if x.requires_grad:
-                    x.register_hook(self._follow(microbatch))
+                    x.register_hook(follow)
 
         yield module.register_forward_pre_hook(begin, with_kwargs=True)
         yield module.register_forward_hook(end, with_kwargs=True)
@@ -227,12 +230,6 @@ class Look:
                 )
 
         return look
-
-    def _follow(self, microbatch: int) -> Callable[[Tensor], None]:
-        def follow(_: Tensor) -> None:
-            self._current = microbatch
-
-        return follow
 
     def _microbatch(self, layer: int) -> int:
         """Of the forward of `layer` that runs now."""
@@ -374,7 +371,7 @@ def examine(
         with look.looking_on() as pipeline:
             counts = count_over_step(parallel, microbatches)
             sums = StepSums(parallel, counts)
-            _forget_tokens(parallel)
+            forget_rank_tokens(parallel)
 
             def objective(part: ModelPart, output: Output, batch: Batch) -> Tensor:
                 share = sums.objective(part, output, batch)
@@ -383,7 +380,7 @@ def examine(
 
             pipeline.run(microbatches, objective, TimelineRecorder(mesh.rank))
             parallel.reducer.finish()
-            _forget_tokens(parallel)
+            forget_rank_tokens(parallel)
         look.at_sums()
         sightings = _of_all_ranks(look)
     return origin(parallel, sightings, sample_ids, parameters)
@@ -400,8 +397,3 @@ def examine_state(parallel: RankModel, optimizer: Optimizer) -> Finding | None:
 def _of_all_ranks(look: Look) -> list[Sighting]:
     own = [asdict(one) for one in look.first_sightings()]
     return [sighting(one) for rank in gather_json(own, look.mesh.control) for one in rank]
-
-
-def _forget_tokens(parallel: RankModel) -> None:
-    if parallel.has_replicas:
-        take_rank_tokens(parallel.model, parallel.mesh)

@@ -144,7 +144,10 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
             return None
         place = kept_in(folder, _epoch_of(file))
         place.mkdir(parents=True, exist_ok=True)
-        _make_room(place / FILE)
+        report = place / FILE
+        if report.exists():
+            numbers = (report.with_stem(f"{report.stem}-{number}") for number in itertools.count(1))
+            os.replace(report, next(other for other in numbers if not other.exists()))
         os.replace(file, place / FILE)
         for stacks in (folder / LOGS).glob("rank-*.stacks"):
             os.replace(stacks, place / stacks.name)
@@ -153,13 +156,6 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
                 os.replace(errors, place / errors.name)
         return place
     return None
-
-
-def _make_room(file: Path) -> None:
-    """Rename a report of the same epoch to a number of its own, the oldest to 1."""
-    if file.exists():
-        numbers = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
-        os.replace(file, next(other for other in numbers if not other.exists()))
 
 
 def _epoch_of(file: Path) -> int | None:
@@ -219,8 +215,9 @@ def advice_on(
     if told is not None and (advice := told.facts.get("advice")):
         return str(advice)
     if told is not None and told.is_final:
+        first_line = told.message.splitlines()[0] if told.message else ""
         return (
-            f"the same command would fail again: {_first_line(told.message)}\n"
+            f"the same command would fail again: {first_line}\n"
             "checkpoints are untouched; change the configuration first"
         )
     hint = _ADVICE.get(kind_of(verdict))
@@ -262,16 +259,6 @@ def details(folder: Path) -> str:
 def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
     verdict = ended.verdict
     assert verdict is not None
-    content = _of_verdict(verdict, epoch, advice)
-    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
-    if told is not None:
-        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
-    elif stack is not None:
-        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
-    return content
-
-
-def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, Any]:
     seen = verdict.seen
     word, code = seen.word, seen.exit_code
     content: dict[str, Any] = {
@@ -308,6 +295,11 @@ def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, A
         content["unreachable"] = [
             {"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost
         ]
+    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
+    if told is not None:
+        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
+    elif stack is not None:
+        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     return content
 
 
@@ -373,7 +365,3 @@ def _link(folder: Path, content: dict[str, Any]) -> bool:
             is_first = True
         temporary.unlink()
     return is_first
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""

@@ -132,7 +132,16 @@ def origin(
         found = [one for one in sightings if one.phase == phase]
         if found:
             if phase == "backward":
-                found = _before_weights(found, sightings)
+                # A backward goes from the last layer to the first: the gradient of a weight of a
+                # later layer, or of an earlier microbatch, comes before it.
+                gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
+                first = min(found, key=order)
+                earlier = [
+                    one
+                    for one in gradients
+                    if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
+                ]
+                found = earlier or found
             finding = _finding(found, sightings, sample_ids, parameters)
             damaged = phase == "weight" and _is_damage(parallel, finding)
             return replace(finding, is_damage=damaged)
@@ -147,17 +156,6 @@ def _is_damage(parallel: RankModel, finding: Finding) -> bool:
         return False  # each rank has a part of its own
     copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
     return not set(copies[finding.rank or 0]) <= set(finding.ranks)
-
-
-def _before_weights(backward: list[Sighting], sightings: Sequence[Sighting]) -> list[Sighting]:
-    """`backward`, or the gradients of weights where one of a later layer, or of an earlier
-    microbatch, is not finite: a backward goes from the last layer to the first."""
-    gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
-    first = min(backward, key=order)
-    earlier = [
-        one for one in gradients if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
-    ]
-    return earlier or backward
 
 
 def _finding(

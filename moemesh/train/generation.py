@@ -19,7 +19,6 @@ from torch import Tensor
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.plan import Plan
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
@@ -116,7 +115,20 @@ def generate(
     `chat`, `prompt` is a question, put and answered by the chat template; None: questions are read
     from the terminal."""
     config = config_of(source, overrides)
-    _refuse_spread_sequences(config.plan)
+    # Keys and values of a sequence are kept where its tokens are: on every rank.
+    problems = [
+        Problem(
+            code="conflict",
+            key=f"plan.{axis}",
+            value=getattr(config.plan, axis),
+            message="generation keeps a sequence whole on every rank",
+            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
+        )
+        for axis in ("pp", "cp")
+        if getattr(config.plan, axis) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
@@ -214,23 +226,6 @@ def _converse(
                 ]
                 print()
     print(flush=True)
-
-
-def _refuse_spread_sequences(plan: Plan) -> None:
-    """Keys and values of a sequence are kept where its tokens are: on every rank."""
-    problems = [
-        Problem(
-            code="conflict",
-            key=f"plan.{axis}",
-            value=getattr(plan, axis),
-            message="generation keeps a sequence whole on every rank",
-            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
-        )
-        for axis in ("pp", "cp")
-        if getattr(plan, axis) > 1
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _stops(source: Path, model_path: str | None) -> Collection[int]:

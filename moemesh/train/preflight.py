@@ -15,7 +15,6 @@ from moemesh.checkpoint.remote import Place
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.load import Resolved
-from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
@@ -52,78 +51,58 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
     """Legal settings that `moemesh train` would have to ignore, or from which nothing can come; it
     refuses them instead. `folder`: of the run, which may go on with what it has."""
     config, origins = resolved.config, resolved.origins
-    found = [
-        *refusals(config),
-        *step_problems(config.plan, config.model, config.data.seq_len),
-        *_deepep_problems(config),
-        *_sink_problems(config),
-        *_idle_ranks(config),
-        *([] if folder and (folder / "plan.json").exists() else _adapters_alone(config)),
-    ]
-    return [replace(problem, origin=origins.get(problem.key, "")) for problem in found]
-
-
-def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
-    """Replicas that would never get a sequence."""
-    dp, batch = config.plan.dp, config.data.global_batch
-    if dp > batch:
-        message = (
-            f"dp ({dp}) exceeds the {batch} sequences of a step (data.global_batch): "
-            f"{dp - batch} of the {dp} replicas would have nothing to do"
+    plan, batch = config.plan, config.data.global_batch
+    found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
+    if plan.dispatcher == "deepep":
+        reasons = deepep_probe.refusals(
+            etp=plan.etp,
+            exact=plan.combine == "exact",
+            coded=plan.payload != "same",
+            dtype=config.train.dtype,
+            hidden=config.model.hidden_size,
         )
-        fix = f"dp = {batch}, or data.global_batch = {dp}"
-        yield config.plan.problem("too-large", "dp", message, fix)
-
-
-def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
-    """Adapters beside random weights that never change."""
-    if config.lora.rank and config.model_path is None and not config.train.train_only:
-        message = (
-            f"adapters of rank {config.lora.rank} would train beside random weights that stay as "
-            "they are: no model.path says which weights they adapt"
-        )
-        fix = "model.path = FOLDER, or rank = 0 to train all weights"
-        yield config.lora.problem("missing", "rank", message, fix)
-
-
-def _sink_problems(config: RunConfig) -> Iterator[Problem]:
-    """Packages of sinks that are not there."""
+        if plan.recompute == "full":
+            reasons.append(
+                "deepep does not dispatch twice in one order, as recompute = full would need"
+            )
+        if not (probe := deepep_probe.available()).usable:
+            reasons.insert(0, str(probe))
+        found += [
+            Problem(
+                code="not-available",
+                key="plan.dispatcher",
+                value="deepep",
+                message=reason,
+                fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
+            )
+            for reason in reasons
+        ]
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:
-            yield Problem(
+            problem = Problem(
                 code="not-available",
                 key="train.sinks",
                 value=list(config.train.sinks),
                 message=f'the sink "{name}" needs the package {package}',
                 fix=f"pip install {package}, or train.sinks without it",
             )
-
-
-def _deepep_problems(config: RunConfig) -> Iterator[Problem]:
-    """The package, its hardware, and what it cannot do."""
-    if config.plan.dispatcher != "deepep":
-        return
-    reasons = deepep_probe.refusals(
-        etp=config.plan.etp,
-        exact=config.plan.combine == "exact",
-        coded=config.plan.payload != "same",
-        dtype=config.train.dtype,
-        hidden=config.model.hidden_size,
-    )
-    if config.plan.recompute == "full":
-        reasons.append(
-            "deepep does not dispatch twice in one order, as recompute = full would need"
+            found.append(problem)
+    if plan.dp > batch:
+        message = (
+            f"dp ({plan.dp}) exceeds the {batch} sequences of a step (data.global_batch): "
+            f"{plan.dp - batch} of the {plan.dp} replicas would have nothing to do"
         )
-    if not (probe := deepep_probe.available()).usable:
-        reasons.insert(0, str(probe))
-    for reason in reasons:
-        yield Problem(
-            code="not-available",
-            key="plan.dispatcher",
-            value="deepep",
-            message=reason,
-            fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
+        fix = f"dp = {batch}, or data.global_batch = {plan.dp}"
+        found.append(plan.problem("too-large", "dp", message, fix))
+    is_new = not (folder and (folder / "plan.json").exists())
+    if is_new and config.lora.rank and config.model_path is None and not config.train.train_only:
+        message = (
+            f"adapters of rank {config.lora.rank} would train beside random weights that stay as "
+            "they are: no model.path says which weights they adapt"
         )
+        fix = "model.path = FOLDER, or rank = 0 to train all weights"
+        found.append(config.lora.problem("missing", "rank", message, fix))
+    return [replace(problem, origin=origins.get(problem.key, "")) for problem in found]
 
 
 # Room on the disk for the checkpoints of a run.
@@ -332,7 +311,26 @@ def preflight_warnings(
     """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
     cores of this machine; `schedule` None: that of the plan."""
     plan = config.plan
-    yield from _idle_keys(plan)
+    defaults = type(plan)()
+    if plan.pp == 1:
+        for name in ("schedule", "stages_per_rank"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
+    if plan.data != "parameter_server" and plan.servers != defaults.servers:
+        yield f"plan.servers = {plan.servers} does nothing: plan.data is {plan.data}"
+    if plan.recompute != "selective":
+        for name in ("recompute_attention", "recompute_experts"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield (
+                    f"plan.{name} = {str(value).lower()} does nothing: plan.recompute = "
+                    f"{plan.recompute} is not selective"
+                )
+    if plan.ep == 1 and plan.spare_slots:
+        yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
+    if plan.ep * plan.etp == 1:
+        for name in ("dispatcher", "payload"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
     train, data = config.train, config.data
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
@@ -356,7 +354,15 @@ def preflight_warnings(
             f" and never falls; warm up for {max(train.steps // 10, 1)}, say"
         )
     if plan.pp > 1:
-        yield from _bubble(plan, schedule or build_step(plan, config.model, config.data.seq_len))
+        schedule = schedule or build_step(plan, config.model, data.seq_len)
+        if schedule.update is None:  # else it never drains
+            simulation = simulate(schedule)
+            rate = simulation.rank_idle / simulation.makespan
+            if rate > LARGE_BUBBLE:
+                yield (
+                    f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks "
+                    f"waiting for {rate:.0%} of a step: more microbatches wait less"
+                )
     cores = os.cpu_count() or 1
     if ranks_on_cpu > RANKS_PER_CORE * cores:
         yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
@@ -372,29 +378,6 @@ def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
         yield warning
     if gpus and ranks > gpus:
         yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
-
-
-def _idle_keys(plan: Plan) -> Iterator[str]:
-    defaults = type(plan)()
-    if plan.pp == 1:
-        for name in ("schedule", "stages_per_rank"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
-    if plan.data != "parameter_server" and plan.servers != defaults.servers:
-        yield f"plan.servers = {plan.servers} does nothing: plan.data is {plan.data}"
-    if plan.recompute != "selective":
-        for name in ("recompute_attention", "recompute_experts"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield (
-                    f"plan.{name} = {str(value).lower()} does nothing: plan.recompute = "
-                    f"{plan.recompute} is not selective"
-                )
-    if plan.ep == 1 and plan.spare_slots:
-        yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
-    if plan.ep * plan.etp == 1:
-        for name in ("dispatcher", "payload"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
 
 
 def _json_as_text(data: DataConfig) -> Iterator[str]:
@@ -416,19 +399,6 @@ def _json_as_text(data: DataConfig) -> Iterator[str]:
                         "learned like the rest; jsonl reads the records"
                     )
                     break
-
-
-def _bubble(plan: Plan, schedule: Schedule) -> Iterator[str]:
-    """How much of a step ranks wait, where that is much: more microbatches would help."""
-    if schedule.update is not None:  # it never drains
-        return
-    simulation = simulate(schedule)
-    rate = simulation.rank_idle / simulation.makespan
-    if rate > LARGE_BUBBLE:
-        yield (
-            f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks waiting for "
-            f"{rate:.0%} of a step: more microbatches wait less"
-        )
 
 
 def _memory_bytes() -> int:

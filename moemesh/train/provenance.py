@@ -69,6 +69,9 @@ def record_start(
     diff = git.pop("text", "")
     if diff:
         git["diff"] = _write_diff(folder, diff, git["diff_sha256"], starts, number)
+    ranks: dict[str, list[int]] = {}
+    for rank, own in enumerate(hosts):
+        ranks.setdefault(str(own["host"]), []).append(rank)
     record = {
         "number": number,
         "started": _now(),
@@ -82,7 +85,7 @@ def record_start(
         "git": git,
         "library": {"folder": str(_library()), **_commit(_library())},
         "hardware": hardware(),
-        "hosts": _by_host(hosts),
+        "hosts": [{"host": host, "ranks": own} for host, own in ranks.items()],
         "devices": [str(one["device"]) for one in hosts],
         "ranks_per_node": mesh.layout.ranks_per_node,
         "threads": torch.get_num_threads(),
@@ -141,12 +144,9 @@ def redacted_arguments(argv: Sequence[str]) -> list[str]:
             shown.append(f"{name}={REDACTED}")
         else:
             shown.append(_IN_URL.sub(REDACTED, argument))
-        hides_next = not hides_next and not is_value and _is_secret_option(argument)
+        is_secret_option = argument.startswith("--") and bool(_SECRET.search(argument))
+        hides_next = not hides_next and not is_value and is_secret_option
     return shown
-
-
-def _is_secret_option(argument: str) -> bool:
-    return argument.startswith("--") and bool(_SECRET.search(argument))
 
 
 def packages() -> dict[str, str]:
@@ -167,14 +167,6 @@ def hardware() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _by_host(hosts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each host with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(hosts):
-        ranks.setdefault(str(one["host"]), []).append(rank)
-    return [{"host": host, "ranks": own} for host, own in ranks.items()]
 
 
 def weights(path: Path) -> dict[str, Any]:

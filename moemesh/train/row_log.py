@@ -39,7 +39,13 @@ class RowLog:
             try:
                 self._write("".join((*self._waiting, *lines)).encode())
             except OSError as error:
-                self._failed(error, lines if waits else ())
+                self._waiting.extend(lines if waits else ())
+                while len(self._waiting) > MOST_WAITING:
+                    self._waiting.popleft()
+                    self._num_lost += 1
+                if not self._fails:
+                    self._fails = True
+                    self._tell(f"{explain(error, self.path)}; the run goes on, rows wait in memory")
                 return False
         self._waiting.clear()
         if self._fails:
@@ -71,15 +77,6 @@ class RowLog:
             self._is_open = True
         finally:
             os.close(handle)
-
-    def _failed(self, error: OSError, lines: Sequence[str]) -> None:
-        self._waiting.extend(lines)
-        while len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft()
-            self._num_lost += 1
-        if not self._fails:
-            self._fails = True
-            self._tell(f"{explain(error, self.path)}; the run goes on, rows wait in memory")
 
     def _tell(self, text: str) -> None:
         if self._say is not None:
@@ -130,14 +127,11 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
     start = 0
     with path.open("rb") as file:
         for line in file:
-            yield start, line, _step_and_steps(line)
+            found = None
+            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                row = cast("Row", json.loads(line))
+                step, steps = row["step"], row.get("steps", 1)
+                if type(step) is int and type(steps) is int:
+                    found = step, steps
+            yield start, line, found
             start += len(line)
-
-
-def _step_and_steps(line: bytes) -> tuple[int, int] | None:
-    try:
-        row = cast("Row", json.loads(line))
-        step, steps = row["step"], row.get("steps", 1)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return (step, steps) if type(step) is int and type(steps) is int else None

@@ -124,7 +124,17 @@ class RunFolder:
                 'train.resume = "auto" to start a run'
             )
         if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
-            _refuse_lost(path, checkpoints)
+            run, kept = Run.load(path), checkpoints_of(path)
+            # A run makes the folder, or its claim there, before its first step.
+            has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
+            if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
+                where = f"; it kept them in {kept}" if kept != checkpoints else ""
+                raise RunFolderError(
+                    f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of "
+                    f"its checkpoints{where}: the run would begin again in the place of its "
+                    "history: put the checkpoints back, or choose another folder for a new run, "
+                    "--out"
+                )
         foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
         if resume is not None and not has_run and foreign:
             held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
@@ -351,21 +361,6 @@ def checkpoints_of(run: Path) -> Place:
     except (OSError, ValueError, KeyError, TypeError):
         kept_at = ""
     return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
-
-
-def _refuse_lost(path: Path, checkpoints: Place) -> None:
-    """Raises RunFolderError where the run in `path` has taken steps and saved, and none of what it
-    saved is there: it would begin again, in the place of its history."""
-    run, kept = Run.load(path), checkpoints_of(path)
-    # A run makes the folder, or its claim there, before its first step.
-    has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
-    if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
-        where = f"; it kept them in {kept}" if kept != checkpoints else ""
-        raise RunFolderError(
-            f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of its "
-            f"checkpoints{where}: the run would begin again in the place of its history: put the "
-            "checkpoints back, or choose another folder for a new run, --out"
-        )
 
 
 def _steps(checkpoints: Place) -> list[int]:

@@ -21,7 +21,6 @@ from moemesh.checkpoint import together
 from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
-from moemesh.config.layout import Layout
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import Placement
@@ -44,16 +43,12 @@ def contents(
         shards += _buffers(parallel, owned=True)
     own = {
         **state,
-        "layout": _degrees(mesh.layout),
+        # Who looks at a checkpoint wants to know; nobody needs it to read one.
+        "layout": {key: getattr(mesh.layout, key) for key in ("pp", "dp", "cp", "tp", "ep", "etp")},
         "moments": sorted(optimizer.kinds()),
         "updates": optimizer.num_updates,
     }
     return shards, own
-
-
-def _degrees(layout: Layout) -> dict[str, int]:
-    """Who looks at a checkpoint wants to know; nobody needs it to read one."""
-    return {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
 
 
 def save_weights(

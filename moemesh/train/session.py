@@ -22,12 +22,13 @@ from moemesh.train.artifacts import Artifacts
 from moemesh.train.bundle import Bundles
 from moemesh.train.console import Console
 from moemesh.train.examination import examine, examine_state, first_look
+from moemesh.train.expert_loads import RowBounds
 from moemesh.train.finding import Finding
 from moemesh.train.guard import Guard
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
-from moemesh.train.rehoming import Rehoming, RowBounds
+from moemesh.train.rehoming import Rehoming
 from moemesh.train.run_checkpoints import Checkpoints
 from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import FinishedStep, evaluate
@@ -172,45 +173,44 @@ class Session:
         All ranks call.
         """
         try:
-            return self._train(steps)
+            train, step = self.config.train, self.done
+            saved = step
+            while step < train.steps:
+                began = step
+                progress_words.at_step(step + 1, self.mesh["pp"].index)
+                finished = steps.advance(step + 1, self._report)
+                progress_words.stepped()
+                step = finished.number
+                if reason := self.guard.settle(self.examine):
+                    step = saved = self.go_back(step, reason)
+                    continue
+                validates = self._is_due(step, train.validate_every)
+                self.record(finished, self.validate() if validates else None)
+                if num_moved := self.rehoming.after(step, finished.result.counts_LE):
+                    text = f"step {step}: {num_moved} experts of all layers moved"
+                    self.console.say(text, "experts")
+                stopping = steps.is_stopping() or step == self.stop.after
+                self.checkpoints.look()
+                saves = stopping or self._is_due(step, train.checkpoint_every)
+                if train.vote_every and (
+                    saves or step // train.vote_every > began // train.vote_every
+                ):
+                    self.compare_copies(step)
+                if saves:
+                    self.row_bounds.look(step)
+                    if damage := examine_state(self.parallel, self.optimizer):
+                        step = saved = self.go_back(step, self.guard.damaged(step, damage))
+                        continue
+                    self.save(step, is_last=stopping or step == train.steps)
+                    saved = step
+                if stopping:
+                    break
+            return saved
         except KeyboardInterrupt:
             self.checkpoints.abandon()
             raise
         finally:
             self.artifacts.close()
-
-    def _train(self, steps: Steps) -> int:
-        train, step = self.config.train, self.done
-        saved = step
-        while step < train.steps:
-            began = step
-            progress_words.at_step(step + 1, self.mesh["pp"].index)
-            finished = steps.advance(step + 1, self._report)
-            progress_words.stepped()
-            step = finished.number
-            if reason := self.guard.settle(self.examine):
-                step = saved = self.go_back(step, reason)
-                continue
-            validates = self._is_due(step, train.validate_every)
-            self.record(finished, self.validate() if validates else None)
-            if num_moved := self.rehoming.after(step, finished.result.counts_LE):
-                text = f"step {step}: {num_moved} experts of all layers moved"
-                self.console.say(text, "experts")
-            stopping = steps.is_stopping() or step == self.stop.after
-            self.checkpoints.look()
-            saves = stopping or self._is_due(step, train.checkpoint_every)
-            if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
-                self.compare_copies(step)
-            if saves:
-                self.row_bounds.look(step)
-                if damage := examine_state(self.parallel, self.optimizer):
-                    step = saved = self.go_back(step, self.guard.damaged(step, damage))
-                    continue
-                self.save(step, is_last=stopping or step == train.steps)
-                saved = step
-            if stopping:
-                break
-        return saved
 
     def _report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""

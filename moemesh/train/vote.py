@@ -14,7 +14,7 @@ The exchange is no part of what a plan predicts and is not entered in the ledger
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,20 @@ class Vote:
         found: list[Mismatch] = []
         with self._parallel.mesh.ledger.paused():
             for axis_name, held in self._sorted():
-                found += self._compare(axis_name, held)
+                axis = self._parallel.mesh[axis_name]
+                own = torch.stack([digest(tensor) for tensor in held.values()])
+                # The greatest x, and the greatest ~x, which is the least x: equal where all are.
+                ends = torch.stack([own, ~own])
+                all_reduce_(ends, axis, op="max", caller="vote", phase="control")
+                places = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+                if not places:
+                    continue
+                digests = gather_json([int(own[place]) for place in places], axis)
+                names = list(held)
+                found += [
+                    _verdict(names[place], axis.ranks, [of_rank[number] for of_rank in digests])
+                    for number, place in enumerate(places)
+                ]
         told = gather_json([list(one) for one in found], self._parallel.mesh.control)
         unique = {
             (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
@@ -112,23 +125,6 @@ class Vote:
             if axis in self._held:
                 yield axis, self._held[axis]
         assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
-
-    def _compare(self, axis_name: str, held: Mapping[str, Tensor]) -> list[Mismatch]:
-        axis = self._parallel.mesh[axis_name]
-        own = torch.stack([digest(tensor) for tensor in held.values()])
-        # The greatest x, and the greatest ~x, which is the least x: equal where all are.
-        ends = torch.stack([own, ~own])
-        all_reduce_(ends, axis, op="max", caller="vote", phase="control")
-        differs = (ends[0] != ~ends[1]).tolist()
-        names = [name for name, bad in zip(held, differs, strict=True) if bad]
-        if not names:
-            return []
-        places = list(held)
-        told = gather_json([int(own[places.index(name)]) for name in names], axis)
-        return [
-            _verdict(name, axis.ranks, [digests[place] for digests in told])
-            for place, name in enumerate(names)
-        ]
 
     def take_majority(self, found: Sequence[Mismatch]) -> bool:
         """Copy the most common copy of each over the others, masters and moments included where

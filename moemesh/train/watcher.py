@@ -159,28 +159,23 @@ class Watcher:
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
-        self._tell(ended, logs)
-
-    def _tell(self, ended: Ended, logs: Path) -> None:
-        spec, verdict, word = self._spec, ended.verdict, None
-        assert verdict is not None
+        spec = self._spec
         advice = advice_on(verdict, self._path, spec.command)
         again = _STARTS_AGAIN.get(spec.node.launcher)
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
         lines = [describe(ended, logs, kept=logs if self._path.is_dir() else None)]
         if self._path.is_dir():
-            epoch, word = read_epoch(self._path), verdict.seen.word
             is_first = write_node_verdict(
                 self._path,
                 ended,
                 spec.node.first,
-                epoch=epoch,
+                epoch=read_epoch(self._path),
                 earlier=self._earlier,
                 action=action,
                 advice=advice,
             )
             if is_first:
-                at = word.step if word is not None else None
+                at = verdict.seen.word.step if verdict.seen.word is not None else None
                 self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
         _write_for_torchrun(self._folder, verdict)
@@ -204,16 +199,12 @@ def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
         os.replace(temporary, name)
 
 
-def _allow_connections() -> None:
-    """One to each other node; many systems allow 1,024 files until a process asks."""
+def main() -> None:
+    """Be the watcher that the command line describes."""
+    # One to each other node; many systems allow 1,024 files until a process asks.
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def main() -> None:
-    """Be the watcher that the command line describes."""
-    _allow_connections()
     for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     spec = WatcherSpec.of(sys.argv[1])

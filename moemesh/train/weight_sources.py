@@ -67,7 +67,7 @@ def check_weights(source: Path) -> None:
         check_folder(source)
     elif not (source / "config.toml").exists():
         raise neither(source)
-    elif not checkpoint_steps(source):
+    elif not candidates(checkpoints_of(source)):
         raise CheckpointError(
             f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet"
         )
@@ -116,12 +116,6 @@ def check_adapters(path: Path) -> None:
         raise CheckpointError(
             f"lora.path {path} {state}: name one with {' and '.join(files)}{near}"
         )
-
-
-def checkpoint_steps(run: Path) -> list[int]:
-    """The steps of the checkpoints in a run's folder, newest first, whether they can be read or
-    not."""
-    return candidates(checkpoints_of(run))
 
 
 def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
