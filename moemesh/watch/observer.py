@@ -53,29 +53,32 @@ class Observer:
     def look(self) -> list[Seen]:
         """All ranks at this moment."""
         self._is_still = False
-        return [self._see(rank) for rank in self.ranks]
-
-    def _see(self, rank: int) -> Seen:
-        word = self.words.read(rank)
-        code = self._processes.exit_code(rank, word)
-        state, cpu_seconds = "", 0.0
-        # Nobody needs the state of a process that moves, and the system takes long to tell.
-        if word is not None and word.changes != self._changes.get(rank):
-            self._changes[rank] = word.changes
-        else:
-            self._is_still = True
-            if code is None:
-                pid = word.pid if word is not None else self._processes.pid(rank)
-                state, cpu_seconds = process_state(pid)
-        may_have_told = code is not None or (word is not None and word.failed)
-        return Seen(
-            rank=rank,
-            exit_code=code,
-            state=state,
-            cpu_seconds=cpu_seconds,
-            word=word,
-            told=read_told(self.folder, rank) if may_have_told else None,
-        )
+        seen: list[Seen] = []
+        for rank in self.ranks:
+            word = self.words.read(rank)
+            code = self._processes.exit_code(rank, word)
+            state, cpu_seconds = "", 0.0
+            # Nobody needs the state of a process that moves, and the system takes long to tell.
+            if word is not None and word.changes != self._changes.get(rank):
+                self._changes[rank] = word.changes
+            else:
+                self._is_still = True
+                if code is None:
+                    pid = word.pid if word is not None else self._processes.pid(rank)
+                    state, cpu_seconds = process_state(pid)
+            may_have_told = code is not None or (word is not None and word.failed)
+            told = read_told(self.folder, rank) if may_have_told else None
+            seen.append(
+                Seen(
+                    rank=rank,
+                    exit_code=code,
+                    state=state,
+                    cpu_seconds=cpu_seconds,
+                    word=word,
+                    told=told,
+                )
+            )
+        return seen
 
     def stacks(self, seen: Sequence[Seen], logs: Path) -> dict[int, str]:
         """The stacks of the threads of every rank that is alive, also written into `logs`."""

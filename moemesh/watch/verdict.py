@@ -19,7 +19,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moemesh.watch.signs import GONE, LostHost, Seen, weakness
 from moemesh.watch.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
@@ -86,31 +86,25 @@ def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
     Of several numbers of a group the lowest counts, since the others may follow from it. Messages
     between two ranks are not compared: their tags let them be started in any order.
     """
-    by_number: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+    by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
     for word in sorted(words, key=lambda word: word.rank):
         for one in (word.collective, word.before):
             # Two groups may share a name that was cut.
             if one is not None and 0 < len(one.group) < NAME_BYTES and ">" not in one.group:
-                by_number[one.group, one.number].append(_Called(word.rank, one))
+                by_number[one.group, one.number].append((word.rank, one))
     found: dict[str, tuple[Call, ...]] = {}
     for (group, _), same in sorted(by_number.items()):
-        calls: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
-        for called in same:
-            op, num_bytes = called.collective.op, called.collective.num_bytes
-            calls[op, num_bytes if op in _OF_THE_WHOLE else -1].append(called)
-        if len(calls) > 1:
-            ordered = sorted(calls.values(), key=lambda those: (-len(those), those[0].rank))
-            found.setdefault(group, tuple(map(_call, ordered)))
+        alike: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
+        for rank, one in same:
+            alike[one.op, one.num_bytes if one.op in _OF_THE_WHOLE else -1].append((rank, one))
+        if len(alike) > 1:
+            ordered = sorted(alike.values(), key=lambda those: (-len(those), those[0][0]))
+            calls = (
+                Call(collective=those[0][1], ranks=tuple(rank for rank, _ in those))
+                for those in ordered
+            )
+            found.setdefault(group, tuple(calls))
     return max(found.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=())
-
-
-class _Called(NamedTuple):
-    rank: int
-    collective: Collective
-
-
-def _call(those: Sequence[_Called]) -> Call:
-    return Call(collective=those[0].collective, ranks=tuple(one.rank for one in those))
 
 
 # Blame: the rank that others wait for, from the progress words of ranks of which none moves.
@@ -323,7 +317,11 @@ class Judge:
             return None
         follow = self.limits.aborts_follow
         weak = {one.rank: weakness(one, aborts_follow=follow) for one in failed}
-        cause = min(failed, key=lambda one: (weak[one.rank], self._came(one), one.rank))
+        came = {
+            one.rank: one.told.at if one.told is not None else self._order[one.rank]
+            for one in failed
+        }
+        cause = min(failed, key=lambda one: (weak[one.rank], came[one.rank], one.rank))
         if weak[cause.rank] >= 2:
             if (differing := _differing_calls(seen)) is not None:
                 return differing
@@ -335,16 +333,36 @@ class Judge:
         self._leaving += passed * self._share(cause, passed)
         if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
             return None
-        return self._of_death(cause)
+        told, code = cause.told, cause.exit_code
+        if code is not None and code < 0:
+            message = f"rank {cause.rank} was killed by {signal.Signals(-code).name}"
+            return Verdict(kind="killed", rank=cause.rank, message=message, seen=cause)
+        if told is not None:
+            kind: Kind = "exception"
+            text = told.message.lower()
+            follows = cause.is_inside and any(word in text for word in _FOLLOW_UP)
+            if follows or cause.has_lost_a_peer:
+                if (cut := _network_cut([cause], self.lost, 0.0)) is not None:
+                    return cut
+                kind = "lost-contact"
+            shown = 1 if code in (None, 0, GONE) else code
+            message = f"rank {cause.rank} failed with exit code {shown}: {told.kind}"
+            message += f": {told.message}" if told.message else ""
+            at = _collective(cause)
+            return Verdict(kind=kind, rank=cause.rank, message=message, seen=cause, collective=at)
+        if code == GONE:
+            message = f"rank {cause.rank} ended in the middle of the run, nobody knows how"
+        elif code == 0:
+            message = f"rank {cause.rank} left with exit code 0 before the run was over"
+        else:
+            message = f"rank {cause.rank} failed with exit code {code}"
+        return Verdict(kind="exited", rank=cause.rank, message=message, seen=cause)
 
     def _is_asked(self, one: Seen) -> bool:
         """Whether a rank ended because the run was asked to stop."""
         if self.stopping is None or one.exit_code is None:
             return False
         return one.exit_code in (-self.stopping, 128 + self.stopping, 130, 143)
-
-    def _came(self, one: Seen) -> float:
-        return one.told.at if one.told is not None else self._order[one.rank]
 
     def _silent_cause(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
         """A rank that is alive and did not come to where the others failed."""
@@ -361,33 +379,6 @@ class Judge:
                     kind = "busy" if one.state == "R" else "hung"
                     return self._verdict(kind, one, seen, now - one.word.moved)
         return None
-
-    def _of_death(self, one: Seen) -> Verdict:
-        told, code = one.told, one.exit_code
-        if code is not None and code < 0:
-            message = f"rank {one.rank} was killed by {signal.Signals(-code).name}"
-            return Verdict(kind="killed", rank=one.rank, message=message, seen=one)
-        if told is not None:
-            kind: Kind = "exception"
-            text = told.message.lower()
-            follows = one.is_inside and any(word in text for word in _FOLLOW_UP)
-            if follows or one.has_lost_a_peer:
-                if (cut := _network_cut([one], self.lost, 0.0)) is not None:
-                    return cut
-                kind = "lost-contact"
-            shown = 1 if code in (None, 0, GONE) else code
-            message = f"rank {one.rank} failed with exit code {shown}: {told.kind}"
-            message += f": {told.message}" if told.message else ""
-            return Verdict(
-                kind=kind, rank=one.rank, message=message, seen=one, collective=_collective(one)
-            )
-        if code == GONE:
-            message = f"rank {one.rank} ended in the middle of the run, nobody knows how"
-        elif code == 0:
-            message = f"rank {one.rank} left with exit code 0 before the run was over"
-        else:
-            message = f"rank {one.rank} failed with exit code {code}"
-        return Verdict(kind="exited", rank=one.rank, message=message, seen=one)
 
     # Ranks that are alive.
 
