@@ -132,28 +132,25 @@ class SaveJob:
 
     def run(self) -> None:
         try:
-            self._save()
+            problem: str | None
+            nonfinite: Sequence[str] = ()
+            is_lost = False
+            try:
+                if self._place.rank == 0:
+                    problem, nonfinite = self._lead()
+                else:
+                    problem = self._follow()
+            except _Stopped:
+                problem = "stopped"
+            except _Lost as error:
+                problem, is_lost = str(error), True
+            except Exception as error:  # whatever it is: the others must not wait for this rank
+                problem = f"{type(error).__name__}: {error}"
+                self.untold = None, problem
+            seconds = time.monotonic() - self._since
+            self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
         finally:
             self._ended.set()
-
-    def _save(self) -> None:
-        problem: str | None
-        nonfinite: Sequence[str] = ()
-        is_lost = False
-        try:
-            if self._place.rank == 0:
-                problem, nonfinite = self._lead()
-            else:
-                problem = self._follow()
-        except _Stopped:
-            problem = "stopped"
-        except _Lost as error:
-            problem, is_lost = str(error), True
-        except Exception as error:  # whatever it is: the others must not wait for this rank
-            problem = f"{type(error).__name__}: {error}"
-            self.untold = None, problem
-        seconds = time.monotonic() - self._since
-        self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
 
     # --- rank 0 ---
 
@@ -166,7 +163,7 @@ class SaveJob:
                 manifest = self._attempt(number)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
-                self._remove(number)
+                remove_folder(self._temporary(number))
                 self._num_failed = number + 1
             else:
                 found = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
@@ -175,7 +172,10 @@ class SaveJob:
             if pause is None or self._hurry.is_set():
                 break
             self._place.note(f"{problem}; trying again in {pause:g} s")
-            self._pause(pause)
+            end = time.monotonic() + pause
+            look = _Looks(self)
+            while time.monotonic() < end and not self._hurry.is_set():
+                look.wait()
             if self._hurry.is_set():
                 break
         return problem, ()
@@ -215,7 +215,11 @@ class SaveJob:
             return None
         if isinstance(self._final, RemotePath):
             manifest = read_manifest(self._final)
-            own = {self._part_name(n, r) for n in range(len(PAUSES) + 1) for r in self._all_ranks()}
+            own = {
+                self._part_name(n, r)
+                for n in range(len(PAUSES) + 1)
+                for r in range(self._place.world_size)
+            }
             if own.issuperset(manifest.files):
                 return manifest
         raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
@@ -228,11 +232,12 @@ class SaveJob:
         while waiting:
             names = set(list_names(temporary))
             for rank in sorted(rank for rank in waiting if _report_name(rank) in names):
+                path = temporary / _report_name(rank)
                 try:
-                    reply = _read_report(temporary / _report_name(rank))
-                except CheckpointError:
+                    reply = json.loads(read_start(path, MANIFEST_LIMIT))
+                except (OSError, ValueError) as error:
                     if look.seconds > REPORT_SECONDS:
-                        raise
+                        raise CheckpointError(f"{path}: cannot be read ({error})") from error
                     continue
                 if reply["problem"]:
                     raise CheckpointError(f"rank {rank}: {reply['problem']}")
@@ -251,24 +256,21 @@ class SaveJob:
         folder = self._place.folder
         try:
             if isinstance(self._final, RemotePath):
-                self._remove_strays(self._final, manifest)
+                # What other attempts and runs that died have left beside the committed files.
+                names = self._final.names()
+                self._check_owner()
+                for name in sorted({*names} - {MANIFEST, *manifest.files}):
+                    (self._final / name).remove()
             self._check_owner()
             remember(folder, [found])
             prune(folder, self._place.keep, check=self._check_owner)
         except (CheckpointError, OSError) as error:
             self._place.note(f"older checkpoints were not cleaned up: {error}")
 
-    def _remove_strays(self, final: RemotePath, manifest: Manifest) -> None:
-        """Delete what other attempts and runs that died have left beside the committed files."""
-        names = final.names()
-        self._check_owner()
-        for name in sorted({*names} - {MANIFEST, *manifest.files}):
-            (final / name).remove()
-
     # --- the other ranks ---
 
     def _follow(self) -> str | None:
-        """Write in every attempt, until rank 0 has committed."""
+        """Write and report this rank's part in every attempt, until rank 0 has committed."""
         number, is_told = 0, False
         look = _Looks(self)
         while True:
@@ -282,28 +284,23 @@ class SaveJob:
             temporary = self._temporary(number)
             if not is_told and temporary.is_dir():
                 is_told = True
-                self._report(number)
+                reply: dict[str, Any]
+                try:
+                    reply = {"problem": None, "report": self._part(number)}
+                except (CheckpointError, OSError) as error:
+                    reply = {"problem": str(error), "report": None}
+                    with suppress(OSError):  # its space is needed for the report
+                        remove_file(self._parts(number) / self._part_name(number, self._place.rank))
+                try:
+                    text = json.dumps(reply).encode()
+                    replace_file(temporary / _report_name(self._place.rank), text)
+                except OSError as error:
+                    self.untold = number, reply["problem"] or str(explain(error, temporary))
                 look.found_something()
             if not is_told and number == 0 and look.seconds > FOLDER_SECONDS:
                 problem = f"{temporary} did not appear in {FOLDER_SECONDS:g} s"
                 self.untold = None, f"{problem}: is it on a file system that all ranks share?"
             look.wait()
-
-    def _report(self, number: int) -> None:
-        """Write this rank's part in an attempt, and what became of it."""
-        temporary = self._temporary(number)
-        reply: dict[str, Any]
-        try:
-            reply = {"problem": None, "report": self._part(number)}
-        except (CheckpointError, OSError) as error:
-            reply = {"problem": str(error), "report": None}
-            with suppress(OSError):  # its space is needed for the report
-                remove_file(self._parts(number) / self._part_name(number, self._place.rank))
-        try:
-            text = json.dumps(reply).encode()
-            replace_file(temporary / _report_name(self._place.rank), text)
-        except OSError as error:
-            self.untold = number, reply["problem"] or str(explain(error, temporary))
 
     # --- all of them ---
 
@@ -324,9 +321,6 @@ class SaveJob:
         is_remote = isinstance(self._final, RemotePath)
         return part_name(rank, self._id(number) if is_remote else "")
 
-    def _all_ranks(self) -> range:
-        return range(self._place.world_size)
-
     def _is_over(self) -> bool:
         """Whether rank 0 has committed. In an object store it may still take the manifest back,
         until it has removed the folder of the attempt."""
@@ -334,10 +328,6 @@ class SaveJob:
             return False
         is_remote = isinstance(self._final, RemotePath)
         return not (is_remote and any(self._temporary(n).is_dir() for n in range(len(PAUSES) + 1)))
-
-    def _remove(self, number: int) -> None:
-        """Remove the folder of an attempt."""
-        remove_folder(self._temporary(number))
 
     def _temporary(self, number: int) -> Folder:
         """The folder of an attempt; the name of the first is that of any save."""
@@ -359,12 +349,6 @@ class SaveJob:
         """Raises where this save is not to be finished."""
         if self._stop.is_set():
             raise _Stopped
-
-    def _pause(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        look = _Looks(self)
-        while time.monotonic() < end and not self._hurry.is_set():
-            look.wait()
 
 
 class _Looks:
@@ -391,12 +375,3 @@ class _Looks:
 
 def _report_name(rank: int) -> str:
     return f"report-{rank:05d}.json"
-
-
-def _read_report(path: Folder) -> dict[str, Any]:
-    """What another rank wrote; CheckpointError where it is no report."""
-    try:
-        content = json.loads(read_start(path, MANIFEST_LIMIT))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    return content

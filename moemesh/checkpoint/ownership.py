@@ -107,13 +107,22 @@ class Ownership:
             if body.get("held") and body.get("run") != run and not takeover:
                 _refuse_living(folder, number, body, say)
             claim = Claim(folder=folder, run=run, number=number + 1)
-            own = _new_body(run)
+            own: dict[str, Any] = {
+                "run": run,
+                "host": socket.gethostname(),
+                "pid": getpid(),
+                "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "counter": 0,
+                "held": True,
+            }
             with suppress(FileExistsError):  # another was faster, which the next look tells
                 create_file(_file(folder, claim.number), _encode(own))
             number, body = _highest(folder)
             if (number, body) != (claim.number, own):
                 raise _owned(folder, body)
-            _remove_older(claim)
+            for name in list_names(claim.folder):
+                if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
+                    remove_file(claim.folder / name)
         except (CheckpointError, OSError) as error:
             raise OwnedError(f"{folder}: its owner cannot be determined ({error})") from error
         return Ownership(claim, own)
@@ -185,23 +194,6 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
         if pause is not None:
             time.sleep(pause)
     return highest, {}
-
-
-def _remove_older(claim: Claim) -> None:
-    for name in list_names(claim.folder):
-        if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
-            remove_file(claim.folder / name)
-
-
-def _new_body(run: str) -> dict[str, Any]:
-    return {
-        "run": run,
-        "host": socket.gethostname(),
-        "pid": getpid(),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "counter": 0,
-        "held": True,
-    }
 
 
 def _encode(body: dict[str, Any]) -> bytes:

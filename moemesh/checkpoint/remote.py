@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -130,7 +130,8 @@ class RemotePath:
 
     def put(self, content: bytes) -> None:
         """Write the object at once: a reader sees the old or the new content, or none."""
-        if _DISKS.isdisjoint(_schemes(self._filesystem)):
+        names: Any = self._filesystem.protocol
+        if _DISKS.isdisjoint((names,) if isinstance(names, str) else names):
             self._call(self._filesystem.pipe_file, self._path, content)
             return
         beside = self.with_name(f".{self.name}.tmp")
@@ -205,11 +206,6 @@ class RemotePath:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise OSError(errno.EIO, reason, str(self)) from error
-
-
-def _schemes(filesystem: Any) -> Sequence[str]:
-    names = filesystem.protocol
-    return (names,) if isinstance(names, str) else names
 
 
 class _Calls:

@@ -163,13 +163,9 @@ def _digest(tensor: Tensor) -> str:
 def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """The values of all ranks by path; the lowest rank that has one decides."""
     merged: dict[str, Any] = {}
-    for theirs in reversed(gather_json(_finite(values), axis)):
-        merged |= theirs
-    return merged
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{path} is {value}: save it as a tensor")
-    return dict(values)
+    for theirs in reversed(gather_json(dict(values), axis)):
+        merged |= theirs
+    return merged

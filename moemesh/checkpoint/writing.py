@@ -140,7 +140,12 @@ def commit(
         create_file(temporary / MANIFEST, content)
         if read_whole(temporary / MANIFEST) != content:
             if isinstance(temporary, RemotePath):
-                _take_back(temporary)
+                # Delete a manifest that was damaged on its way, so that it can be written again;
+                # one that reads well is of another writer.
+                try:
+                    read_manifest(temporary)
+                except CheckpointError:
+                    remove_file(temporary / MANIFEST)
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
         if isinstance(temporary, RemotePath) or isinstance(final, RemotePath):
             return manifest
@@ -153,15 +158,6 @@ def commit(
     except OSError as error:
         raise explain(error, temporary / MANIFEST, len(content)) from error
     return manifest
-
-
-def _take_back(folder: RemotePath) -> None:
-    """Delete a manifest that was damaged on its way, so that it can be written again; one that
-    reads well is of another writer."""
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        remove_file(folder / MANIFEST)
 
 
 def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:

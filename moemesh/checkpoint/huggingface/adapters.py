@@ -122,7 +122,9 @@ class Adaptation(NamedTuple):
             stored = stored.reshape(-1, rank, experts).permute(2, 0, 1)
             if _is_transposed(self._piece(rank)):
                 stored = stored.transpose(1, 2)
-        joined = self._logical(stored.contiguous(), rank)
+        piece = self._piece(rank)
+        by_expert = stored.contiguous()
+        joined = piece.read(piece.box, lambda name, ranges: by_expert)
         found: list[Tensor] = []
         for part, start in zip(self.parts, places, strict=True):
             own = _rows(joined, part) if self.is_stack else joined
@@ -139,10 +141,6 @@ class Adaptation(NamedTuple):
             return found[0]
         every = parts_of(self.weight.name.rpartition(".")[2], self.weight.shape)
         return found[every.index(self.parts[0])]
-
-    def _logical(self, stored: Tensor, rank: int) -> Tensor:
-        piece = self._piece(rank)
-        return piece.read(piece.box, lambda name, ranges: stored)
 
 
 def _rows(joined: Tensor, part: TargetPart) -> Tensor:
@@ -288,17 +286,14 @@ class AdapterFolder:
                     name, expert = f"{match[1]}.{match[3]}", int(match[2])
                 if name not in self._places:
                     continue
-                whole = self._factor(name)
+                one, index, factor = self._places[name]
+                stored = one.name(factor)
+                if self._last[0] != stored:
+                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
+                whole = self._last[1][index]
                 ends = zip(shard.offset, shard.tensor.shape, strict=True)
                 box = tuple(slice(start, start + size) for start, size in ends)
                 shard.tensor.copy_((whole if expert is None else whole[expert])[box])
-
-    def _factor(self, name: str) -> Tensor:
-        one, index, factor = self._places[name]
-        stored = one.name(factor)
-        if self._last[0] != stored:
-            self._last = stored, one.load(factor, self._file.get_tensor(stored))
-        return self._last[1][index]
 
     def _check_config(
         self, given: dict[str, Any], lora: LoraConfig, written: dict[str, Any]

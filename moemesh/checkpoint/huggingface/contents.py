@@ -70,19 +70,15 @@ class FolderContents:
         self.tensors = dict(self.stored)
         self.packed: dict[str, Packed] = {}
         if quantization is not None:
-            self._unpack(quantization)
-
-    def _unpack(self, quantization: Quantization) -> None:
-        """Put the tensors that others stand for in their place."""
-        self.packed, problems = packed_tensors(self.stored, quantization)
-        if problems:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise CheckpointError(f"{self.path}: {problems[0]}{more}")
-        for name, tensor in self.packed.items():
-            file = self.stored[tensor.sources[0]].file
-            for source in tensor.sources:
-                self.tensors.pop(source, None)
-            self.tensors[name] = StoredTensor(file, "float32", tensor.shape)
+            self.packed, problems = packed_tensors(self.stored, quantization)
+            if problems:
+                more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+                raise CheckpointError(f"{self.path}: {problems[0]}{more}")
+            for name, tensor in self.packed.items():
+                home = self.stored[tensor.sources[0]].file
+                for source in tensor.sources:
+                    self.tensors.pop(source, None)
+                self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
 
     def _add(self, file: str, index: dict[str, str] | None) -> None:
         path = plain_file(self.path, file)

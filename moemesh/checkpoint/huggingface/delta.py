@@ -87,7 +87,16 @@ class Delta:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.description = _description(path)
+        file = plain_file(path, DESCRIPTION)
+        if file_size(file) > _LIMIT:
+            raise CheckpointError(f"{file}: is too large to describe a delta")
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            if found.pop("format") != 1:
+                raise CheckpointError(f"{file}: is of a later version")
+            self.description = Description(**{key: str(value) for key, value in found.items()})
+        except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
         self.tensors = {
             name: DeferredTensor(stored.dtype, stored.shape, partial(_whole, folder, name))
@@ -109,17 +118,3 @@ class Delta:
 
 def _whole(folder: WeightFolder, name: str) -> Tensor:
     return folder.read(name, [range(size) for size in folder.tensors[name].shape])
-
-
-def _description(path: Path) -> Description:
-    file = plain_file(path, DESCRIPTION)
-    if file_size(file) > _LIMIT:
-        raise CheckpointError(f"{file}: is too large to describe a delta")
-    try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
-        if found.pop("format") != 1:
-            raise CheckpointError(f"{file}: is of a later version")
-        description = Description(**{key: str(value) for key, value in found.items()})
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
-    return description

@@ -168,8 +168,12 @@ def _attention(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
             return [whole(f"{block}.k_norm.weight", shape)]
         case "sinks":
             return [whole(f"{block}.sinks", shape)]
-        case _:
-            return _latent(leaf, block, shape)
+        case _:  # latent attention; projections up, [N, D, rank], have the heads in their rows
+            name = f"{block}.{_LATENT[leaf]}"
+            if len(shape) < 3:
+                return [whole(name, shape)]
+            heads, size, rank = shape
+            return [TensorPiece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
 
 
 #: Parts of latent attention: ours -> theirs.
@@ -184,15 +188,6 @@ _LATENT = {
     "key_value_latent_norm.weight": "kv_a_layernorm.weight",
     "key_value_up": "kv_b_proj.weight",
 }
-
-
-def _latent(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
-    """Projections; those up, [N, D, rank], are stored with the heads in their rows."""
-    name = f"{block}.{_LATENT[leaf]}"
-    if len(shape) < 3:
-        return [whole(name, shape)]
-    heads, size, rank = shape
-    return [TensorPiece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
 
 
 def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:

@@ -70,28 +70,21 @@ class UpcycledWeights:
         wide = torch.promote_types(copied.dtype, torch.float32)
         shape = tuple(self.tensors[name].shape[1:])
         drawn = normal_slice(seed, f"{name}.{expert}", shape, box).to(wide)
-        mean, deviation = self._of(source, shape)
+        if source not in self._statistics:
+            whole = self.dense.read(source, [range(size) for size in shape]).double()
+            self._statistics[source] = float(whole.mean()), float(whole.std())
+        mean, deviation = self._statistics[source]
         found = copied.to(wide) + noise * deviation * drawn
         if drop:
             # The same channels of gate, up and down: rows of [2, F, H], columns of [H, F].
             dim = -2 if len(shape) == 3 else -1
-            chosen = self._channels(f"{name.rpartition('.')[0]}.{expert}", shape[dim])
+            module, width = name.rpartition(".")[0], shape[dim]
+            text = f"{seed}/{module}.{expert}/channels".encode()
+            key = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
+            order = np.random.Generator(np.random.Philox(key=key)).permutation(width)
+            chosen = order < round(drop * width)
             fresh = torch.from_numpy(chosen[box[dim].start : box[dim].stop])
             if dim == -2:
                 fresh = fresh[:, None]
             found = torch.where(fresh, mean + deviation * drawn, found)
         return found
-
-    def _channels(self, name: str, width: int) -> np.ndarray:
-        """Which channels of an expert are drawn anew, [F]."""
-        text = f"{self.upcycling.seed}/{name}/channels".encode()
-        key = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
-        order = np.random.Generator(np.random.Philox(key=key)).permutation(width)
-        return order < round(self.upcycling.drop * width)
-
-    def _of(self, source: str, shape: tuple[int, ...]) -> tuple[float, float]:
-        """Mean and standard deviation of a dense weight."""
-        if source not in self._statistics:
-            whole = self.dense.read(source, [range(size) for size in shape]).double()
-            self._statistics[source] = float(whole.mean()), float(whole.std())
-        return self._statistics[source]

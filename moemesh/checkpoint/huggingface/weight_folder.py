@@ -59,7 +59,12 @@ class SliceReader:
     def read_into(self, path: Path, place: Place, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
         if 0 not in out.shape:
-            source = _Source(path, self._handle(path), place.dtype)
+            if path not in self._handles:
+                try:
+                    self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror}") from error
+            source = _Source(path, self._handles[path], place.dtype)
             if not place.shape:
                 self._run(source, place.start, out.view(1))
             else:
@@ -72,14 +77,6 @@ class SliceReader:
 
     def __del__(self) -> None:
         self.close()
-
-    def _handle(self, path: Path) -> int:
-        if path not in self._handles:
-            try:
-                self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from error
-        return self._handles[path]
 
     def _fill(
         self,

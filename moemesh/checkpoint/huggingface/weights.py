@@ -72,7 +72,17 @@ class HuggingFaceWeights:
                     range(start, start + size)
                     for start, size in zip(shard.offset, shard.tensor.shape, strict=True)
                 ]
-                self._read_into(name, box, shard.tensor)
+                out = shard.tensor
+                tensor = self.tensors.get(name)
+                if (match := EXPERT.fullmatch(name)) is not None:
+                    expert = int(match[2])
+                    tensor = self._expert(f"{match[1]}.{match[3]}", expert)
+                    box, out = [range(expert, expert + 1), *box], out[None]
+                assert tensor is not None
+                if tensor.view == tensor.shape:
+                    assemble_into(tensor.pieces, box, out, self.folder)
+                else:
+                    out.copy_(tensor.read(box, self.folder.read))
         self.folder.close()
 
     def _expert(self, stack: str, expert: int) -> LogicalTensor:
@@ -86,18 +96,6 @@ class HuggingFaceWeights:
                     by_expert[index].append(piece)
             self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
         return self._experts[stack][expert]
-
-    def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        tensor = self.tensors.get(name)
-        if (match := EXPERT.fullmatch(name)) is not None:
-            expert = int(match[2])
-            tensor = self._expert(f"{match[1]}.{match[3]}", expert)
-            box, out = [range(expert, expert + 1), *box], out[None]
-        assert tensor is not None
-        if tensor.view == tensor.shape:
-            assemble_into(tensor.pieces, box, out, self.folder)
-        else:
-            out.copy_(tensor.read(box, self.folder.read))
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
