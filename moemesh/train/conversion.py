@@ -27,10 +27,14 @@ from moemesh.checkpoint.huggingface.delta import (
     trained_sources,
     write_delta,
 )
-from moemesh.checkpoint.huggingface.derived import EquivalentWeights, MergedWeights
+from moemesh.checkpoint.huggingface.derived import (
+    EquivalentWeights,
+    MergedWeights,
+    UpcycledWeights,
+    Upcycling,
+)
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
-from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along

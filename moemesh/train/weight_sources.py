@@ -188,7 +188,7 @@ def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError
 
 class UpcycleRecipe(NamedTuple):
     """What ``--upcycle`` says: `experts` in every `every`-th layer, of which a token takes `k`, and
-    the numbers of :class:`moemesh.checkpoint.huggingface.upcycled.Upcycling`."""
+    the numbers of :class:`moemesh.checkpoint.huggingface.derived.Upcycling`."""
 
     experts: int = 8
     k: int = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
+from moemesh.checkpoint.huggingface.derived import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
