@@ -272,9 +272,12 @@ class SaveJob:
     def _follow(self) -> str | None:
         """Write and report this rank's part in every attempt, until rank 0 has committed."""
         number, is_told = 0, False
-        look = _Looks(self)
+        is_remote, look = isinstance(self._final, RemotePath), _Looks(self)
         while True:
-            if self._is_over():
+            # In an object store rank 0 may still take the manifest back, until it has removed the
+            # folder of the attempt.
+            folders = map(self._temporary, range(len(PAUSES) + 1 if is_remote else 0))
+            if is_committed(self._final) and not any(folder.is_dir() for folder in folders):
                 return None
             # Attempts may have come and gone between two looks.
             later = range(len(PAUSES), number, -1)
@@ -320,14 +323,6 @@ class SaveJob:
         """Of a rank's file in an attempt."""
         is_remote = isinstance(self._final, RemotePath)
         return part_name(rank, self._id(number) if is_remote else "")
-
-    def _is_over(self) -> bool:
-        """Whether rank 0 has committed. In an object store it may still take the manifest back,
-        until it has removed the folder of the attempt."""
-        if not is_committed(self._final):
-            return False
-        is_remote = isinstance(self._final, RemotePath)
-        return not (is_remote and any(self._temporary(n).is_dir() for n in range(len(PAUSES) + 1)))
 
     def _temporary(self, number: int) -> Folder:
         """The folder of an attempt; the name of the first is that of any save."""

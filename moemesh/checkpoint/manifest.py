@@ -242,9 +242,17 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
     # Inside, disjoint and of the full volume: together they are the tensor.
     covered = sum(prod(piece.shape) for piece in slices)
     if covered != prod(shape):
+        # The first rows (indices along dimension 0; experts, if stacked) that nobody holds.
+        reached, where = 0, ""
+        for piece in ordered:
+            if not shape or piece.offset[0] > reached:
+                break
+            reached = max(reached, piece.offset[0] + piece.shape[0])
+        if shape and reached < shape[0]:
+            where = f": row {reached} is the first missing one"
         raise CheckpointError(
             f"{name} {list(shape)}: no rank holds {prod(shape) - covered} of its {prod(shape)} "
-            f"elements{_missing_rows(shape, ordered)}"
+            f"elements{where}"
         )
 
 
@@ -256,16 +264,6 @@ def _meet(first: Slice, second: Slice) -> bool:
             first.offset, first.shape, second.offset, second.shape, strict=True
         )
     )
-
-
-def _missing_rows(shape: tuple[int, ...], ordered: Sequence[Slice]) -> str:
-    """Words for the first rows (indices along dimension 0; experts, if stacked) nobody holds."""
-    reached = 0
-    for piece in ordered:
-        if not shape or piece.offset[0] > reached:
-            break
-        reached = max(reached, piece.offset[0] + piece.shape[0])
-    return f": row {reached} is the first missing one" if shape and reached < shape[0] else ""
 
 
 def _words(piece: Slice) -> str:

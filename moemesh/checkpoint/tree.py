@@ -124,9 +124,14 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
 
     Raises CheckpointError on every rank where such parts differ.
     """
-    mine = {_place(shard): shard for shard in shards if shard.tensor.numel()}
+    mine = {
+        (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
+        for shard in shards
+        if shard.tensor.numel()
+    }
     everyone = [
-        {tuple(map(_hashable, place)) for place in held} for held in gather_json(list(mine), axis)
+        {(name, tuple(offset), tuple(shape)) for name, offset, shape in held}
+        for held in gather_json(list(mine), axis)
     ]
     holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
     if check_replicas:
@@ -145,14 +150,6 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
     return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
-
-
-def _place(shard: Shard) -> tuple[Any, ...]:
-    return shard.name, shard.offset, tuple(shard.tensor.shape)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _digest(tensor: Tensor) -> str:

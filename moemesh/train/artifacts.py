@@ -16,7 +16,6 @@ from torch import nn
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
-from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
@@ -120,7 +119,14 @@ class Artifacts:
         self._sinks: Sinks | None = None
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
-        self._peak_flops = _peak_flops(config.train, self.mesh.device)
+        #: Operations a second of one device, by the cluster that the user names or by the data
+        #: sheet of the GPU; None where nobody says.
+        self._peak_flops: float | None = None
+        if config.train.cluster is not None:
+            self._peak_flops = peak_flops(load_cluster(config.train.cluster), config.train.dtype)
+        elif self.mesh.device.type == "cuda":
+            device = torch.cuda.get_device_name(self.mesh.device)
+            self._peak_flops = device_peak_flops(device, config.train.dtype)
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
@@ -269,7 +275,7 @@ class Artifacts:
         What cannot be written is told: the run has ended well, and is saved.
         """
         # Late: no step needs the planner and the pages of the report, which are fifty files.
-        from moemesh.train.ending import gather_end, write_end
+        from moemesh.train.ending import write_end
 
         assert self._last is not None
         timeline = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
@@ -283,9 +289,6 @@ class Artifacts:
             peak=_peak_bytes(self.mesh.device),
             peak_of="allocator" if self.mesh.device.type == "cuda" else "process",
         )
-        end = gather_end(self.config, self.mesh, timeline, memory)
-        if not self._writes:
-            return
         summary = {
             "steps": self._row.step if self._row else 0,
             "validation_loss": self._validation,
@@ -298,7 +301,16 @@ class Artifacts:
         pipeline = self.parallel.pipeline.schedule
         drawn = (self.drawn or pipeline) if pipeline.num_ranks > 1 else None
         try:
-            write_end(self.config, self.folder, self.mesh, end, self._steps, drawn, summary)
+            write_end(
+                self.config,
+                self.folder,
+                self.mesh,
+                timeline,
+                memory,
+                self._steps,
+                drawn,
+                summary,
+            )
         except OSError as error:
             file, reason = error.filename or self.folder.path, error.strerror or error
             text = f"{file} cannot be written ({reason}): the run is saved, its report is not whole"
@@ -315,16 +327,6 @@ class Artifacts:
                 *([] if self._validation < self._unigram else [_NOT_LEARNED]),
             ]
         )
-
-
-def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
-    """Operations a second of one device, by the cluster that the user names or by the data sheet of
-    the GPU; None where nobody says."""
-    if train.cluster is not None:
-        return peak_flops(load_cluster(train.cluster), train.dtype)
-    if device.type != "cuda":
-        return None
-    return device_peak_flops(torch.cuda.get_device_name(device), train.dtype)
 
 
 def _peak_bytes(device: torch.device) -> int:

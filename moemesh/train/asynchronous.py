@@ -359,7 +359,14 @@ class StreamedSteps:
             schedule, last = recorded_segment(Path(config.plan.replay), first)
             check_recorded(schedule, config, first, last)
         else:
-            last = segment_end(config, first)
+            train, plan = config.train, config.plan
+            ends = [train.steps]
+            for every in (train.checkpoint_every, train.validate_every):
+                if every:
+                    ends.append(-(-first // every) * every)
+            operations = 2 * plan.pp * plan.microbatches
+            ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
+            last = min(ends)
             if (after := self._session.stop.after) is not None and after >= first:
                 last = min(last, after)
             schedule = stream_schedule(config, last - first + 1)
@@ -411,18 +418,6 @@ class _Measured:
     def update(self, window: int, versions: WeightVersions) -> None:
         self._first_window.close()
         self.stream.update(window, versions)
-
-
-def segment_end(config: RunConfig, first: int) -> int:
-    """The step behind which the stream that starts with `first` drains."""
-    train, plan = config.train, config.plan
-    ends = [train.steps]
-    for every in (train.checkpoint_every, train.validate_every):
-        if every:
-            ends.append(-(-first // every) * every)
-    operations = 2 * plan.pp * plan.microbatches
-    ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
-    return min(ends)
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:

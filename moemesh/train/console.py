@@ -59,18 +59,15 @@ class Progress:
             mean = seconds if self._mean is None else self._mean
             self._mean = mean + _NEWEST * (seconds - mean)
         self._finished_at, self.step = now, step
-        if not self._is_due(step, now):
-            return False
-        self._line_step, self._line_at = step, now
-        return True
-
-    def _is_due(self, step: int, now: float) -> bool:
-        if step in (self._first, self._total):
-            return True
         if self._log_every:
-            return step % self._log_every == 0
-        most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
-        return step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
+            is_due = step % self._log_every == 0
+        else:
+            most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
+            is_due = step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
+        is_due = is_due or step in (self._first, self._total)
+        if is_due:
+            self._line_step, self._line_at = step, now
+        return is_due
 
     @property
     def seconds_left(self) -> float | None:
@@ -96,11 +93,16 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         for name, value in plan
         if name not in DEGREES and value != type(plan).model_fields[name].default
     ]
+    tuned: list[str] = []  # a line on what trains, where that is not everything
+    if not config.tuning.is_full:
+        trained = num_trained(config.tuning, model, plan)
+        total = num_trained(FULL, model, plan)
+        tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
     return "\n".join(
         [
             f"model    {size:,} parameters, {model.num_layers} layers, "
             f"{kind if model.num_experts else 'dense'}",
-            *_tuned(config),
+            *tuned,
             *([f"weights  from {config.model_path}"] if config.model_path is not None else []),
             f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
             *(["         " + "  ".join(chosen)] if chosen else []),
@@ -134,15 +136,6 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
     if data.validation is not None:
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return lines
-
-
-def _tuned(config: RunConfig) -> list[str]:
-    """A line on what trains, where that is not everything."""
-    if config.tuning.is_full:
-        return []
-    trained = num_trained(config.tuning, config.model, config.plan)
-    total = num_trained(FULL, config.model, config.plan)
-    return [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
 
 
 class Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
@@ -25,50 +25,59 @@ from moemesh.trace.timeline import Timeline
 from moemesh.train.run_folder import RunFolder
 
 
-class RankRecords(NamedTuple):
-    """JSON of every rank, in their order; a prediction is None where the planner has none."""
-
-    ledgers: Sequence[Any]
-    memories: Sequence[Any]
-    timelines: Sequence[Any]
-    predictions: Sequence[Any]
-
-
-def gather_end(
-    config: RunConfig, mesh: Mesh, timeline: Timeline, memory: MemoryProfile
-) -> RankRecords:
-    """The records of all ranks, on every rank. All ranks call."""
-    foretold = predicted_for(config, mesh.rank, on_accelerator=mesh.device.type != "cpu")
-    own = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), foretold)
-    return RankRecords(*(gather_json(one, mesh.control) for one in own))
-
-
 def write_end(
     config: RunConfig,
     folder: RunFolder,
     mesh: Mesh,
-    records: RankRecords,
+    timeline: Timeline,
+    memory: MemoryProfile,
     num_steps: int,
     drawn: Schedule | None,
     summary: Mapping[str, Any],
 ) -> None:
-    """Write the files of the end into `folder`, and its page. `num_steps`: those of this start;
-    `drawn`: the schedule that is simulated beside the measured timeline. Raises OSError."""
-    entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(records.ledgers)}
+    """Gather the ledgers, timelines and memory of all ranks, and write the files of the end into
+    `folder`, and its page. All ranks call; rank 0 writes, and raises OSError where it cannot.
+
+    `num_steps`: those of this start; `drawn`: the schedule that is simulated beside the measured
+    timeline.
+    """
+    common: dict[str, Any] = {
+        "seq_len": config.data.seq_len,
+        "global_batch": config.data.global_batch,
+        "dtype": config.train.dtype,
+        "rank": mesh.rank,
+        "tuning": config.tuning,
+    }
+    model, plan, train = config.model, config.plan, config.train
+    # Of one step of this rank, for uniform routing; None where a schedule comes from a file of
+    # which the planner knows nothing.
+    predicted: dict[str, Any] | None = None
+    with suppress(ValueError):
+        of_memory = predict_memory(
+            model, plan, **common, optimizer=train.optimizer, momentum=train.momentum
+        )
+        on_accelerator = mesh.device.type != "cpu"
+        of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
+        predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
+    own = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
+    ledgers, memories, timelines, predictions = (gather_json(one, mesh.control) for one in own)
+    if mesh.rank:
+        return
+    entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
     folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
-    known = {rank: found for rank, found in enumerate(records.predictions) if found is not None}
+    known = {rank: found for rank, found in enumerate(predictions) if found is not None}
     profiles = MemoryProfiles(
-        ranks=tuple(map(MemoryProfile.from_json, records.memories)),
+        ranks=tuple(map(MemoryProfile.from_json, memories)),
         predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in known.values()),
     )
     folder.write_json("memory.json", profiles.to_json())
     if known:
         expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in known.items()}
         folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
-    timeline = Timeline.merge([Timeline.from_json(one) for one in records.timelines])
-    folder.write_json("timeline.json", timeline.to_json())
+    whole = Timeline.merge([Timeline.from_json(one) for one in timelines])
+    folder.write_json("timeline.json", whole.to_json())
     if drawn is not None:
-        ideal = simulated(drawn, timeline, mesh.layout.groups("pp")[0])
+        ideal = simulated(drawn, whole, mesh.layout.groups("pp")[0])
         folder.write_json("timeline_simulated.json", ideal.to_json())
     folder.write_json("summary.json", dict(summary))
     run, cluster = Run.load(folder.path), config.train.cluster
@@ -89,24 +98,3 @@ def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> T
     ideal = simulate(schedule, costs, unit="seconds").timeline
     records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
     return replace(ideal, ranks=tuple(ranks), records=records)
-
-
-def predicted_for(config: RunConfig, rank: int, *, on_accelerator: bool) -> dict[str, Any] | None:
-    """Memory and the ledger of one step of `rank`, for uniform routing; None where a schedule comes
-    from a file of which the planner knows nothing."""
-    common: dict[str, Any] = {
-        "seq_len": config.data.seq_len,
-        "global_batch": config.data.global_batch,
-        "dtype": config.train.dtype,
-        "rank": rank,
-        "tuning": config.tuning,
-    }
-    model, plan, train = config.model, config.plan, config.train
-    try:
-        memory = predict_memory(
-            model, plan, **common, optimizer=train.optimizer, momentum=train.momentum
-        )
-        ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
-    except ValueError:
-        return None
-    return {"memory": memory.to_json(), "ledger": ledger.rows()}

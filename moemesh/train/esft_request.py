@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -61,7 +60,7 @@ class EsftRequest:
             found = replace(found, seq_len=min(DEFAULT_SEQ_LEN, longest))
         return found
 
-    def arguments(self, source: Path, overrides: Sequence[str]) -> list[str]:
+    def arguments(self, source: Path) -> list[str]:
         """The command again, for every rank."""
         found = ["esft", "scores", str(source), self.data, "--out", str(self.out)]
         found += ["--score", self.score, "--samples", str(self.samples)]
@@ -72,6 +71,4 @@ class EsftRequest:
             ("--svg", self.svg),
         ):
             found += [] if value is None else [option, str(value)]
-        for override in overrides:
-            found += ["--set", override]
         return [*found, "--json"] if self.as_json else found

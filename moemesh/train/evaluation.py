@@ -58,15 +58,13 @@ def evaluate(
     for note in notes if not launch.launched() and launch.own_rank() == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
-    for override in overrides:
-        arguments += ["--set", override]
     arguments += ["--json"] if as_json else []
 
     def work(mesh: Mesh) -> str:
         found = run(config, mesh, source)
         return strict_json(found._asdict()) if as_json else found.text()
 
-    return on_ranks(config, arguments, work)
+    return on_ranks(config, arguments, overrides, work)
 
 
 def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:

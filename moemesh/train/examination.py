@@ -42,7 +42,6 @@ from moemesh.train.finding import (
     layer_in,
     order,
     origin,
-    sighting,
 )
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepSums, count_over_step, forget_rank_tokens
@@ -76,13 +75,19 @@ class Look:
         self._started: dict[tuple[int, str], int] = {}
         self._ended: dict[tuple[int, str], int] = {}
 
-    def first_sightings(self) -> list[Sighting]:
-        """The first of each phase."""
-        found: list[Sighting] = []
+    def of_all_ranks(self) -> list[Sighting]:
+        """The first sightings of each phase, of every rank; all ranks call."""
+        own: list[Sighting] = []
         for phase in PHASES:
             ordered = sorted((one for one in self._seen.values() if one.phase == phase), key=order)
-            found += ordered[:_MOST_SIGHTINGS]
-        return found
+            own += ordered[:_MOST_SIGHTINGS]
+        told = gather_json([asdict(one) for one in own], self.mesh.control)
+        tuples = ("experts", "sequences")  # which come as lists from JSON
+        return [
+            Sighting(**{**values, **{key: tuple(values[key]) for key in tuples}})
+            for rank in told
+            for values in rank
+        ]
 
     def at_weights(self, optimizer: Optimizer | None) -> None:
         """Parameters, buffers, masters and moments."""
@@ -101,9 +106,19 @@ class Look:
 
     @contextmanager
     def looking_on(self) -> Iterator[Pipeline]:
-        """The pipeline to run the step with, while everything in it is looked at."""
-        pipeline = _synchronous(self._parallel, self._num_microbatches)
-        reducer = self._parallel.reducer
+        """The pipeline to run the step with, while everything in it is looked at: the own one, or
+        of an asynchronous schedule one that does not update in between."""
+        pipeline, reducer = self._parallel.pipeline, self._parallel.reducer
+        if pipeline.schedule.update is not None:
+            pipeline = Pipeline(
+                one_f_one_b(pipeline.schedule.num_ranks, self._num_microbatches),
+                pipeline.parts,
+                self._parallel.model,
+                reducer,
+                self.mesh,
+                lambda seq_len: (seq_len,),
+                overlap_blocks=False,
+            )
         handles = [
             handle
             for name, module in self._parallel.model.named_modules()
@@ -126,6 +141,8 @@ class Look:
             pipeline.hooks.watch = reducer.watch = None
             for handle in handles:
                 handle.remove()
+        for name, gradient in reducer.gradients.items():  # behind the sums over ranks
+            self._at_parameter("sum", name, gradient)
 
     def at_losses(self, output: Output, batch: Batch) -> None:
         """The losses of a forward, by sequence."""
@@ -147,11 +164,6 @@ class Look:
             sequences = tuple(batch.sequences_B.tolist())
             where = {"sequences": sequences, "num_looked": len(sequences)}
             self._add("loss", "auxiliary loss", output.aux, place=1, **where)
-
-    def at_sums(self) -> None:
-        """Gradients behind the sums over ranks."""
-        for name, gradient in self._parallel.reducer.gradients.items():
-            self._at_parameter("sum", name, gradient)
 
     # Modules.
 
@@ -324,23 +336,6 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(part)
 
 
-def _synchronous(parallel: RankModel, num_microbatches: int) -> Pipeline:
-    """The pipeline itself; of an asynchronous schedule one that does not update in between."""
-    pipeline = parallel.pipeline
-    schedule = pipeline.schedule
-    if schedule.update is None:
-        return pipeline
-    return Pipeline(
-        one_f_one_b(schedule.num_ranks, num_microbatches),
-        pipeline.parts,
-        parallel.model,
-        parallel.reducer,
-        parallel.mesh,
-        lambda seq_len: (seq_len,),
-        overlap_blocks=False,
-    )
-
-
 def first_look(parallel: RankModel) -> tuple[str, ...]:
     """Names of the parameters whose sums of gradients, of the step that just ended, are not finite
     on any rank; all ranks call."""
@@ -381,8 +376,7 @@ def examine(
             pipeline.run(microbatches, objective, TimelineRecorder(mesh.rank))
             parallel.reducer.finish()
             forget_rank_tokens(parallel)
-        look.at_sums()
-        sightings = _of_all_ranks(look)
+        sightings = look.of_all_ranks()
     return origin(parallel, sightings, sample_ids, parameters)
 
 
@@ -390,10 +384,5 @@ def examine_state(parallel: RankModel, optimizer: Optimizer) -> Finding | None:
     """Where weights or moments are not finite; None where all are. All ranks call."""
     look = Look(parallel, ())
     look.at_weights(optimizer)
-    sightings = _of_all_ranks(look)
+    sightings = look.of_all_ranks()
     return origin(parallel, sightings, (), ()) if sightings else None
-
-
-def _of_all_ranks(look: Look) -> list[Sighting]:
-    own = [asdict(one) for one in look.first_sightings()]
-    return [sighting(one) for rank in gather_json(own, look.mesh.control) for one in rank]

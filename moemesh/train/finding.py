@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,9 +202,3 @@ def layer_in(name: str) -> int:
     """The layer that the name of a parameter, of a moment or of a module has; -1: none."""
     found = re.search(r"(?:^|\.)layers\.(\d+)", name)
     return -1 if found is None else int(found[1])
-
-
-def sighting(values: Mapping[str, Any]) -> Sighting:
-    """One that came from another rank as JSON."""
-    lists = {key: tuple(values[key]) for key in ("experts", "sequences")}
-    return Sighting(**{**values, **lists})

@@ -162,8 +162,6 @@ def generate(
     asked = [] if prompt is None else ids_of(prompt)
     arguments = ["generate", str(source), "--prompt", prompt or "", "--max-tokens", str(max_tokens)]
     arguments += ["--temperature", str(temperature), "--top-p", str(top_p), "--seed", str(seed)]
-    for override in overrides:
-        arguments += ["--set", override]
     arguments += ["--json"] if as_json else []
     arguments += ["--chat"] if chat else []
     arguments += [] if system is None else ["--system", system]
@@ -206,7 +204,7 @@ def generate(
             else prompt + text
         )
 
-    return on_ranks(config, arguments, work)
+    return on_ranks(config, arguments, overrides, work)
 
 
 def _converse(

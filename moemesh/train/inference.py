@@ -21,11 +21,18 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.run_folder import checkpoints_of
 
 
-def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh], str]) -> int:
+def on_ranks(
+    config: RunConfig,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    work: Callable[[Mesh], str],
+) -> int:
     """Print what `work` gives on the first rank, unless it is empty; returns the exit code.
 
-    Starts the ranks of the plan, each ``moemesh`` with these `arguments`, or is one of them.
+    Starts the ranks of the plan, each ``moemesh`` with these `arguments` and `overrides` of the
+    configuration, or is one of them.
     """
+    arguments = [*arguments, *(word for one in overrides for word in ("--set", one))]
     if not launch.joined() and config.plan.world_size > 1:
         return launch.launch(config.plan.world_size, arguments)
     ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)

@@ -34,6 +34,7 @@ MOST_STARTS = 50
 MOST_DIFF_BYTES = 1 << 20
 MOST_UNTRACKED = 100
 _GIT_SECONDS = 10.0
+_LIBRARY = Path(__file__).parent.parent
 _READ_BYTES = 1 << 20
 
 #: Variables that may change what a run computes or how fast; nothing else of the environment is
@@ -83,7 +84,7 @@ def record_start(
         "python": sys.version.split()[0],
         "packages": packages(),
         "git": git,
-        "library": {"folder": str(_library()), **_commit(_library())},
+        "library": {"folder": str(_LIBRARY), **_commit(_LIBRARY)},
         "hardware": hardware(),
         "hosts": [{"host": host, "ranks": own} for host, own in ranks.items()],
         "devices": [str(one["device"]) for one in hosts],
@@ -219,10 +220,6 @@ def _commit(directory: Path) -> dict[str, Any]:
         return {}
     changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit.strip(), "is_changed": bool(changed)}
-
-
-def _library() -> Path:
-    return Path(__file__).parent.parent
 
 
 def _git(directory: Path, *words: str) -> str | None:

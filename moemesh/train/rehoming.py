@@ -37,14 +37,6 @@ class _WholeState(NamedTuple):
     part: Tensor | None
     own: OwnRange | None
 
-    def write_back(self) -> None:
-        """Where the whole is a copy: the own part follows it."""
-        if self.part is None or self.own is None:
-            return
-        if self.part.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr():
-            numbers = slice(self.own.numbers.start, self.own.numbers.stop)
-            self.part.view(-1).copy_(self.whole.view(-1)[numbers])
-
 
 class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
@@ -120,8 +112,13 @@ class Rehoming:
             for name in stacks_of_experts(self._parallel.placements, layer):
                 states += self._states(name)
             move_experts([state.whole for state in states], old, new, self._mesh["ep"])
-            for state in states:
-                state.write_back()
+            for whole, part, own in states:
+                # Where the whole is a copy, the own part follows it.
+                if part is None or own is None:
+                    continue
+                if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                    numbers = slice(own.numbers.start, own.numbers.stop)
+                    part.view(-1).copy_(whole.view(-1)[numbers])
         self._set(layer, new)
 
     def _states(self, name: str) -> Iterator[_WholeState]:

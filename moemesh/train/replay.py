@@ -41,8 +41,6 @@ def replay(
     if problems := refusals(bundle.config):
         raise ConfigError(problems)
     arguments = ["replay", str(folder), *(["--alone"] if alone else [])]
-    for override in overrides:
-        arguments += ["--set", override]
     arguments += ["--json"] if as_json else []
 
     def work(mesh: Mesh) -> str:
@@ -52,7 +50,7 @@ def replay(
         before = f"the run found   {bundle.text}\n" if bundle.text else ""
         return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
 
-    return on_ranks(bundle.config, arguments, work)
+    return on_ranks(bundle.config, arguments, overrides, work)
 
 
 def run(bundle: Bundle, mesh: Mesh) -> Finding:

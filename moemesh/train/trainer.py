@@ -76,7 +76,7 @@ def train(
         console.say(f"note: {warning}", "note")
     if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.say(f"note: {warning}", "note")
-    session = Session.open(
+    session = Session(
         config=config,
         mesh=mesh,
         folder=folder,

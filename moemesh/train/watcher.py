@@ -178,25 +178,20 @@ class Watcher:
                 at = verdict.seen.word.step if verdict.seen.word is not None else None
                 self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
-        _write_for_torchrun(self._folder, verdict)
+        # The message that torchrun's own report shows of the rank at fault.
+        with suppress(OSError):
+            if name := torchrun_file(self._folder, verdict.rank).read_text():
+                extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
+                text = json.dumps({"message": {"message": verdict.message, "extraInfo": extra}})
+                temporary = Path(f"{name}.{os.getpid()}")
+                temporary.write_text(text)
+                os.replace(temporary, name)
         _say("\n".join([*lines, advice]))
 
 
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # a console that is gone saves no rank
         print(text, file=sys.stderr, flush=True)
-
-
-def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
-    """The message that torchrun's own report shows of the rank at fault."""
-    with suppress(OSError):
-        if not (name := torchrun_file(folder, verdict.rank).read_text()):
-            return
-        extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
-        text = json.dumps({"message": {"message": verdict.message, "extraInfo": extra}})
-        temporary = Path(f"{name}.{os.getpid()}")
-        temporary.write_text(text)
-        os.replace(temporary, name)
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ from moemesh.checkpoint.huggingface.packed import (
     SCALES,
     Fp8Blocks,
     Mxfp4,
-    Packed,
 )
 from moemesh.config.huggingface.quantization import Quantization
 
@@ -170,11 +169,6 @@ _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(25
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
 
 
-def read_packed(tensor: Packed, box: Sequence[range], read: Read) -> Tensor:
-    """The part `box` of a tensor, in float32."""
-    return _fp8(tensor, box, read) if isinstance(tensor, Fp8Blocks) else _mxfp4(tensor, box, read)
-
-
 def _fp8(tensor: Fp8Blocks, box: Sequence[range], read: Read) -> Tensor:
     *stack, rows, columns = box
     found = read(tensor.weight, box).float()
@@ -245,7 +239,9 @@ class WeightFolder:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
         if (packed := self.contents.packed.get(name)) is not None:
-            return read_packed(packed, box, self._read)
+            if isinstance(packed, Fp8Blocks):
+                return _fp8(packed, box, self._read)
+            return _mxfp4(packed, box, self._read)
         found = self._read(name, box)
         return found.float() if self.is_quantized else found
 
