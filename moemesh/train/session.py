@@ -19,12 +19,13 @@ from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
-from moemesh.train.bundle import Bundles
 from moemesh.train.console import Console
-from moemesh.train.examination import examine, examine_state, first_look
 from moemesh.train.expert_loads import RowBounds
-from moemesh.train.finding import Finding
-from moemesh.train.guard import Guard
+from moemesh.train.numerics.bundle import Bundles
+from moemesh.train.numerics.examination import examine, examine_state, first_look
+from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.guard import Guard
+from moemesh.train.numerics.vote import CopiesDiffer, Vote
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
@@ -32,7 +33,6 @@ from moemesh.train.rehoming import Rehoming
 from moemesh.train.run_checkpoints import Checkpoints
 from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import FinishedStep, evaluate
-from moemesh.train.vote import CopiesDiffer, Vote
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE

@@ -11,6 +11,7 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
+from moemesh.train.numerics.vote import what_is_compared
 from moemesh.train.opening import schedule_of_run
 from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
@@ -19,7 +20,6 @@ from moemesh.train.preparation import already_trained
 from moemesh.train.run_folder import RunFolder
 from moemesh.train.session import Report, Session, Steps
 from moemesh.train.step import FinishedStep, gradients_of_step, update
-from moemesh.train.vote import what_is_compared
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import FINISH

@@ -34,7 +34,7 @@ from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.schedule.action import Op
 from moemesh.schedule.generators import one_f_one_b
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.finding import (
+from moemesh.train.numerics.finding import (
     MOST_NAMED,
     PHASES,
     Finding,

@@ -29,7 +29,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train import saving
-from moemesh.train.finding import Finding
+from moemesh.train.numerics.finding import Finding
 from moemesh.train.optimizer import Optimizer, has_master
 
 FOLDER, BODY, CONFIG, BATCH, WEIGHTS = (

@@ -11,10 +11,10 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
 from moemesh.trace.strict_json import strict_json
 from moemesh.train import saving
-from moemesh.train.bundle import Bundle
-from moemesh.train.examination import examine
-from moemesh.train.finding import Finding
 from moemesh.train.inference import on_ranks
+from moemesh.train.numerics.bundle import Bundle
+from moemesh.train.numerics.examination import examine
+from moemesh.train.numerics.finding import Finding
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from moemesh.config.train import TrainConfig
 from moemesh.trace.events import JUMPED
-from moemesh.train.finding import Finding
+from moemesh.train.numerics.finding import Finding
 from moemesh.train.step import StepResult
 
 # Loss spikes: a robust z-score of each loss against those of the last steps.
