@@ -175,7 +175,7 @@ def evaluate(
             )
         seq_len = config.data.seq_len  # that of the run
     _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
-    from moemesh.train.evaluation import evaluate as run
+    from moemesh.train.inference.evaluation import evaluate as run
 
     raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))
 
@@ -232,7 +232,7 @@ def generate(
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
-    from moemesh.train.generation import generate as run
+    from moemesh.train.inference.generation import generate as run
 
     code = run(
         source,

@@ -173,7 +173,7 @@ def _open_folder(
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
     if config.train.esft is not None:
-        from moemesh.train.esft import keep_table  # late: few runs need it
+        from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
         keep_table(config, folder)
     for note in settle(config, folder, changes):

@@ -11,7 +11,8 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import evaluation, preflight, preparation, weight_sources
+from moemesh.train import preflight, preparation, weight_sources
+from moemesh.train.inference import evaluation
 from moemesh.train.preparation import finished, prepare
 from moemesh.watch import devices
 from moemesh.watch.lease import Lease
@@ -238,7 +239,8 @@ def test_an_evaluation_takes_the_length_of_the_run(
     seen: list[int] = []
     monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
     monkeypatch.setattr(
-        "moemesh.train.evaluation.evaluate", lambda *given, as_json: seen.append(given[2]) or 0
+        "moemesh.train.inference.evaluation.evaluate",
+        lambda *given, as_json: seen.append(given[2]) or 0,
     )
     config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
     (here / "run").mkdir()

@@ -11,7 +11,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
 from moemesh.trace.strict_json import strict_json
 from moemesh.train import saving
-from moemesh.train.inference import on_ranks
+from moemesh.train.inference.loading import on_ranks
 from moemesh.train.numerics.bundle import Bundle
 from moemesh.train.numerics.examination import examine
 from moemesh.train.numerics.finding import Finding

@@ -19,7 +19,7 @@ from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
 from moemesh.trace.duration import duration
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.inference import load, on_ranks
+from moemesh.train.inference.loading import load, on_ranks
 from moemesh.train.opening import own_batches
 from moemesh.train.step import sum_losses
 from moemesh.train.weight_sources import config_of
