@@ -64,7 +64,7 @@ def scores(
     """
     from moemesh.report.files import check_target
     from moemesh.train.inference.esft_request import EsftRequest
-    from moemesh.train.weight_sources import check_weights, config_of
+    from moemesh.train.weights.weight_sources import check_weights, config_of
 
     request = EsftRequest(
         data=data,

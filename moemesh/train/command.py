@@ -96,7 +96,10 @@ def train(
             _say_once(note)
     config = with_steps(config, samples)
     if config.model_path is not None or config.lora.path is not None:
-        from moemesh.train.conversion import open_adapters, open_weights  # late: few runs need it
+        from moemesh.train.weights.conversion import (  # late: few runs need it
+            open_adapters,
+            open_weights,
+        )
 
         if config.model_path is not None:
             open_weights(config)

@@ -32,7 +32,7 @@ from moemesh.train.preflight import (
     untrainable,
 )
 from moemesh.train.run_folder import RunFolder, refuse_unknown_permissions
-from moemesh.train.weight_sources import (
+from moemesh.train.weights.weight_sources import (
     check_adapters,
     check_folder,
     check_headers,

@@ -17,7 +17,6 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
-from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.console import Console
 from moemesh.train.expert_loads import RowBounds
@@ -30,9 +29,10 @@ from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.run_checkpoints import Checkpoints
 from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import FinishedStep, evaluate
+from moemesh.train.weights import saving
+from moemesh.train.weights.run_checkpoints import Checkpoints
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
@@ -116,7 +116,7 @@ class Session:
             self.done, position = checkpoint.step, int(checkpoint.state["position"])
         elif config.model_path is not None or config.lora.path is not None:
             # Late: most runs need none of it.
-            from moemesh.train.conversion import open_adapters, open_weights
+            from moemesh.train.weights.conversion import open_adapters, open_weights
 
             if config.model_path is not None:
                 saving.load_weights(open_weights(config, console.say), parallel, optimizer)

@@ -11,9 +11,10 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import preflight, preparation, weight_sources
+from moemesh.train import preflight, preparation
 from moemesh.train.inference import evaluation
 from moemesh.train.preparation import finished, prepare
+from moemesh.train.weights import weight_sources
 from moemesh.watch import devices
 from moemesh.watch.lease import Lease
 from tests.documents import text_of

@@ -22,7 +22,7 @@ from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.loading import load, on_ranks
 from moemesh.train.opening import own_batches
 from moemesh.train.step import sum_losses
-from moemesh.train.weight_sources import config_of
+from moemesh.train.weights.weight_sources import config_of
 
 #: Between lines of a long evaluation.
 _LINE_SECONDS = 30.0

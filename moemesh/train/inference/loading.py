@@ -14,11 +14,11 @@ from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-from moemesh.train import saving
-from moemesh.train.conversion import open_weights, to_stderr
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.run_folder import checkpoints_of
+from moemesh.train.weights import saving
+from moemesh.train.weights.conversion import open_weights, to_stderr
 
 
 def on_ranks(

@@ -28,9 +28,9 @@ from moemesh.config.load import load_recorded, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
-from moemesh.train import saving
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.optimizer import Optimizer, has_master
+from moemesh.train.weights import saving
 
 FOLDER, BODY, CONFIG, BATCH, WEIGHTS = (
     "failures",

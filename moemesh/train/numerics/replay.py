@@ -10,13 +10,13 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
 from moemesh.trace.strict_json import strict_json
-from moemesh.train import saving
 from moemesh.train.inference.loading import on_ranks
 from moemesh.train.numerics.bundle import Bundle
 from moemesh.train.numerics.examination import examine
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.weights import saving
 
 #: Overrides that make one rank of any plan: weights and samples are the same in all of them.
 ALONE = (

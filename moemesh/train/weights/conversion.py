@@ -58,7 +58,13 @@ from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.train.run_folder import RunFolder, checkpoints_of
-from moemesh.train.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused, target_of
+from moemesh.train.weights.weight_sources import (
+    ExpertLayout,
+    Target,
+    UpcycleRecipe,
+    refused,
+    target_of,
+)
 
 #: Dtypes of exported weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")

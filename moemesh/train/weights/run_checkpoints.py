@@ -10,11 +10,11 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-from moemesh.train import saving
 from moemesh.train.console import Console
 from moemesh.train.failure import go_on
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.run_folder import RunFolder
+from moemesh.train.weights import saving
 from moemesh.watch.lease import LeaseLost
 
 #: Waiting longer than this for the last checkpoint before the next is worth an event.
