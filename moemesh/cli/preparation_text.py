@@ -99,7 +99,7 @@ def _samples(prepared: Preparation) -> Iterator[str]:
 
 
 def _files(prepared: Preparation) -> Iterator[str]:
-    from moemesh.train.kept_schedules import has_name
+    from moemesh.train.records.kept_schedules import has_name
 
     config = prepared.config
     yield from FILES

@@ -41,8 +41,8 @@ from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.kept_schedules import check_recorded, recorded_segment, write_recorded
 from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.records.kept_schedules import check_recorded, recorded_segment, write_recorded
 from moemesh.train.session import Report, Session
 from moemesh.train.step import (
     NOTHING,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moemesh.config.changes import compare
 from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.schema import all_keys
-from moemesh.train.run_folder import CONFIG
+from moemesh.train.records.run_folder import CONFIG
 
 
 class KeyDifference(NamedTuple):

@@ -21,7 +21,7 @@ from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report.watch import View, facts
 from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
-from moemesh.train.run_folder import Events
+from moemesh.train.records.run_folder import Events
 
 # Progress of a run: when a line is due where there is no terminal, and how long it will take.
 

@@ -15,8 +15,8 @@ from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.text import from_text, to_text
-from moemesh.train.kept_schedules import SCHEDULE, has_name
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.kept_schedules import SCHEDULE, has_name
+from moemesh.train.records.run_folder import RunFolder
 
 # The samples of a step as this rank's microbatches.
 
@@ -58,7 +58,7 @@ def own_batches(
 
 def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:
     """The schedule of a step, the same on every rank; all ranks call, after
-    :func:`moemesh.train.kept_schedules.settle`."""
+    :func:`moemesh.train.records.kept_schedules.settle`."""
     if has_name(config.plan):
         return build_step(config.plan)
     text = (folder.path / SCHEDULE).read_text(encoding="utf-8") if mesh.rank == 0 else ""

@@ -28,7 +28,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.memory_profile import MemoryProfile, format_bytes
-from moemesh.train.sinks import missing_package
+from moemesh.train.records.sinks import missing_package
 from moemesh.watch.devices import num_gpus
 
 #: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.

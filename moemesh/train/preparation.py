@@ -23,7 +23,6 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
-from moemesh.train.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.preflight import (
     DiskNeed,
     disk_need,
@@ -31,7 +30,8 @@ from moemesh.train.preflight import (
     refuse_too_large,
     untrainable,
 )
-from moemesh.train.run_folder import RunFolder, refuse_unknown_permissions
+from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
+from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
     check_adapters,
     check_folder,

@@ -16,7 +16,7 @@ from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
 from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
-from moemesh.train.run_folder import MARKS
+from moemesh.train.records.run_folder import MARKS
 from moemesh.watch.supervisor import python_command
 
 #: Schedules whose order of operations follows from when messages arrive.

@@ -10,7 +10,7 @@ import torch
 
 from moemesh.comm import launch
 from moemesh.config.run import RunConfig
-from moemesh.train.failure import (
+from moemesh.train.records.failure import (
     advice_on,
     details,
     go_on,
@@ -21,7 +21,7 @@ from moemesh.train.failure import (
     same_failure,
     write_verdict,
 )
-from moemesh.train.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
+from moemesh.train.records.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
 from moemesh.watch.signals import STOPPING
 from moemesh.watch.supervisor import Ended, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict

@@ -17,9 +17,7 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
-from moemesh.train.artifacts import Artifacts
 from moemesh.train.console import Console
-from moemesh.train.expert_loads import RowBounds
 from moemesh.train.numerics.bundle import Bundles
 from moemesh.train.numerics.examination import examine, examine_state, first_look
 from moemesh.train.numerics.finding import Finding
@@ -27,9 +25,11 @@ from moemesh.train.numerics.guard import Guard
 from moemesh.train.numerics.vote import CopiesDiffer, Vote
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.provenance import record_return
+from moemesh.train.records.artifacts import Artifacts
+from moemesh.train.records.expert_loads import RowBounds
+from moemesh.train.records.provenance import record_return
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.weights import saving
 from moemesh.train.weights.run_checkpoints import Checkpoints

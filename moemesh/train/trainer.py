@@ -8,7 +8,6 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
 from moemesh.train.numerics.vote import what_is_compared
@@ -17,7 +16,8 @@ from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preflight import disk_warning, preflight_warnings
 from moemesh.train.preparation import already_trained
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records import provenance
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.session import Report, Session, Steps
 from moemesh.train.step import FinishedStep, gradients_of_step, update
 from moemesh.watch import progress_words

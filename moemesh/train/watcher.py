@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.failure import advice_on, details, report_id, write_node_verdict
-from moemesh.train.run_folder import LOGS, Events, RunFolder, tell_slow
+from moemesh.train.records.failure import advice_on, details, report_id, write_node_verdict
+from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, lock, torchrun_file
 from moemesh.watch.node import Guests, Node

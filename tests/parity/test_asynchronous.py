@@ -24,8 +24,8 @@ from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
 from moemesh.train import asynchronous as stream_module
 from moemesh.train.command import open_samples
-from moemesh.train.kept_schedules import recorded_segment
 from moemesh.train.opening import own_batches
+from moemesh.train.records.kept_schedules import recorded_segment
 from tests.parity.asynchronous import Streamed, stream
 from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
 from tests.parity.test_parity import MODEL

@@ -16,7 +16,7 @@ from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.weights import saving
 from moemesh.train.weights.run_checkpoints import Checkpoints

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from moemesh.trace.loads import LayerLoads
-from moemesh.train.expert_loads import AlarmLimits, LoadAlarms
+from moemesh.train.records.expert_loads import AlarmLimits, LoadAlarms
 from tests.train.runs import arguments, moemesh
 
 

@@ -17,8 +17,8 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import Tokenizer
-from moemesh.train import data_record
 from moemesh.train.inference import generation
+from moemesh.train.records import data_record
 from tests.data.test_packing import corpus_of
 from tests.huggingface.conversations import add_tokenizer
 from tests.huggingface.tiny import save

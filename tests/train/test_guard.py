@@ -31,7 +31,7 @@ from moemesh.train.numerics.guard import CENTRE, LEAST, WINDOW, Diverged, Guard,
 from moemesh.train.numerics.vote import CopiesDiffer
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import Events, RunFolder
+from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.watch.signals import StopRequest

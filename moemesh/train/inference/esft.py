@@ -28,7 +28,7 @@ from moemesh.train.inference.esft_request import EsftRequest
 from moemesh.train.inference.evaluation import config_on, in_batches, open_windows
 from moemesh.train.inference.loading import load, on_ranks
 from moemesh.train.opening import own_batches
-from moemesh.train.run_folder import RunFolder, RunFolderError
+from moemesh.train.records.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses
 
 

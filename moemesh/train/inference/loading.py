@@ -16,7 +16,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import checkpoints_of
+from moemesh.train.records.run_folder import checkpoints_of
 from moemesh.train.weights import saving
 from moemesh.train.weights.conversion import open_weights, to_stderr
 

@@ -57,7 +57,7 @@ from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
-from moemesh.train.run_folder import RunFolder, checkpoints_of
+from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights.weight_sources import (
     ExpertLayout,
     Target,

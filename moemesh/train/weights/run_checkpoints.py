@@ -11,9 +11,9 @@ from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.console import Console
-from moemesh.train.failure import go_on
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.failure import go_on
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights import saving
 from moemesh.watch.lease import LeaseLost
 

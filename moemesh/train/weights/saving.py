@@ -25,7 +25,7 @@ from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.watch.lease import LeaseLost
 
 

@@ -25,7 +25,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.trainable import refusals
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.train.run_folder import CHECKPOINTS, checkpoints_of, names_in
+from moemesh.train.records.run_folder import CHECKPOINTS, checkpoints_of, names_in
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]

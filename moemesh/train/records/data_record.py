@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.data.samples import Samples
-from moemesh.train.run_folder import DATA, DATA_CHANGE, RunFolder, RunFolderError
+from moemesh.train.records.run_folder import DATA, DATA_CHANGE, RunFolder, RunFolderError
 
 #: Keys of [data] that leave the training samples and their order as they are.
 WITHOUT_EFFECT = frozenset({"global_batch", "bad_record_share", "cache"})

@@ -26,7 +26,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace.machine import processor, usable_cores
 from moemesh.trace.provenance import FILE, SCHEMA, read_starts
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 
 #: The first start and the newest ones are kept, so many together.
 MOST_STARTS = 50
@@ -34,7 +34,7 @@ MOST_STARTS = 50
 MOST_DIFF_BYTES = 1 << 20
 MOST_UNTRACKED = 100
 _GIT_SECONDS = 10.0
-_LIBRARY = Path(__file__).parent.parent
+_LIBRARY = Path(__file__).parent.parent.parent
 _READ_BYTES = 1 << 20
 
 #: Variables that may change what a run computes or how fast; nothing else of the environment is

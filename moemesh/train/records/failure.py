@@ -18,7 +18,7 @@ from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
-from moemesh.train.run_folder import LOGS, checkpoints_of
+from moemesh.train.records.run_folder import LOGS, checkpoints_of
 from moemesh.watch.progress_words import own_word
 from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Verdict

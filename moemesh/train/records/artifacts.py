@@ -35,12 +35,12 @@ from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import data_record
-from moemesh.train.expert_loads import LoadAlarms, LoadLog
-from moemesh.train.failure import keep_failure
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_folder import CONFIG, DATA, ROWS, RunFolder
-from moemesh.train.sinks import Sinks
+from moemesh.train.records import data_record
+from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
+from moemesh.train.records.failure import keep_failure
+from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder
+from moemesh.train.records.sinks import Sinks
 from moemesh.train.step import FinishedStep, StepResult
 from moemesh.watch import progress_words
 
@@ -275,7 +275,7 @@ class Artifacts:
         What cannot be written is told: the run has ended well, and is saved.
         """
         # Late: no step needs the planner and the pages of the report, which are fifty files.
-        from moemesh.train.ending import write_end
+        from moemesh.train.records.ending import write_end
 
         assert self._last is not None
         timeline = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)

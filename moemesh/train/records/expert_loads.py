@@ -16,7 +16,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
-from moemesh.train.row_log import RowLog
+from moemesh.train.records.row_log import RowLog
 
 # ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
 

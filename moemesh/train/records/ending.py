@@ -22,7 +22,7 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 
 
 def write_end(

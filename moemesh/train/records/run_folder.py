@@ -2,7 +2,7 @@
 
     config.toml plan.json          the resolved configuration and the plan
     schedule.txt                   of a plan whose schedule is a file or searched
-    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.row_log)
+    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.row_log)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
     lease                          locked while a run is at work (moemesh.watch.lease)
@@ -36,7 +36,7 @@ from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.trace.run import Run
-from moemesh.train.row_log import Cut, RowLog, cut_after
+from moemesh.train.records.row_log import Cut, RowLog, cut_after
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 from moemesh.watch.slow_rank import SlowRank
@@ -53,7 +53,7 @@ _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
 
 class Recorded(NamedTuple):
     """What a run so far was trained with: its configuration as TOML, the record of its data
-    (:mod:`moemesh.train.data_record`), each None where nothing says so, and who says so."""
+    (:mod:`moemesh.train.records.data_record`), each None where nothing says so, and who says so."""
 
     config: str | None
     data: Any

@@ -19,7 +19,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.plan_schedule import build_step, fitting
 from moemesh.schedule.text import digest, from_text, load, to_text
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 
 SCHEDULE = "schedule.txt"
 
