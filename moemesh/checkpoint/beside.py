@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TypeVar, cast
 
 _Chunk = TypeVar("_Chunk")
 _Result = TypeVar("_Result")
@@ -27,14 +27,14 @@ def beside(
     """
     # No pool of the library: it takes no work while a process ends, which waits for its save.
     tasks: SimpleQueue[tuple[_Chunk] | None] = SimpleQueue()
-    done: SimpleQueue[_Result | _Error] = SimpleQueue()
+    done: SimpleQueue[tuple[_Result, None] | tuple[None, BaseException]] = SimpleQueue()
 
     def run() -> None:
         while (task := tasks.get()) is not None:
             try:
-                done.put(work(*task))
+                done.put((work(*task), None))
             except BaseException as error:
-                done.put(_Error(error))
+                done.put((None, error))
 
     def taken_back() -> tuple[_Chunk] | None:
         """The chunk that was handed over, where the thread has not come to it."""
@@ -48,7 +48,13 @@ def beside(
             if waits:
                 waits = False
                 task = taken_back()
-                yield _result(done.get()) if task is None else work(*task)
+                if task is not None:
+                    yield work(*task)
+                else:
+                    result, error = done.get()
+                    if error is not None:
+                        raise error
+                    yield cast("_Result", result)
             if chunk is None:
                 break
             if size(chunk) < _SMALL:
@@ -65,14 +71,3 @@ def beside(
         if waits and taken_back() is None:
             done.get()
         tasks.put(None)
-
-
-class _Error:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-def _result(found: _Result | _Error) -> _Result:
-    if isinstance(found, _Error):
-        raise found.error
-    return found

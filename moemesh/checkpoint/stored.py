@@ -208,22 +208,15 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
             slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
     for name in (name for name in manifest.files if name in present):
         try:
-            if reason := _misfit(path / name, manifest.files[name].size, slices[name]):
-                yield Damage(name, reason)
+            size, known = file_size(path / name), manifest.files[name].size
+            if size != known:
+                word = "truncated" if size < known else "too long"
+                yield Damage(name, f"{word}: size {size}, expected {known}")
+            elif (found := read_header(path / name, size)) != (ours := slices[name]):
+                wrong = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
+                yield Damage(name, f"the header disagrees with the manifest about {wrong[0]}")
         except CheckpointError as error:
             yield Damage(name, str(error).removeprefix(f"{path / name}: "))
-
-
-def _misfit(path: Place, expected: int, slices: dict[str, HeaderEntry]) -> str | None:
-    size = file_size(path)
-    if size != expected:
-        word = "truncated" if size < expected else "too long"
-        return f"{word}: size {size}, expected {expected}"
-    found = read_header(path, size)
-    if found != slices:
-        wrong = sorted(key for key in {*found, *slices} if found.get(key) != slices.get(key))
-        return f"the header disagrees with the manifest about {wrong[0]}"
-    return None
 
 
 def examine(folder: Place, step: int) -> list[Damage]:

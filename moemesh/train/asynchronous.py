@@ -169,7 +169,13 @@ class TrainingStream:
         return self._batches[step][place]
 
     def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
-        window = self._window(sample // self.window)
+        index = sample // self.window
+        if index not in self._windows:
+            samples = range(index * self.window, (index + 1) * self.window)
+            counts = count_over_step(self.parallel, [self._whole(one) for one in samples])
+            sums = StepSums(self.parallel, counts)
+            self._windows[index] = _Window(counts, sums, StepSums(self.parallel, counts))
+        window = self._windows[index]
         return (window.again if again else window.sums).objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
@@ -246,14 +252,6 @@ class TrainingStream:
         """(step, result, seconds) of the steps that :attr:`on_step` has not been told of."""
         return [self._read() for _ in range(self._num_read, self._num_finished)]
 
-    def _window(self, index: int) -> _Window:
-        if index not in self._windows:
-            samples = range(index * self.window, (index + 1) * self.window)
-            counts = count_over_step(self.parallel, [self._whole(sample) for sample in samples])
-            sums, again = (StepSums(self.parallel, counts) for _ in range(2))
-            self._windows[index] = _Window(counts, sums, again)
-        return self._windows[index]
-
     def _read(self) -> tuple[int, StepResult, float]:
         """The next report: (step, its result, seconds since the one before)."""
         index = self._num_read
@@ -315,8 +313,25 @@ class StreamedSteps:
         self._stopped = False
 
     def advance(self, first: int, report: Report) -> FinishedStep:
-        session, plan = self._session, self._session.config.plan
-        schedule, last = self._segment(first)
+        session, config = self._session, self._session.config
+        train, plan = config.train, config.plan
+        # The schedule from step `first` to the next drain, and that step.
+        if plan.replay is not None:
+            schedule, last = recorded_segment(Path(plan.replay), first)
+            check_recorded(schedule, config, first, last)
+        else:
+            ends = [train.steps]
+            for every in (train.checkpoint_every, train.validate_every):
+                if every:
+                    ends.append(-(-first // every) * every)
+            operations = 2 * plan.pp * plan.microbatches
+            ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
+            if (after := session.stop.after) is not None and after >= first:
+                ends.append(after)
+            last = min(ends)
+            schedule = stream_schedule(config, last - first + 1)
+        digests = gather_json([digest(schedule), last], session.mesh.control)
+        assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"
         assert schedule.update is not None
         recorder = StreamRecorder(
             session.mesh.rank, first=first, num_microbatches=plan.microbatches
@@ -330,7 +345,7 @@ class StreamedSteps:
         stream = TrainingStream(
             session.parallel,
             session.optimizer,
-            session.config.train,
+            train,
             num_microbatches=plan.microbatches,
             window=schedule.update.window,
             reach=max(plan.pp, int(schedule.parameters.get("max_in_flight", 0))),
@@ -351,28 +366,6 @@ class StreamedSteps:
 
     def is_stopping(self) -> bool:
         return self._session.any_rank(self._stopped or self._session.stop.requested)
-
-    def _segment(self, first: int) -> tuple[Schedule, int]:
-        """The schedule from step `first` to the next drain, and that step."""
-        config = self._session.config
-        if config.plan.replay is not None:
-            schedule, last = recorded_segment(Path(config.plan.replay), first)
-            check_recorded(schedule, config, first, last)
-        else:
-            train, plan = config.train, config.plan
-            ends = [train.steps]
-            for every in (train.checkpoint_every, train.validate_every):
-                if every:
-                    ends.append(-(-first // every) * every)
-            operations = 2 * plan.pp * plan.microbatches
-            ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
-            last = min(ends)
-            if (after := self._session.stop.after) is not None and after >= first:
-                last = min(last, after)
-            schedule = stream_schedule(config, last - first + 1)
-        digests = gather_json([digest(schedule), last], self._session.mesh.control)
-        assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"
-        return schedule, last
 
     def _run(self, schedule: Schedule, stream: _Measured, recorder: TimelineRecorder) -> None:
         plan, parallel = self._session.config.plan, self._session.parallel

@@ -41,7 +41,21 @@ class ProfiledSteps:
         """As of the steps that are profiled."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
-            self._start()
+            mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
+            if mesh.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            # Every entry of the ledger leaves a mark in the trace: which collective begins.
+            ledger, enter = mesh.ledger, mesh.ledger.record
+
+            def record(**entry: Any) -> None:
+                mark = f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"
+                with record_function(mark):
+                    enter(**entry)
+
+            ledger.record = record  # type: ignore[method-assign]  # until the profile ends
+            barrier(mesh.control)
+            self._profile = profile(activities=kinds)
+            self._profile.start()
         if self._profile is None:
             waited = progress_words.waited_in_steps() or 0.0
             finished = self._steps.advance(first, report)
@@ -61,24 +75,6 @@ class ProfiledSteps:
     def is_stopping(self) -> bool:
         """As of the steps that are profiled."""
         return self._steps.is_stopping()
-
-    def _start(self) -> None:
-        mesh = self._session.mesh
-        kinds = [ProfilerActivity.CPU]
-        if mesh.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
-        # Every entry of the ledger leaves a mark in the trace: which collective begins.
-        ledger = self._session.mesh.ledger
-        enter = ledger.record
-
-        def record(**entry: Any) -> None:
-            with record_function(f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"):
-                enter(**entry)
-
-        ledger.record = record  # type: ignore[method-assign]  # until the profile ends
-        barrier(mesh.control)
-        self._profile = profile(activities=kinds)
-        self._profile.start()
 
     def _stop(self) -> None:
         session = self._session

@@ -61,7 +61,27 @@ class Rehoming:
             self._average_LE = counts
         else:
             self._average_LE += (counts - self._average_LE) / self._every
-        return 0 if step % self._every else self._rebalance()
+        if step % self._every:
+            return 0
+        ordered = tuple(range(self._num_experts))
+        before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
+        # One plan for all: floats may round differently on another kind of machine.
+        plan: list[list[int]] | None = None
+        if self._mesh.rank == 0:
+            num_ranks = self._mesh["ep"].size
+            small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
+            with plain_loops() if small else nullcontext():
+                found = rebalance_incremental(
+                    self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
+                )
+            plan = found.physical_to_logical.tolist()
+        after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
+        num_moved = 0
+        for layer, old, new in zip(self._layers, before, after, strict=True):
+            if old != new:
+                self._move(layer, old, new)
+                num_moved += sum(a != b for a, b in zip(old, new, strict=True))
+        return num_moved
 
     def state(self) -> dict[str, Any]:
         """Placement and loads for a checkpoint, as JSON; :meth:`load_state` reads them."""
@@ -82,28 +102,6 @@ class Rehoming:
             self._set(int(layer), places)
         if state.get("expert_loads") is not None:
             self._average_LE = np.array(state["expert_loads"])
-
-    def _rebalance(self) -> int:
-        assert self._average_LE is not None
-        ordered = tuple(range(self._num_experts))
-        before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
-        # One plan for all: floats may round differently on another kind of machine.
-        plan: list[list[int]] | None = None
-        if self._mesh.rank == 0:
-            num_ranks = self._mesh["ep"].size
-            small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
-            with plain_loops() if small else nullcontext():
-                found = rebalance_incremental(
-                    self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
-                )
-            plan = found.physical_to_logical.tolist()
-        after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
-        num_moved = 0
-        for layer, old, new in zip(self._layers, before, after, strict=True):
-            if old != new:
-                self._move(layer, old, new)
-                num_moved += sum(a != b for a, b in zip(old, new, strict=True))
-        return num_moved
 
     @torch.no_grad()
     def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:

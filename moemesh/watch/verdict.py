@@ -305,7 +305,11 @@ class Judge:
     # Ranks that ended.
 
     def _deaths(self, now: float, passed: float, seen: Sequence[Seen]) -> Verdict | None:
-        failed = [one for one in seen if one.has_failed and not self._is_asked(one)]
+        # Exit codes of ranks that end because the run was asked to stop.
+        asked: tuple[int, ...] = ()
+        if self.stopping is not None:
+            asked = (-self.stopping, 128 + self.stopping, 130, 143)
+        failed = [one for one in seen if one.has_failed and one.exit_code not in asked]
         if not failed:
             return None
         for one in failed:
@@ -358,12 +362,6 @@ class Judge:
             message = f"rank {cause.rank} failed with exit code {code}"
         return Verdict(kind="exited", rank=cause.rank, message=message, seen=cause)
 
-    def _is_asked(self, one: Seen) -> bool:
-        """Whether a rank ended because the run was asked to stop."""
-        if self.stopping is None or one.exit_code is None:
-            return False
-        return one.exit_code in (-self.stopping, 128 + self.stopping, 130, 143)
-
     def _silent_cause(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
         """A rank that is alive and did not come to where the others failed."""
         alive = [one for one in seen if not one.has_failed and not one.is_done]
@@ -409,7 +407,13 @@ class Judge:
         lost = self.lost if self._still >= CUT_SECONDS else ()
         if (cut := _network_cut(at_work, lost, self._still)) is not None:
             return cut
-        if not at_work or self._still < self._limit(words):
+        limits, steps = self.limits, self._steps
+        limit = limits.patience
+        in_steps = bool(words) and all(word.phase == STEP for word in words)
+        if in_steps and steps.num_seen >= limits.first_steps and steps.median is not None:
+            by_steps = max(10 * steps.median, 3 * steps.longest)
+            limit = min(max(limits.floor, by_steps), limits.patience)
+        if not at_work or self._still < limit:
             return None
         if (differing := _differing_calls(at_work)) is not None:
             return differing
@@ -433,14 +437,6 @@ class Judge:
             used = one.cpu_seconds - self._cpu.get(one.rank, one.cpu_seconds)
             return min(1.0, 2.0 * used / passed)
         return 1.0
-
-    def _limit(self, words: Sequence[Word]) -> float:
-        if not words or any(word.phase != STEP for word in words):
-            return self.limits.patience
-        if self._steps.num_seen < self.limits.first_steps or self._steps.median is None:
-            return self.limits.patience
-        by_steps = max(10 * self._steps.median, 3 * self._steps.longest)
-        return min(max(self.limits.floor, by_steps), self.limits.patience)
 
     def _verdict(self, kind: Kind, one: Seen, seen: Sequence[Seen], waited: float) -> Verdict:
         words = [other.word for other in seen if other.word is not None]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.huggingface.contents import plain_file
@@ -99,7 +98,11 @@ class Delta:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
         self.tensors = {
-            name: DeferredTensor(stored.dtype, stored.shape, partial(_whole, folder, name))
+            name: DeferredTensor(
+                stored.dtype,
+                stored.shape,
+                partial(folder.read, name, [range(size) for size in stored.shape]),
+            )
             for name, stored in folder.tensors.items()
         }
 
@@ -114,7 +117,3 @@ class Delta:
                     f"{self.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
                 )
         return {name: self.tensors.get(name, tensor) for name, tensor in whole.items()}
-
-
-def _whole(folder: WeightFolder, name: str) -> Tensor:
-    return folder.read(name, [range(size) for size in folder.tensors[name].shape])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,16 @@ def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
         len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
         device=parallel.mesh.device,
     )  # fmt: skip
+
+    def add(sums_2E: Tensor, router: nn.Module, inputs: Any, routing: Routing) -> None:
+        chosen = routing.experts_TK.flatten()
+        there = chosen >= 0
+        weights = routing.weights_TK.detach().flatten()[there].double()
+        sums_2E[0].index_add_(0, chosen[there], weights)
+        sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
+
     hooks = [
-        moe.router.register_forward_hook(_adder(found[layers.index(layer)]))
+        moe.router.register_forward_hook(partial(add, found[layers.index(layer)]))
         for layer, moe in parallel.model.moe_layers().items()
         if layer in layers
     ]
@@ -118,17 +127,6 @@ def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _adder(sums_2E: Tensor) -> Any:
-    def add(router: nn.Module, inputs: Any, routing: Routing) -> None:
-        chosen = routing.experts_TK.flatten()
-        there = chosen >= 0
-        weights = routing.weights_TK.detach().flatten()[there].double()
-        sums_2E[0].index_add_(0, chosen[there], weights)
-        sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
-
-    return add
 
 
 def keep_table(config: RunConfig, folder: RunFolder) -> None:

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -192,7 +193,16 @@ def generate(
             return text, found
 
         if prompt is None:
-            _converse(turns, ids_of, answer)
+            # Questions from the terminal, and answers to it, until /exit or the end of the input.
+            print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+            with suppress(EOFError, KeyboardInterrupt):
+                while (question := input("> ").strip()) != "/exit":
+                    if question:
+                        said, _ = answer(ids_of(question), partial(print, end="", flush=True))
+                        turns.append({"role": "user", "content": question})
+                        turns.append({"role": "assistant", "content": said})
+                        print()
+            print(flush=True)
             return ""
         text, found = answer(asked, lambda text: None)
         parallel.close()
@@ -205,25 +215,6 @@ def generate(
         )
 
     return on_ranks(config, arguments, overrides, work)
-
-
-def _converse(
-    turns: list[dict[str, str]],
-    ids_of: Callable[[str], list[int]],
-    answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
-) -> None:
-    """Questions from the terminal, and answers to it, until /exit or the end of the input."""
-    print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
-    with suppress(EOFError, KeyboardInterrupt):
-        while (question := input("> ").strip()) != "/exit":
-            if question:
-                text, _ = answer(ids_of(question), lambda text: print(text, end="", flush=True))
-                turns += [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": text},
-                ]
-                print()
-    print(flush=True)
 
 
 def _stops(source: Path, model_path: str | None) -> Collection[int]:

@@ -76,7 +76,17 @@ class Bundles:
         problem = None
         if self._parallel.mesh.rank == 0:
             try:
-                self._make_room(step)
+                # Older bundles go, and an earlier one of the same step.
+                root = self._run / FOLDER
+                found = sorted(
+                    (int(match[1]), path)
+                    for path in (root.iterdir() if root.is_dir() else ())
+                    if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
+                )
+                kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
+                for _, path in found:
+                    if path not in kept:
+                        shutil.rmtree(path)
                 folder.mkdir(parents=True)
                 save_file(batch, folder / BATCH)
                 (folder / CONFIG).write_text(resolved_toml(self._config), encoding="utf-8")
@@ -101,21 +111,6 @@ class Bundles:
             body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
             (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         barrier(self._parallel.mesh.control)
-
-    def _make_room(self, step: int) -> None:
-        """Remove older bundles, and an earlier one of the same step."""
-        root = self._run / FOLDER
-        if not root.is_dir():
-            return
-        found = sorted(
-            (int(match[1]), path)
-            for path in root.iterdir()
-            if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
-        )
-        kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
-        for _, path in found:
-            if path not in kept:
-                shutil.rmtree(path)
 
 
 class BundleSamples(Windows):

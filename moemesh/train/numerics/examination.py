@@ -15,9 +15,10 @@ the report says so and names the parameters whose gradients were not finite in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -188,8 +189,15 @@ class Look:
                 # Modules inside that are given the same tensor cannot be told apart by it.
                 if x.requires_grad and x not in self._watched:
                     self._watched[x] = True
-                    context = self._contexts.get(layer)
-                    x.register_hook(self._gradient_hook(name, layer, place, microbatch, context))
+                    look = partial(
+                        self._at_gradient,
+                        name=name,
+                        layer=layer,
+                        place=place,
+                        microbatch=microbatch,
+                        context=self._contexts.get(layer),
+                    )
+                    x.register_hook(look)
 
         def end(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any], output: Any) -> None:
             place = self._ended.setdefault((layer, name), len(self._ended))
@@ -225,23 +233,20 @@ class Look:
         yield module.register_forward_pre_hook(begin, with_kwargs=True)
         yield module.register_forward_hook(end, with_kwargs=True)
 
-    def _gradient_hook(
-        self, name: str, layer: int, place: int, microbatch: int, context: Context | None
-    ) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self._current = microbatch
-            if not is_finite(gradient):
-                self._add(
-                    "backward",
-                    name,
-                    gradient,
-                    microbatch=microbatch,
-                    layer=layer,
-                    place=place,
-                    **_sequences(context, gradient),
-                )
-
-        return look
+    def _at_gradient(
+        self,
+        gradient: Tensor,
+        *,
+        name: str,
+        layer: int,
+        place: int,
+        microbatch: int,
+        context: Context | None,
+    ) -> None:
+        self._current = microbatch
+        if not is_finite(gradient):
+            where = {"microbatch": microbatch, "layer": layer, "place": place}
+            self._add("backward", name, gradient, **where, **_sequences(context, gradient))
 
     def _microbatch(self, layer: int) -> int:
         """Of the forward of `layer` that runs now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moemesh.comm.collectives import gather_json
@@ -128,42 +128,22 @@ def origin(
     parameters: tuple[str, ...],
 ) -> Finding:
     """The first in the order of the computation; all ranks call with what all have seen."""
-    for phase in PHASES:
-        found = [one for one in sightings if one.phase == phase]
-        if found:
-            if phase == "backward":
-                # A backward goes from the last layer to the first: the gradient of a weight of a
-                # later layer, or of an earlier microbatch, comes before it.
-                gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
-                first = min(found, key=order)
-                earlier = [
-                    one
-                    for one in gradients
-                    if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
-                ]
-                found = earlier or found
-            finding = _finding(found, sightings, sample_ids, parameters)
-            damaged = phase == "weight" and _is_damage(parallel, finding)
-            return replace(finding, is_damage=damaged)
-    return Finding(phase="unrepeated", parameters=parameters[:MOST_NAMED])
-
-
-def _is_damage(parallel: RankModel, finding: Finding) -> bool:
-    """Whether a weight has finite copies beside the one that is not; all ranks call."""
-    name = re.sub(r"^optimizer\.[^.]+\.", "", finding.name)
-    where, data = parallel.placements.get(name), parallel.reducer.data
-    if where is None or data == "zero3" or (name != finding.name and data != "replicate"):
-        return False  # each rank has a part of its own
-    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
-    return not set(copies[finding.rank or 0]) <= set(finding.ranks)
-
-
-def _finding(
-    found: list[Sighting],
-    sightings: Sequence[Sighting],
-    sample_ids: Sequence[int],
-    parameters: tuple[str, ...],
-) -> Finding:
+    seen = {one.phase for one in sightings}
+    phase = next((phase for phase in PHASES if phase in seen), None)
+    if phase is None:
+        return Finding(phase="unrepeated", parameters=parameters[:MOST_NAMED])
+    found = [one for one in sightings if one.phase == phase]
+    if phase == "backward":
+        # A backward goes from the last layer to the first: the gradient of a weight of a later
+        # layer, or of an earlier microbatch, comes before it.
+        gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
+        first = min(found, key=order)
+        earlier = [
+            one
+            for one in gradients
+            if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
+        ]
+        found = earlier or found
     first = min(found, key=lambda one: (order(one), not one.is_fresh, one.rank))
     same = [
         one
@@ -181,11 +161,11 @@ def _finding(
         len(one.sequences) == one.num_looked for one in concerned
     )
     experts = tuple(sorted({expert for one in same for expert in one.experts}))
-    layer = layer_in(first.name)
+    layer, ranks = layer_in(first.name), tuple(sorted({one.rank for one in same}))
     return Finding(
         phase=first.phase,
         rank=first.rank,
-        ranks=tuple(sorted({one.rank for one in same})),
+        ranks=ranks,
         name=first.name,
         value=first.value,
         microbatch=first.microbatch if in_step else None,
@@ -195,7 +175,18 @@ def _finding(
         samples=tuple(int(sample_ids[one]) for one in sorted(sequences))[:MOST_NAMED],
         num_alike=len(sequences) if are_alike else 0,
         parameters=parameters[:MOST_NAMED],
+        is_damage=phase == "weight" and _is_damage(parallel, first.name, first.rank, ranks),
     )
+
+
+def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ...]) -> bool:
+    """Whether a weight has finite copies beside the one of `rank` that is not; all ranks call."""
+    name = re.sub(r"^optimizer\.[^.]+\.", "", weight)
+    where, data = parallel.placements.get(name), parallel.reducer.data
+    if where is None or data == "zero3" or (name != weight and data != "replicate"):
+        return False  # each rank has a part of its own
+    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
+    return not set(copies[rank]) <= set(ranks)
 
 
 def layer_in(name: str) -> int:

@@ -153,31 +153,28 @@ class Guard:
         for fault in faults:
             if fault.score is not None:
                 reason = f"the loss of step {fault.step} jumped"
-            else:
-                reason = self._settle_nonfinite(fault, examine) or reason
+                continue
+            # Of steps in a row each has samples of its own; the first one tells how it began.
+            is_first = fault.in_a_row == 1 or self._finding is None
+            self._finding, bundle = examine(fault.step, is_first)
+            self._bundle = bundle if is_first else self._bundle
+            found, action = self._finding, self._train.on_nonfinite
+            text = f"step {fault.step}: a loss or a gradient is not finite: {found}"
+            if bundle is not None:
+                text += f"; moemesh replay {self._bundle} repeats the step"
+            if action == "rollback":
+                self._say(text, "alarm")
+                reason = f"step {fault.step} is not finite"
+                continue
+            if action == "stop":
+                raise self._failure(text, found, "train.on_nonfinite is stop")
+            if found.phase == "weight":
+                raise self._failure(text, found, "no later step can be finite")
+            if fault.in_a_row >= self._train.max_skips:
+                why = f"no step of the last {fault.in_a_row} was finite"
+                raise self._failure(text, found, why)
+            self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
-
-    def _settle_nonfinite(self, fault: Fault, examine: Examine) -> str | None:
-        # Of steps in a row each has samples of its own; the first one tells how it began.
-        is_first = fault.in_a_row == 1 or self._finding is None
-        self._finding, bundle = examine(fault.step, is_first)
-        self._bundle = bundle if is_first else self._bundle
-        found, action = self._finding, self._train.on_nonfinite
-        text = f"step {fault.step}: a loss or a gradient is not finite: {found}"
-        if bundle is not None:
-            text += f"; moemesh replay {self._bundle} repeats the step"
-        if action == "rollback":
-            self._say(text, "alarm")
-            return f"step {fault.step} is not finite"
-        if action == "stop":
-            raise self._failure(text, found, "train.on_nonfinite is stop")
-        if found.phase == "weight":
-            raise self._failure(text, found, "no later step can be finite")
-        if fault.in_a_row >= self._train.max_skips:
-            reason = f"no step of the last {fault.in_a_row} was finite"
-            raise self._failure(text, found, reason)
-        self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
-        return None
 
     def damaged(self, step: int, found: Finding) -> str:
         """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.

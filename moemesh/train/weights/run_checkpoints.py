@@ -56,9 +56,10 @@ class Checkpoints:
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
         if before is not None and waited > _WAITED_SECONDS:
-            self._event(
+            self._console.say(
                 f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
-                f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that"
+                f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
+                "checkpoint",
             )
         try:
             self._start(step, state)
@@ -119,7 +120,8 @@ class Checkpoints:
         self._saver.start(step, shards, own)
         if (why := self._saver.why_blocking) and not self._has_said_why:
             self._has_said_why = True
-            self._event(f"checkpoints are written while training waits: {why}")
+            text = f"checkpoints are written while training waits: {why}"
+            self._console.say(text, "checkpoint")
 
     def _complain(self, step: int, problem: str) -> None:
         if self._tells:
@@ -127,7 +129,3 @@ class Checkpoints:
                 f"checkpoint of step {step} not saved, training goes on, the next one is tried "
                 f"again: {problem}"
             )
-
-    def _event(self, text: str) -> None:
-        if self._tells:
-            self._console.say(text, "checkpoint")
