@@ -235,7 +235,9 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
         for second in ordered[index + 1 :]:
             if shape and second.offset[0] >= first.offset[0] + first.shape[0]:
                 break  # sorted by row: nothing further on can meet `first`
-            if _meet(first, second):
+            both = zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+            # 0-dimensional ones always share an element.
+            if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in both):
                 raise CheckpointError(
                     f"{name} {list(shape)}: {_words(first)} and {_words(second)} overlap"
                 )
@@ -254,16 +256,6 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
             f"{name} {list(shape)}: no rank holds {prod(shape) - covered} of its {prod(shape)} "
             f"elements{where}"
         )
-
-
-def _meet(first: Slice, second: Slice) -> bool:
-    """Whether two rectangles share an element (0-dimensional ones always do)."""
-    return all(
-        a < b + size_b and b < a + size_a
-        for a, size_a, b, size_b in zip(
-            first.offset, first.shape, second.offset, second.shape, strict=True
-        )
-    )
 
 
 def _words(piece: Slice) -> str:

@@ -77,7 +77,7 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
 def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     """A whole logical tensor, put together of its slices, as unsigned integers of its bits."""
     entry = stored.entry(name)
-    result = np.empty(entry.shape, _unsigned(entry.dtype))
+    result = np.empty(entry.shape, np.dtype(f"<u{ITEM_BYTES[entry.dtype]}"))
     for piece in entry.slices:
         path = stored.path / piece.file
         _, start = read_places(path, file_size(path))[piece.key]
@@ -93,12 +93,8 @@ def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     return result
 
 
-def _unsigned(dtype: str) -> np.dtype[Any]:
-    return np.dtype(f"<u{ITEM_BYTES[dtype]}")
-
-
 def _bits(content: bytes | memoryview, dtype: str) -> Array:
-    return np.frombuffer(content, _unsigned(dtype))
+    return np.frombuffer(content, f"<u{ITEM_BYTES[dtype]}")
 
 
 def _values(bits: Array, dtype: str) -> Array:

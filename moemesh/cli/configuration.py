@@ -114,7 +114,7 @@ def config_diff(
     """
 
     from moemesh.config.toml import format_value
-    from moemesh.train.configuration_pairs import compared
+    from moemesh.train.records.run_folder import compared
 
     found = compared(first, second)
     if as_json:

@@ -77,7 +77,8 @@ def train(
         if problems := untrainable(replace(resolved, config=readable_config), path):
             raise ConfigError(problems)
         if launch.launched():
-            return _rank(config, _folder(config, path), path, **end)
+            folder = RunFolder.open(path, None, config.train.checkpoint_folder)
+            return _rank(config, folder, path, **end)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(config, None, path, allowed_changes, takeover=takeover, **end)
     if prepared is None:
@@ -265,12 +266,7 @@ def _open_together(
     if problem is not None:
         launch.stop(2)
         raise _Refused(problem)
-    return folder or _folder(config, path)
-
-
-def _folder(config: RunConfig, path: Path) -> RunFolder:
-    """The folder on a rank, which somebody else has looked at already."""
-    return RunFolder.open(path, None, config.train.checkpoint_folder)
+    return folder or RunFolder.open(path, None, config.train.checkpoint_folder)
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:

@@ -84,7 +84,7 @@ _DRAW_SECONDS = 0.5
 
 def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
     """The first lines of a run: model, plan, data and run folder."""
-    plan, model = config.plan, config.model
+    plan, model, data, train = config.plan, config.model, config.data, config.train
     size = count_parameters(from_model_config(model)).total
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     kind = f"{model.num_experts} experts, top {model.experts_per_token}"
@@ -98,6 +98,27 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         trained = num_trained(config.tuning, model, plan)
         total = num_trained(FULL, model, plan)
         tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
+    # Each source with its tokens, and how often the run reads its training samples.
+    batch = f"{data.global_batch} x {data.seq_len} a step"
+    epochs = samples.epochs(train.steps * data.global_batch)
+    shares = samples.interleaving.counts / samples.interleaving.period
+    lines: list[str] = []
+    for split, share, times in zip(samples.splits, shares, epochs, strict=True):
+        source, read = split.source.name, f"{times:.3g} epochs"
+        if split.without_loss:
+            read += f", {split.without_loss:,} conversations without loss left out"
+        if len(samples.splits) == 1:
+            lines.append(f"data     {source}: {split.num_tokens:,} tokens, {batch}, {read}")
+        else:
+            lines.append(f"         {share:6.2%}  {source}: {split.num_tokens:,} tokens, {read}")
+    if len(samples.splits) > 1:
+        lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
+    if (learned := samples.num_learned) is not None:
+        every = sum(split.num_tokens for split in samples.splits)
+        lines.append(f"chat     conversations by the template of {data.tokenizer}")
+        lines.append(f"         {learned:,} of {every:,} tokens bear loss ({learned / every:.1%})")
+    if data.validation is not None:
+        lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return "\n".join(
         [
             f"model    {size:,} parameters, {model.num_layers} layers, "
@@ -106,36 +127,10 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
             *([f"weights  from {config.model_path}"] if config.model_path is not None else []),
             f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
             *(["         " + "  ".join(chosen)] if chosen else []),
-            *_data_lines(config, samples),
-            f"run      {folder}  {config.train.dtype}  {config.train.optimizer}  on {device.type}",
+            *lines,
+            f"run      {folder}  {train.dtype}  {train.optimizer}  on {device.type}",
         ]
     )
-
-
-def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
-    """Each source with its tokens, and how often the run reads its training samples."""
-    data, train = config.data, config.train
-    batch = f"{data.global_batch} x {data.seq_len} a step"
-    epochs = samples.epochs(train.steps * data.global_batch)
-    shares = samples.interleaving.counts / samples.interleaving.period
-    lines: list[str] = []
-    for split, share, times in zip(samples.splits, shares, epochs, strict=True):
-        name, read = split.source.name, f"{times:.3g} epochs"
-        if split.without_loss:
-            read += f", {split.without_loss:,} conversations without loss left out"
-        if len(samples.splits) == 1:
-            lines.append(f"data     {name}: {split.num_tokens:,} tokens, {batch}, {read}")
-        else:
-            lines.append(f"         {share:6.2%}  {name}: {split.num_tokens:,} tokens, {read}")
-    if len(samples.splits) > 1:
-        lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
-    if (learned := samples.num_learned) is not None:
-        total = sum(split.num_tokens for split in samples.splits)
-        lines.append(f"chat     conversations by the template of {data.tokenizer}")
-        lines.append(f"         {learned:,} of {total:,} tokens bear loss ({learned / total:.1%})")
-    if data.validation is not None:
-        lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
-    return lines
 
 
 class Console:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -19,6 +17,7 @@ from moemesh.train.records.failure import (
     kept_in,
     newest_step,
     same_failure,
+    say,
     write_verdict,
 )
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
@@ -98,7 +97,7 @@ def train_supervised(
         step, is_ours = newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
         refused = budget.refuses(verdict, step)
         goes_on = is_ours and refused is None
-        _say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
+        say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
         if not is_ours:
             return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
@@ -109,7 +108,7 @@ def train_supervised(
             advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
             write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
-            _say(f"{details(path)}; not started again: {refused}\n{advice}")
+            say(f"{details(path)}; not started again: {refused}\n{advice}")
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
         hint = hint_on(verdict)
@@ -117,14 +116,9 @@ def train_supervised(
         events.add("restart", text, at)
         kept = keep_failure(path, have_ended=True)
         where = details(path) if kept is None else f"details in {kept}"
-        _say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
+        say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()
         except RunFolderError as error:
-            _say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
+            say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
             return ended.code
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a console that is gone ends no run
-        print(text, file=sys.stderr, flush=True)

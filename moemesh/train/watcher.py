@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.records.failure import advice_on, details, report_id, write_node_verdict
+from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, lock, torchrun_file
@@ -140,7 +140,7 @@ class Watcher:
         report.start()
         report.join(_REPORT_SECONDS)
         if report.is_alive():
-            _say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
+            say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
         # Nobody meets here any more, and ranks that wait for the verdict have it.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._guests.send(verdict.rank, signal.SIGKILL)
@@ -186,12 +186,7 @@ class Watcher:
                 temporary = Path(f"{name}.{os.getpid()}")
                 temporary.write_text(text)
                 os.replace(temporary, name)
-        _say("\n".join([*lines, advice]))
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a console that is gone saves no rank
-        print(text, file=sys.stderr, flush=True)
+        say("\n".join([*lines, advice]))
 
 
 def main() -> None:

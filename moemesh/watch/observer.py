@@ -91,7 +91,7 @@ class Observer:
         wanted = {one.rank for one in asked if one.state != "T"}
         while wanted and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-            wanted = {rank for rank in wanted if not _size(stack_file(self.folder, rank))}
+            wanted = {rank for rank in wanted if not _text(stack_file(self.folder, rank))}
         found = {one.rank: _text(stack_file(self.folder, one.rank)) for one in asked}
         for rank, stack in found.items():
             if stack:
@@ -113,13 +113,6 @@ class Observer:
         """Of the exceptions that ranks told of."""
         told = {rank: read_told(self.folder, rank) for rank in self.ranks}
         return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _text(file: Path) -> str:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,12 @@ def write_node_verdict(
     if _epoch_of(folder / FILE) != epoch or report_id(folder) == earlier:
         keep_failure(folder)
     return _link(folder, content)
+
+
+def say(text: str) -> None:
+    """Print on stderr; a console that is gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 #: Of a file: its number on the disk, its size, and when it was written by the clock of the disk.
