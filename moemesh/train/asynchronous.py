@@ -55,7 +55,6 @@ from moemesh.train.step import (
     move_selection_biases,
     pack_loads,
     step_result,
-    unpack_loads,
 )
 
 # The stream of an asynchronous run: microbatches, update windows, and the report of each step.
@@ -271,7 +270,8 @@ class TrainingStream:
         result = step_result(
             counts=step.counts,
             losses=report.total[3 : 3 + num_losses],
-            loads=unpack_loads(report.total[3 + num_losses :], step.loads),
+            packed=report.total[3 + num_losses :],
+            like=step.loads,
             norm=GradientNorm(value=value, is_finite=not skipped > 0),
         )
         return self.first + index, result, seconds

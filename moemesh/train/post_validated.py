@@ -47,7 +47,6 @@ from moemesh.train.step import (
     refuse_bad_logits,
     refuse_replayed,
     step_result,
-    unpack_loads,
     update,
 )
 
@@ -243,7 +242,8 @@ class PostValidation:
         return step_result(
             counts=step.counts,
             losses=losses,
-            loads=unpack_loads(packed, loads),
+            packed=packed,
+            like=loads,
             norm=norm_of(squares),
         )
 
