@@ -148,7 +148,7 @@ def write_file(
 
 @contextmanager
 def _writing(path: Place) -> Iterator[Callable[[memoryview], object]]:
-    """What writes a new file, which is synced where the block ends well."""
+    """A function that writes a new file, which is synced where the block ends well."""
     if isinstance(path, RemotePath):
         with path.writing() as write:
             yield write

@@ -60,7 +60,7 @@ FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
 
 
 class SaveOutcome(NamedTuple):
-    """How a save ended: `problem` None where it was committed, `seconds` from its start to there,
+    """The end of a save: `problem` None where it was committed, `seconds` from its start to there,
     `nonfinite` the tensors with numbers that are not finite, `is_lost` whether the folder is that
     of another run now."""
 
@@ -80,7 +80,7 @@ class _Lost(Exception):
 
 
 class RankPart(NamedTuple):
-    """That of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
+    """The part of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
     `note` takes what failed and did not end a save; `lost` says why the folder is no more the
     run's, or None."""
 
@@ -209,8 +209,8 @@ class SaveJob:
             raise _Lost(why)
 
     def _committed(self) -> Manifest | None:
-        """What an earlier attempt committed although a request of it failed; CheckpointError where
-        somebody else did."""
+        """The manifest that an earlier attempt committed although a request of it failed;
+        CheckpointError where somebody else did."""
         if not is_committed(self._final):
             return None
         if isinstance(self._final, RemotePath):
@@ -316,11 +316,11 @@ class SaveJob:
         return report
 
     def _parts(self, number: int) -> Folder:
-        """Where the parts of an attempt are written: without renames, under the final name."""
+        """The folder of an attempt's parts: without renames, under the final name."""
         return self._final if isinstance(self._final, RemotePath) else self._temporary(number)
 
     def _part_name(self, number: int, rank: int) -> str:
-        """Of a rank's file in an attempt."""
+        """The name of a rank's file in an attempt."""
         is_remote = isinstance(self._final, RemotePath)
         return part_name(rank, self._id(number) if is_remote else "")
 
@@ -329,7 +329,7 @@ class SaveJob:
         return self._final.with_name(f"{self._final.name}.tmp-{self._id(number)}")
 
     def _id(self, number: int) -> str:
-        """Of an attempt; that of the first is the step's."""
+        """The id of an attempt; that of the first is the step's."""
         if not number:
             return self._identity
         return uuid.uuid5(uuid.UUID(self._identity), str(number)).hex

@@ -119,7 +119,7 @@ class Manifest(_Strict):
 
     @property
     def hash_name(self) -> str:
-        """Of the function of all digests but the manifest's own."""
+        """The name of the function of all digests but the manifest's own."""
         return self.hash or BLAKE2B
 
     def check(self) -> None:

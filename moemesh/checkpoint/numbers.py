@@ -31,7 +31,7 @@ _EXPONENTS = {
 
 
 def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
-    """How many of the numbers in `content`, of torch's `dtype`, are infinite or NaN."""
+    """The number of infinities and NaN in `content`, of torch's `dtype`."""
     if dtype not in _EXPONENTS:
         return 0
     bits = _bits(content, dtype)
@@ -42,7 +42,7 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
 
 
 class NumberDifference(NamedTuple):
-    """How two tensors of one name, shape and dtype differ, over the numbers finite in both.
+    """Difference of two tensors of one name, shape and dtype, over the numbers finite in both.
 
     `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
     difference, `relative` the same over the largest magnitude of the first tensor.

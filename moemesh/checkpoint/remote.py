@@ -36,7 +36,7 @@ class RemotePath:
 
     @staticmethod
     def of(address: str) -> RemotePath:
-        """That of ``scheme://bucket/prefix``. Raises RemoteError where a package is missing or the
+        """The name ``scheme://bucket/prefix``. Raises RemoteError where a package is missing or the
         scheme is unknown."""
         try:
             from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
@@ -185,7 +185,8 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[bytes | memoryview], object]]:
-        """What takes the bytes of the object, which is there when the block has ended well."""
+        """A function that takes the object's bytes, which is there when the block has ended
+        well."""
         file = self._call(self._filesystem.open, self._path, "wb")
         try:
             yield lambda content: self._call(file.write, content)
@@ -226,7 +227,7 @@ Place = Path | RemotePath
 
 
 def place_of(text: str | Path) -> Place:
-    """What a text of the user means: ``scheme://...`` an object store, all else a path."""
+    """The place that a user's text means: ``scheme://...`` an object store, all else a path."""
     match = _ADDRESS.fullmatch(str(text))
     if match is None:
         if "::" in str(text):

@@ -89,7 +89,7 @@ class Staging:
             torch.zeros(1, device="cuda")
 
     def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The same shards with copies of their tensors, until the next call."""
+        """The shards with copies of their tensors, until the next call."""
         on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
         self._reserve(_num_bytes(keyed), pins=on_cuda)
         copies: dict[str, Shard] = {}

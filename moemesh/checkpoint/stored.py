@@ -103,7 +103,7 @@ class StoredCheckpoint:
                 raise CheckpointError(f"{self.path}/{damage}")
 
     def damages(self, file: str) -> Iterator[Damage]:
-        """What of a file, read from the disk, is not what was written."""
+        """Parts of a file, read from the disk, that are not what was written."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
             with reading(self.path / file, from_disk=True) as opened:
@@ -193,7 +193,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
-    """Where the list of files, their sizes, and their headers are not those of the manifest."""
+    """Faults of the list of files, their sizes, and their headers, by the manifest."""
     present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
         yield Damage(name, "missing")

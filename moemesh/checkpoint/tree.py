@@ -45,7 +45,7 @@ def is_tensor(leaf: object) -> bool:
 
 
 def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same containers with ``function(path, leaf)`` in place of leaves and empty containers."""
+    """Containers with ``function(path, leaf)`` in place of leaves and empty containers."""
     if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
         return function(path, node)
     below = f"{path}/" if path else ""

@@ -56,7 +56,7 @@ class Fitted:
     is_told: bool = True
 
     def overrides(self) -> list[str]:
-        """What turns the old plan into it, as values of ``--set``."""
+        """Values of ``--set`` that turn the old plan into it."""
         return [f"plan.{name}={format_value(value)}" for name, value in _changes(self).items()]
 
     def text(self) -> str:

@@ -35,7 +35,7 @@ _NEWEST = 0.1
 
 
 class Progress:
-    """Of `total` steps of which `done` were taken by earlier calls.
+    """Progress through `total` steps, of which earlier calls have taken `done`.
 
     `log_every`: steps between lines; 0 goes by time and steps, as the constants say. Steps are
     timed from one call of :meth:`finished` to the next, so with validation and saving.

@@ -72,7 +72,7 @@ def schedule_of_step(config: RunConfig, mesh: Mesh) -> Schedule:
 
 
 def _of_rank_0(text: str, mesh: Mesh) -> Schedule:
-    """What rank 0 read or searched: files may differ between nodes."""
+    """The schedule that rank 0 read or searched: files may differ between nodes."""
     return from_text(gather_json(text if mesh.rank == 0 else None, mesh.control)[0])
 
 

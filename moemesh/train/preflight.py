@@ -147,7 +147,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """What the run needs in the folder `checkpoints`, which need not exist yet."""
+    """Bytes that the run needs in the folder `checkpoints`, which need not exist yet."""
     size = checkpoint_bytes(config)
     present = 0  # of a store without bounds
     if isinstance(checkpoints, Path):
@@ -221,7 +221,7 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
 
 
 def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
-    """What a rank of a run holds in a step, with uniform routing."""
+    """Memory that a rank of a run holds in a step, with uniform routing."""
     # Late: every rank reads this file, and none before its first step needs the planner.
     from moemesh.planner.traffic.own_memory import predict_memory
 
@@ -369,7 +369,7 @@ def preflight_warnings(
 
 
 def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
-    """The same for ranks that would be started on this machine, before there are any."""
+    """Warnings for ranks that would be started on this machine, before there are any."""
     plan, device = config.plan, config.train.device
     ranks = plan.ranks_per_node or plan.world_size
     gpus = 0 if device == "cpu" else num_gpus()

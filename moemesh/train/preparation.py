@@ -142,7 +142,7 @@ def starting(config: RunConfig) -> str:
 
 
 def already_trained(path: Path, done: int, last: int) -> str:
-    """What is said of a run in `path` that has `done` steps of `last` behind it."""
+    """The message about a run in `path` that has `done` steps of `last` behind it."""
     return (
         f"report   {path / REPORT}\n"
         f"To train longer: --set train.steps={2 * last}. To start a new run: --out NEW_DIR.\n"
@@ -192,7 +192,7 @@ class OpenedSamples(NamedTuple):
 
     @staticmethod
     def of(config: RunConfig, cache: Path | None) -> OpenedSamples | None:
-        """Of data that is read in about a second; else None. Raises DataError."""
+        """The samples of data that is read in about a second; else None. Raises DataError."""
         if not sources.is_small(config.data):
             return None
         notes: list[str] = []

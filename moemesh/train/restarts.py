@@ -34,7 +34,7 @@ CAME_TWICE = "it came twice at the same place"
 
 
 class Budget:
-    """How often ranks may still be started again; progress renews it."""
+    """The number of restarts that ranks may still have; progress renews it."""
 
     def __init__(self, restarts: int) -> None:
         """`restarts`: how many are allowed without any progress between."""
@@ -61,7 +61,7 @@ class Budget:
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """How long the ranks of a run may be without progress."""
+    """The seconds that ranks of a run may be without progress."""
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds

@@ -102,8 +102,8 @@ def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult(Shown):
-    """Of the whole step, the same on every rank. ``loss``: mean negative log-likelihood in nats;
-    ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
+    """The result of a whole step, the same on every rank. ``loss``: mean negative log-likelihood in
+    nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
     prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE
     layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
     had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
@@ -140,7 +140,7 @@ class StepCounts(NamedTuple):
     ahead: tuple[int, ...] = ()
 
     def plus(self, other: StepCounts) -> StepCounts:
-        """Those of two parts of a step."""
+        """The counts of two parts of a step together."""
         ahead = zip(self.ahead or (0,) * len(other.ahead), other.ahead, strict=True)
         return StepCounts(
             self.num_tokens + other.num_tokens,

@@ -55,7 +55,7 @@ _STARTS_AGAIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class WatcherSpec:
-    """What a watcher is told: where ranks meet, where the run is, and the words of the command."""
+    """The task of a watcher: where ranks meet, where the run is, and the words of the command."""
 
     node: Node
     folder: str

@@ -75,7 +75,7 @@ def refuse_missing(device: str, num_ranks: int) -> None:
 
 
 def too_few(num_ranks: int, found: int) -> DeviceError:
-    """What is said of `num_ranks` ranks and `found` devices."""
+    """The refusal of `num_ranks` ranks on `found` devices."""
     return DeviceError(
         f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
         'set train.device = "cpu", or use fewer ranks; for another machine '

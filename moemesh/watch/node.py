@@ -62,12 +62,12 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """Those of this node, which follow each other."""
+        """The ranks of this node, which follow each other."""
         return range(self.first, self.first + self.num_ranks)
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Node:
-        """That of a process with the variables of a rank."""
+        """The node of a process with the variables of a rank."""
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         first = rank - int(environment["LOCAL_RANK"])
         known = [str(first), *(environment.get(name, "") for name in _NAMES)]

@@ -30,7 +30,7 @@ class Processes(Protocol):
         ...
 
     def pid(self, rank: int) -> int:
-        """Of the process, where the rank has not told its own."""
+        """The id of the process, where the rank has not told its own."""
         ...
 
 
@@ -110,7 +110,7 @@ class Observer:
             time.sleep(LOOK_SECONDS)
 
     def traces(self) -> dict[int, str]:
-        """Of the exceptions that ranks told of."""
+        """Traces of the exceptions that ranks told of."""
         told = {rank: read_told(self.folder, rank) for rank in self.ranks}
         return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
 

@@ -112,7 +112,7 @@ class _Peer:
 
     @property
     def name(self) -> str:
-        """Of the host, for a person."""
+        """The host's name, for a person."""
         return f"{self.host} ({self.address})"
 
 

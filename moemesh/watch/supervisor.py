@@ -36,7 +36,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the ranks ended: the exit code of the run, and the verdict where it failed.
+    """The end of the ranks: the exit code of the run, and the verdict where it failed.
 
     ``stopped_by``: the signal that this process was asked to stop with; ``is_cut``: the ranks did
     not leave by themselves; ``was_training``: they were past their start. ``stacks``: of each rank

@@ -261,7 +261,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of the run: that of the rank, 128 + signal where one killed it, else 1."""
+        """The exit code of the run: that of the rank, 128 + signal where one killed it, else 1."""
         code = self.seen.exit_code
         if code is None or code in (0, GONE):
             return 1
@@ -293,7 +293,7 @@ class Judge:
         return self._first_sign is not None
 
     def look(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
-        """What was seen at `now` (monotonic seconds); the verdict once there is one."""
+        """Judge what was seen at `now` (monotonic seconds); the verdict once there is one."""
         passed = 0.0 if self._time is None else min(now - self._time, LONGEST_LOOK)
         self._time = now
         verdict = self._deaths(now, passed, seen)
@@ -429,8 +429,8 @@ class Judge:
         return self._verdict(kind, culprit, seen, self._still)
 
     def _share(self, one: Seen, passed: float) -> float:
-        """How much of the time since the last look a rank could have moved in: none of what it
-        waited for the disk, or for a core on a machine that is busy with other things."""
+        """The share of the time since the last look in which a rank could have moved: none of what
+        it waited for the disk, or for a core on a machine that is busy with other things."""
         if one.state in ("D", "T", "t"):
             return 0.0
         if one.state == "R" and passed:
@@ -535,7 +535,7 @@ def _collective(one: Seen) -> Collective | None:
 
 
 def _doing(one: Seen, waited: float) -> str:
-    """What a rank does that does not move."""
+    """Words for what a rank does that does not move."""
     word = one.word
     if word is not None and word.on_device:
         behind = f", behind {word.collective}" if word.collective is not None else ""

@@ -60,7 +60,7 @@ class Adaptation(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What ``adapter_config.json`` calls it, in every layer."""
+        """Its name in ``adapter_config.json``, in every layer."""
         block, leaf = self.module.split(".")[-2:]
         return f"{block}.{leaf}" if self.is_stack else leaf
 
@@ -75,7 +75,7 @@ class Adaptation(NamedTuple):
         return self.rank * len(self.parts)
 
     def name(self, factor: str) -> str:
-        """Of PEFT's tensor; `factor` is A or B."""
+        """The name of PEFT's tensor; `factor` is A or B."""
         module = self.module
         if self.is_stack:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
@@ -86,7 +86,7 @@ class Adaptation(NamedTuple):
         return f"{self.weight.name.rpartition('.')[0]}.{factor_name(part.target, factor)}"
 
     def shape(self, factor: str, rank: int) -> tuple[int, ...]:
-        """Of PEFT's tensor, at a rank of PEFT's."""
+        """The shape of PEFT's tensor, at a rank of PEFT's."""
         experts = self.weight.shape[0] if self.is_stack else 1
         if factor == "A":
             return (rank * experts, self.weight.shape[-1])
@@ -135,7 +135,7 @@ class Adaptation(NamedTuple):
         return found
 
     def _piece(self, rank: int) -> TensorPiece:
-        """Where a factor B of that rank would lie if it were the weight."""
+        """The place of a factor B of that rank, as if it were the weight."""
         found = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
             return found[0]

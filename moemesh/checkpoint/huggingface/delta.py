@@ -33,7 +33,7 @@ _LIMIT = 1 << 20
 
 
 class Description(NamedTuple):
-    """What ``delta.json`` says: the family, the dtype of an export, and the base."""
+    """The content of ``delta.json``: the family, the dtype of an export, and the base."""
 
     family: str
     dtype: str
@@ -61,7 +61,7 @@ def trained_sources(
 
 
 def fingerprint(folder: WeightFolder) -> str:
-    """Of the tensors of a folder: equal for the same model in the same files' dtypes."""
+    """Fingerprint of a folder's tensors: equal for the same model in the same files' dtypes."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(folder.tensors):
         stored = folder.tensors[name]

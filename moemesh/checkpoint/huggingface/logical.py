@@ -83,7 +83,7 @@ def logical_tensors(
 def checked_tensors(
     contents: FolderContents, config: ModelConfig, kind: str, num_ahead: int = 0
 ) -> dict[str, LogicalTensor]:
-    """The same of a folder that is there, in the layout that it has; `num_ahead`: its prediction
+    """The tensors of a folder that is there, in the layout that it has; `num_ahead`: its prediction
     layers by config.json. Raises CheckpointError unless it holds the tensors of the model, and
     others only that are known to be of no use to it."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in contents.tensors)

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class Names(NamedTuple):
-    """Of one family, below ``model.layers.<index>``: the block of router and experts, what is
+    """Names of one family, below ``model.layers.<index>``: the block of router and experts, what is
     there in it, how a stack of experts is stored (None: each expert by itself), and whether the
     block's module returns more than its output."""
 
@@ -130,7 +130,7 @@ def names_of(kind: str, *, fused: bool) -> Names:
 
 
 def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
-    """Where the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), lies in a folder
+    """Places of the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), in a folder
     of the family `kind`. Raises KeyError for a name that no family has."""
     if name in _ENDS:
         return [whole(_ENDS[name], shape)]
@@ -191,7 +191,7 @@ _LATENT = {
 
 
 def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:
-    """Of [M, G + 2, D, ...]: all query heads of a key/value head, then its key and its value."""
+    """Pieces of [M, G + 2, D, ...]: the query heads of a key/value head, its key and its value."""
     heads, packed, size, *rest = shape
     order = tuple(range(len(shape)))
     found: list[TensorPiece] = []
@@ -203,7 +203,7 @@ def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:
 
 
 def _mlp(leaf: str, block: str, shape: Shape, names: Names) -> list[TensorPiece]:
-    """Of [2, F, H] gate and up; or down [H, F]."""
+    """Pieces of [2, F, H], gate and up; or of down [H, F]."""
     if leaf == "down":
         return [whole(f"{block}.{names.down}.weight", shape)]
     _, width, hidden = shape

@@ -30,7 +30,7 @@ class StoredSource(Protocol):
         ...
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor, /) -> None:
-        """The same, into memory that is there."""
+        """Read the part `box` into memory that is there."""
         ...
 
 
@@ -169,7 +169,7 @@ def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
 
 
 def _span(view: Sequence[int], wanted: Sequence[range]) -> tuple[range, list[int], list[slice]]:
-    """Of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
+    """Span of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
     shape, and what to take of that shape."""
     start, left = 0, prod(view)
     shape: list[int] = []

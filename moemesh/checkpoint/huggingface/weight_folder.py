@@ -39,7 +39,7 @@ _SHORTEST_RUN_BYTES = 4096
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: its first byte in the file, its dtype and shape."""
+    """The place of a tensor: its first byte in the file, its dtype and shape."""
 
     start: int
     dtype: torch.dtype

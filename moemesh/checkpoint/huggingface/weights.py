@@ -54,7 +54,7 @@ class HuggingFaceWeights:
 
     @property
     def note(self) -> str | None:
-        """What is to be known before the weights are read; None where they are stored as usual."""
+        """A note to read before the weights are; None where they are stored as usual."""
         if not self.folder.is_quantized:
             return None
         return (

@@ -249,7 +249,7 @@ class Look:
             self._add("backward", name, gradient, **where, **_sequences(context, gradient))
 
     def _microbatch(self, layer: int) -> int:
-        """Of the forward of `layer` that runs now."""
+        """The microbatch of the forward of `layer` that runs now."""
         context = self._contexts.get(layer, self._latest)
         if context is None or not len(context.token_ids_T):
             return self._current
@@ -294,7 +294,7 @@ class Look:
         )
 
     def _experts_of_range(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """As above, of the range of a stack that this rank owns."""
+        """The same of the range of a stack that this rank owns."""
         where, own = self._parallel.placements[name], self._parallel.reducer.held.get(name)
         if own is None or len(own.numbers) != tensor.numel():
             return ()
@@ -386,7 +386,7 @@ def examine(
 
 
 def examine_state(parallel: RankModel, optimizer: Optimizer) -> Finding | None:
-    """Where weights or moments are not finite; None where all are. All ranks call."""
+    """The first weight or moment that is not finite; None where all are. All ranks call."""
     look = Look(parallel, ())
     look.at_weights(optimizer)
     sightings = look.of_all_ranks()

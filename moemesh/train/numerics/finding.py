@@ -37,7 +37,7 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where a value that is not finite came from, the same on every rank.
+    """The origin of a value that is not finite, the same on every rank.
 
     `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
     parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
@@ -113,7 +113,7 @@ class Finding:
 
 
 def order(one: Sighting) -> tuple[int, ...]:
-    """Of the sightings of one phase, the computation's."""
+    """A sort key: the order of the computation among the sightings of one phase."""
     if one.phase == "backward":
         return one.microbatch, -one.layer, -one.place
     if one.phase in ("weight", "gradient", "sum"):

@@ -146,7 +146,7 @@ class Guard:
         return replace(result, skipped=True)
 
     def settle(self, examine: Examine) -> str | None:
-        """Of the steps judged since the last call: None to go on, else why to go back to a
+        """Decide on the steps judged since the last call: None to go on, else why to go back to a
         checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
         faults, self._faults = self._faults, []
         reason: str | None = None
@@ -213,7 +213,7 @@ class Guard:
         return Diverged(f"{text}; {reason}", facts)
 
     def _advice(self, found: Finding) -> str:
-        """What to do, which is never to give the same command where it would end here again."""
+        """Advice, which is never to give the same command where it would end here again."""
         if found.is_damage:
             return (
                 f"rank {found.rank} alone holds that value, other copies are finite: its memory is "

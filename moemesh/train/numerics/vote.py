@@ -120,7 +120,7 @@ class Vote:
         return list(unique.values())
 
     def _sorted(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """The same order on every rank."""
+        """Axes with their tensors, in the same order on every rank."""
         for axis in ("stage", "dp_cp", "edp", "edp_etp", "mirror"):
             if axis in self._held:
                 yield axis, self._held[axis]

@@ -127,7 +127,7 @@ ReportId = tuple[int, int, int]
 
 
 def report_id(folder: Path) -> ReportId | None:
-    """Which report is the newest in a run folder; None where there is none."""
+    """The identity of the newest report in a run folder; None where there is none."""
     with suppress(OSError):
         found = (folder / FILE).stat()
         return found.st_ino, found.st_size, found.st_mtime_ns
@@ -135,7 +135,7 @@ def report_id(folder: Path) -> ReportId | None:
 
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
-    """Where the files of the failure of this epoch are kept once the run goes on."""
+    """The folder that keeps the files of this epoch's failure once the run goes on."""
     return folder / EARLIER / str(epoch or 0)
 
 
@@ -173,7 +173,7 @@ def _epoch_of(file: Path) -> int | None:
 
 
 def hint_on(verdict: Verdict) -> str:
-    """Where to look for the cause; empty where the message says it."""
+    """A hint at where to look for the cause; empty where the message says it."""
     return _ADVICE.get(kind_of(verdict), "")
 
 
@@ -217,7 +217,7 @@ def _ask_newest(folder: Path, seconds: float) -> int | None:
 def advice_on(
     verdict: Verdict, folder: Path, command: Sequence[str], *, came_twice: bool = False
 ) -> str:
-    """What the user should do: the last lines of the message. `came_twice`: at the same place."""
+    """Advice to the user: the last lines of the message. `came_twice`: at the same place."""
     told = verdict.seen.told
     if told is not None and (advice := told.facts.get("advice")):
         return str(advice)
@@ -234,7 +234,7 @@ def advice_on(
 
 
 def go_on(folder: Path, command: Sequence[str]) -> str:
-    """How the run goes on, in one line that ends with the command."""
+    """One line that says how the run goes on and ends with the command."""
     shown = shlex.join(command)
     try:
         step = _ask_newest(folder, _ASK_SECONDS)
@@ -257,7 +257,7 @@ def same_failure(one: Verdict, other: Verdict) -> bool:
 
 
 def details(folder: Path) -> str:
-    """Where the report is."""
+    """A pointer to the report."""
     if (folder / FILE).exists():
         return f"details in {folder / FILE}"
     return f"no report could be written into {folder}"

@@ -171,7 +171,7 @@ def hardware() -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """What tells the folder of weights that a run starts from: the size of each file, and a hash of
+    """Identity of the folder of weights that a run starts from: size of each file, and a hash of
     its first and last bytes."""
     found: dict[str, Any] = {}
     names = sorted(p for p in path.expanduser().glob("*") if p.suffix in (".json", ".safetensors"))
@@ -223,7 +223,7 @@ def _commit(directory: Path) -> dict[str, Any]:
 
 
 def _git(directory: Path, *words: str) -> str | None:
-    """What git prints; None where it fails, is not there, or takes too long. It runs no program
+    """The output of git; None where it fails, is not there, or takes too long. It runs no program
     that a repository names."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory)]
     try:

@@ -84,7 +84,7 @@ class RowLog:
 
 
 class Cut(NamedTuple):
-    """What :func:`cut_after` took away: rows of later steps, rows that nobody can read (and the
+    """The result of :func:`cut_after`: rows of later steps, rows that nobody can read (and the
     number of the first such line), and the steps up to the cut that were summed with later ones."""
 
     rows: int = 0
@@ -123,7 +123,7 @@ def cut_after(path: Path, step: int) -> Cut:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
-    """Where each line begins, the line, and its step and number of steps; None: no row."""
+    """The start of each line, the line, and its step and number of steps; None: no row."""
     start = 0
     with path.open("rb") as file:
         for line in file:

@@ -53,7 +53,7 @@ _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
 
 
 class Recorded(NamedTuple):
-    """What a run so far was trained with: its configuration as TOML, the record of its data
+    """The record of a run so far: its configuration as TOML, the record of its data
     (:mod:`moemesh.train.records.data_record`), each None where nothing says so, and who says so."""
 
     config: str | None
@@ -196,7 +196,7 @@ class RunFolder:
         return Recorded(text, data, f"the run in {self.path}")
 
     def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
-        """What differs between the configuration of the run so far (:attr:`recorded`) and the text
+        """Differences between the configuration of the run so far (:attr:`recorded`) and the text
         `new` of another; none where there is no run. Raises RunFolderError for what must not
         differ, unless its key is `allowed`."""
         if not self.has_run or self.recorded.config is None:
@@ -237,7 +237,7 @@ class RunFolder:
             self._claim = Claim(folder=self.checkpoints, run=run, number=number)
 
     def raise_epoch(self) -> None:
-        """The same run starts its ranks anew."""
+        """Begin a new epoch: the same run starts its ranks anew."""
         assert self._lease is not None
         self._lease.raise_epoch()
         self.epoch = self._lease.epoch
@@ -355,7 +355,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def checkpoints_of(run: Path) -> Place:
-    """Where the run in a folder keeps its checkpoints, as its config.toml says."""
+    """The place of the checkpoints of the run in a folder, as its config.toml says."""
     try:
         with (run / CONFIG).open("rb") as file:
             kept_at = tomllib.load(file)["train"]["checkpoint_folder"]

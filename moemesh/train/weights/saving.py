@@ -97,7 +97,7 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
 
 
 class WeightSource(Protocol):
-    """Where the weights of a model can be read from: a checkpoint, or a folder of transformers."""
+    """A source of a model's weights: a checkpoint, or a folder of transformers."""
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's tensor, in place."""
@@ -114,7 +114,7 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
 
 
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What this rank owns of every parameter: masters of what trains, the weights of the rest."""
+    """This rank's part of every parameter: masters of what trains, the weights of the rest."""
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
 
 

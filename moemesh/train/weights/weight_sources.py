@@ -49,7 +49,7 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
 
 
 def neither(source: Path) -> ConfigError:
-    """What is said of a path that holds no model."""
+    """The refusal of a path that holds no model."""
     is_there = "is" if source.exists() else "does not exist: it is"
     message = f"{source} {is_there} neither a run nor a folder of transformers"
     fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
@@ -132,7 +132,7 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
 
 
 def written_text(out: Path, kind: Written) -> str:
-    """What a conversion wrote into `out`, from its headers, and a command that uses it."""
+    """A summary of what a conversion wrote into `out`, and a command that uses it."""
     held: list[tuple[str, int]] = []
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
@@ -187,8 +187,8 @@ def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError
 
 
 class UpcycleRecipe(NamedTuple):
-    """What ``--upcycle`` says: `experts` in every `every`-th layer, of which a token takes `k`, and
-    the numbers of :class:`moemesh.checkpoint.huggingface.derived.Upcycling`."""
+    """The values of ``--upcycle``: `experts` in every `every`-th layer, of which a token takes `k`,
+    and the numbers of :class:`moemesh.checkpoint.huggingface.derived.Upcycling`."""
 
     experts: int = 8
     k: int = 2
