@@ -184,8 +184,18 @@ class SaveJob:
         temporary = self._temporary(number)
         try:
             self._check_owner()
-            if (manifest := self._committed()) is not None:
-                return manifest
+            if is_committed(self._final):
+                # By an earlier attempt, although a request of it failed, or by somebody else.
+                if isinstance(self._final, RemotePath):
+                    manifest = read_manifest(self._final)
+                    own = {
+                        self._part_name(n, r)
+                        for n in range(len(PAUSES) + 1)
+                        for r in range(self._place.world_size)
+                    }
+                    if own.issuperset(manifest.files):
+                        return manifest
+                raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
             make_folders(self._place.folder)
             make_folder(temporary)
         except OSError as error:
@@ -207,22 +217,6 @@ class SaveJob:
         """Raises where this run may neither commit nor delete here any more."""
         if (why := self._place.lost()) is not None:
             raise _Lost(why)
-
-    def _committed(self) -> Manifest | None:
-        """The manifest that an earlier attempt committed although a request of it failed;
-        CheckpointError where somebody else did."""
-        if not is_committed(self._final):
-            return None
-        if isinstance(self._final, RemotePath):
-            manifest = read_manifest(self._final)
-            own = {
-                self._part_name(n, r)
-                for n in range(len(PAUSES) + 1)
-                for r in range(self._place.world_size)
-            }
-            if own.issuperset(manifest.files):
-                return manifest
-        raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
 
     def _collected(self, number: int) -> list[Report]:
         """The reports of the other ranks in an attempt, in their order."""

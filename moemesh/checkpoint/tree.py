@@ -136,7 +136,11 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
     holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
     if check_replicas:
         shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
-        digests = [[shard.name, *shard.offset, _digest(shard.tensor)] for shard in shared]
+        digests: list[list[Any]] = []
+        for shard in shared:
+            flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
+            digest = hash_bytes(memoryview(flat.numpy()))
+            digests.append([shard.name, *shard.offset, digest])
         said = gather_json(digests, axis)
         known: dict[tuple[Any, ...], tuple[int, str]] = {}
         for other, digests in enumerate(said):
@@ -150,11 +154,6 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
     return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
-    return hash_bytes(memoryview(flat.numpy()))
 
 
 def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:

@@ -132,6 +132,7 @@ class TrainingStream:
         self.parallel, self.optimizer, self.train = parallel, optimizer, train
         self.num_microbatches, self.window, self.first = num_microbatches, window, first
         self.stopped = self.skipped = False
+        self.before_update: Callable[[], object] = lambda: None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
         # A step that is this far back has gone through every stage and come back: its sum is there
@@ -182,6 +183,7 @@ class TrainingStream:
 
         A gradient that is not finite updates nothing; the version counts on.
         """
+        self.before_update()
         done, reducer = self._windows.pop(window), self.parallel.reducer
         reducer.finish()
         mesh = self.parallel.mesh
@@ -357,7 +359,9 @@ class StreamedSteps:
         )
         with ExitStack() as first_window:
             first_window.enter_context(session.artifacts.first_step_memory())
-            self._run(schedule, _Measured(stream, first_window), recorder)
+            # The measurement of the first window's memory ends with its first update.
+            stream.before_update = first_window.close
+            self._run(schedule, stream, recorder)
         *earlier, newest = stream.drain()
         for step in earlier:
             report(finished(*step))
@@ -367,7 +371,7 @@ class StreamedSteps:
     def is_stopping(self) -> bool:
         return self._session.any_rank(self._stopped or self._session.stop.requested)
 
-    def _run(self, schedule: Schedule, stream: _Measured, recorder: TimelineRecorder) -> None:
+    def _run(self, schedule: Schedule, stream: TrainingStream, recorder: TimelineRecorder) -> None:
         plan, parallel = self._session.config.plan, self._session.parallel
         assert schedule.update is not None
         (part,) = parallel.pipeline.parts.values()
@@ -393,24 +397,10 @@ class StreamedSteps:
             executor.run(program, recorder)
             recorded = executor.recorded()
             if parallel.mesh.rank == 0:
-                steps = stream.stream.first, stream.stream.last
-                write_recorded(self._session.folder, recorded, *steps)
+                write_recorded(self._session.folder, recorded, stream.first, stream.last)
         artifacts = self._session.artifacts
         artifacts.weight_versions = max(artifacts.weight_versions, program.versions.most_bytes)
         program.versions.close()
-
-
-class _Measured:
-    """A stream that ends the measurement of the first window's memory with its first update."""
-
-    def __init__(self, stream: TrainingStream, first_window: ExitStack) -> None:
-        self.stream, self._first_window = stream, first_window
-        self.batch, self.objective = stream.batch, stream.objective
-        self.end, self.finished = stream.end, stream.finished
-
-    def update(self, window: int, versions: WeightVersions) -> None:
-        self._first_window.close()
-        self.stream.update(window, versions)
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:

@@ -95,13 +95,16 @@ class Lease:
             # What a process of this host held, it holds no more: its lock is free. That of another
             # host this lock may not reach.
             is_foreign = bool(body.get("held")) and body.get("boot") != boot_name()
-            if not takeover and is_foreign and _is_beating(handle):
-                holder = describe_holder(body)
-                raise RunFolderError(
-                    f"{folder} is in use by another run ({holder}), whose counter moves: stop it, "
-                    "choose another folder, or take this one with --takeover",
-                    holder,
-                )
+            first, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
+            while not takeover and is_foreign and time.monotonic() < end:
+                time.sleep(0.2)
+                if _number(_read(handle), "counter") != first:
+                    holder = describe_holder(body)
+                    raise RunFolderError(
+                        f"{folder} is in use by another run ({holder}), whose counter moves: stop "
+                        "it, choose another folder, or take this one with --takeover",
+                        holder,
+                    )
         except BaseException:
             with suppress(OSError):
                 os.close(handle)
@@ -265,15 +268,6 @@ def _read(handle: int) -> dict[str, Any]:
 def _number(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     return value if isinstance(value, int) else 0
-
-
-def _is_beating(handle: int) -> bool:
-    first, end = _number(_read(handle), "counter"), time.monotonic() + _OBSERVE_SECONDS
-    while time.monotonic() < end:
-        time.sleep(0.2)
-        if _number(_read(handle), "counter") != first:
-            return True
-    return False
 
 
 def describe_holder(body: dict[str, Any]) -> str:

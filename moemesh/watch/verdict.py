@@ -146,25 +146,21 @@ def blame(words: Sequence[Word]) -> Blame | None:
             circle = path[path.index(here.rank) :] if here.rank in path else [here.rank]
             found[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
     if not found:
-        return _behind(words, by_rank)
+        # Nobody waits visibly: the rank that has entered the fewest operations of a group.
+        for word in words:
+            for group, count in word.counts.items():
+                behind = [w for w in words if group in w.counts and w.counts[group] < count]
+                if behind and word.collective is not None and word.collective.group == group:
+                    rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
+                    return _blame(rank, word.collective, by_rank)
+        least = min(words, key=lambda word: (word.number, word.rank))
+        return Blame(rank=least.rank, collective=None, entered=(), missing=())
     rank = min(found, key=lambda rank: (-found[rank], by_rank[rank].number, rank))
     if rank not in last:
         return Blame(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
     collective = last[rank].collective
     assert collective is not None
     return _blame(rank, collective, by_rank)
-
-
-def _behind(words: Sequence[Word], by_rank: Mapping[int, Word]) -> Blame:
-    """Nobody waits visibly: the rank that has entered the fewest operations of a group."""
-    for word in words:
-        for group, count in word.counts.items():
-            behind = [w for w in words if group in w.counts and w.counts[group] < count]
-            if behind and word.collective is not None and word.collective.group == group:
-                rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
-                return _blame(rank, word.collective, by_rank)
-    first = min(words, key=lambda word: (word.number, word.rank))
-    return Blame(rank=first.rank, collective=None, entered=(), missing=())
 
 
 def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Blame:

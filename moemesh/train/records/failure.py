@@ -64,7 +64,7 @@ def write_failure(
 ) -> None:
     """Write ``failure.json`` of an exception of this process, which no supervisor sees; of several
     failing ranks the first one stays."""
-    frames = traceback.format_exception(error)[-_FRAMES:]
+    frames, facts = traceback.format_exception(error)[-_FRAMES:], getattr(error, "facts", None)
     content = {
         "kind": type(error).__name__,
         "message": str(error),
@@ -73,7 +73,7 @@ def write_failure(
         **_where(own_word()),
         "exit_code": 1,
         "advice": advice,
-        **_facts(getattr(error, "facts", None)),
+        **(facts if isinstance(facts, Mapping) else {}),
     }
     _link(folder, content)
 
@@ -304,7 +304,7 @@ def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
         ]
     told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
     if told is not None:
-        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
+        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **told.facts}
     elif stack is not None:
         content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     return content
@@ -343,10 +343,6 @@ def _collective(collective: Collective) -> dict[str, Any]:
         "caller": collective.caller,
         "bytes": collective.num_bytes,
     }
-
-
-def _facts(facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(facts) if isinstance(facts, Mapping) else {}
 
 
 def _temporary(folder: Path, content: dict[str, Any]) -> Path:

@@ -36,11 +36,11 @@ def contents(
     belongs to them."""
     mesh = parallel.mesh
     moments = optimizer.state()
-    shards = list(_counted(parallel, "model", _weights(parallel, optimizer)))
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
     for kind, tensors in moments.items():
-        shards += _counted(parallel, f"optimizer.{kind}", tensors)
+        shards += _owned(parallel, f"optimizer.{kind}", tensors, saved=True)
     if mesh["stage"].index == 0:
-        shards += _buffers(parallel, owned=True)
+        shards += _buffers(parallel, saved=True)
     own = {
         **state,
         # Who looks at a checkpoint wants to know; nobody needs it to read one.
@@ -56,9 +56,9 @@ def save_weights(
 ) -> None:
     """Write weights and buffers alone as ``folder/step-<step>`` from all ranks; raises
     CheckpointError on every rank when one fails. Numbers that are not finite are kept."""
-    shards = list(_counted(parallel, "model", _weights(parallel, optimizer)))
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
     if parallel.mesh["stage"].index == 0:
-        shards += _buffers(parallel, owned=True)
+        shards += _buffers(parallel, saved=True)
     together.save(folder, step, shards, state, parallel.mesh.control)
 
 
@@ -118,19 +118,15 @@ def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
 
 
-def _counted(parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """The shards that this rank saves: every logical element is counted by one rank."""
+def _owned(
+    parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor], *, saved: bool = False
+) -> Iterator[Shard]:
+    """The shards that this rank reads: all it owns, what others own too; `saved`: only those that
+    it saves, since every logical element is counted by one rank."""
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if name in tensors and where.counts(own, parallel.mesh):
+        if name in tensors and (not saved or where.counts(own, parallel.mesh)):
             yield from _shards(parallel, prefix, where, own, tensors[name])
-
-
-def _owned(parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """The shards that this rank reads: all it owns, what others own too."""
-    for name, own in parallel.reducer.held.items():
-        if name in tensors:
-            yield from _shards(parallel, prefix, parallel.placements[name], own, tensors[name])
 
 
 def _shards(
@@ -163,13 +159,13 @@ def _parts(
         yield shard_of(name, Sharded(part, shape, offset))
 
 
-def _buffers(parallel: RankModel, *, owned: bool = False) -> list[Shard]:
-    """The routers' biases: whole and equal on every rank that holds the layer; `owned`: only those
+def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
+    """The routers' biases: whole and equal on every rank that holds the layer; `saved`: only those
     that this rank saves."""
     return [
         shard_of(f"model.{name}", buffer)
         for name, buffer in parallel.model.named_buffers()
-        if not owned or _first_holder(parallel, name) == parallel.mesh["pp"].index
+        if not saved or _first_holder(parallel, name) == parallel.mesh["pp"].index
     ]
 
 
