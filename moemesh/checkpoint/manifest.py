@@ -212,14 +212,6 @@ def decode(raw: bytes) -> Manifest:
     return manifest
 
 
-def check_state(state: dict[str, Any]) -> None:
-    """Raises CheckpointError unless `state` comes back from JSON exactly as it went in."""
-    if json.loads(encode_json(state)) != state:
-        raise CheckpointError(
-            "the state does not survive JSON: use text keys, and lists rather than tuples"
-        )
-
-
 def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     """Raises CheckpointError unless `slices` cover the logical tensor exactly."""
     if prod(shape) > MAX_ELEMENTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ from moemesh.checkpoint.manifest import (
     Manifest,
     ManifestEntry,
     Slice,
-    check_state,
     encode,
+    encode_json,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -62,7 +63,10 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
     hold."""
     if not COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
-    check_state(state)
+    if json.loads(encode_json(state)) != state:
+        raise CheckpointError(
+            "the state does not survive JSON: use text keys, and lists rather than tuples"
+        )
     if is_committed(final):
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 

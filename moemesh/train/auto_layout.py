@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -145,14 +144,6 @@ def is_trained(config: RunConfig, plan: Plan) -> bool:
         return False  # a key cannot be set to no value
     other = replace(config, plan=plan)
     return not other.check() and not refusals(other)
-
-
-def nearest_texts(config: RunConfig, ranks: int, count: int = 3) -> list[str]:
-    """The nearest plans as a user would set them."""
-    return [
-        " ".join(Fitted(before=config.plan, plan=plan, ranks=ranks, how="").overrides())
-        for plan in islice(nearest(config, ranks), count)
-    ]
 
 
 def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:

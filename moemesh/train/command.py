@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -289,10 +290,15 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     needed = config.plan.world_size
     if world_size == needed:
         return
-    from moemesh.train.auto_layout import nearest_texts  # late: with the planner's search
+    from moemesh.train.auto_layout import Fitted, nearest  # late: with the planner's search
 
     plan = config.plan
-    layouts = "; ".join(nearest_texts(config, world_size)) or "none that can be trained"
+    fitted = (
+        Fitted(before=plan, plan=one, ranks=world_size, how="")
+        for one in islice(nearest(config, world_size), 3)
+    )
+    texts = [" ".join(one.overrides()) for one in fitted]
+    layouts = "; ".join(texts) or "none that can be trained"
     raise WorldSizeError(
         f"{world_size} ranks were started, the plan needs pp*dp*cp*tp = "
         f"{plan.pp}*{plan.dp}*{plan.cp}*{plan.tp} = {needed}: start {needed} ranks, give "

@@ -145,15 +145,6 @@ def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) ->
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
 
 
-def assemble_into(
-    pieces: Sequence[TensorPiece], box: Sequence[range], out: Tensor, source: StoredSource
-) -> None:
-    """As :func:`assemble`, into `out`."""
-    for piece in pieces:
-        if (common := piece.overlap(box)) is not None:
-            piece.read_into(common, out[slices(common, box)], source)
-
-
 def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
     """For each stored dim the view dims that it is split into; those of size 1 go anywhere."""
     groups: list[list[int]] = []

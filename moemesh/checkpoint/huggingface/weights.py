@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import TensorPiece, assemble_into
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
@@ -80,7 +80,9 @@ class HuggingFaceWeights:
                     box, out = [range(expert, expert + 1), *box], out[None]
                 assert tensor is not None
                 if tensor.view == tensor.shape:
-                    assemble_into(tensor.pieces, box, out, self.folder)
+                    for piece in tensor.pieces:
+                        if (common := piece.overlap(box)) is not None:
+                            piece.read_into(common, out[slices(common, box)], self.folder)
                 else:
                     out.copy_(tensor.read(box, self.folder.read))
         self.folder.close()

@@ -40,6 +40,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.records import data_record
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
+from moemesh.train.records.row_log import cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.records.sinks import Sinks
 from moemesh.train.step import FinishedStep, StepResult
@@ -167,7 +168,7 @@ class Artifacts:
             return
         self.flush()
         for name in ROWS:
-            cut = self.folder.cut_after(name, done)
+            cut = cut_after(self.folder.path / name, done)
             if cut.damaged:
                 where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
                 text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"

@@ -37,7 +37,7 @@ from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.trace.run import Run
-from moemesh.train.records.row_log import Cut, RowLog, cut_after
+from moemesh.train.records.row_log import RowLog
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 from moemesh.watch.slow_rank import SlowRank
@@ -148,10 +148,6 @@ class RunFolder:
     def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
         """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
         return RowLog(self._file(name), say)
-
-    def cut_after(self, name: str, step: int) -> Cut:
-        """Cut a ``.jsonl`` file back to the rows up to `step`; see :func:`row_log.cut_after`."""
-        return cut_after(self._file(name), step)
 
     def set_rows_aside(self) -> list[str]:
         """Renames the files of rows that are not empty, to a number that is free; their names."""
