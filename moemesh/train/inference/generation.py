@@ -20,6 +20,7 @@ from torch import Tensor
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.plan import Plan
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
@@ -116,20 +117,7 @@ def generate(
     `chat`, `prompt` is a question, put and answered by the chat template; None: questions are read
     from the terminal."""
     config = config_of(source, overrides)
-    # Keys and values of a sequence are kept where its tokens are: on every rank.
-    problems = [
-        Problem(
-            code="conflict",
-            key=f"plan.{axis}",
-            value=getattr(config.plan, axis),
-            message="generation keeps a sequence whole on every rank",
-            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
-        )
-        for axis in ("pp", "cp")
-        if getattr(config.plan, axis) > 1
-    ]
-    if problems:
-        raise ConfigError(problems)
+    _refuse_spread_sequences(config.plan)
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
@@ -193,16 +181,7 @@ def generate(
             return text, found
 
         if prompt is None:
-            # Questions from the terminal, and answers to it, until /exit or the end of the input.
-            print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
-            with suppress(EOFError, KeyboardInterrupt):
-                while (question := input("> ").strip()) != "/exit":
-                    if question:
-                        said, _ = answer(ids_of(question), partial(print, end="", flush=True))
-                        turns.append({"role": "user", "content": question})
-                        turns.append({"role": "assistant", "content": said})
-                        print()
-            print(flush=True)
+            _converse(turns, ids_of, answer)
             return ""
         text, found = answer(asked, lambda text: None)
         parallel.close()
@@ -215,6 +194,40 @@ def generate(
         )
 
     return on_ranks(config, arguments, overrides, work)
+
+
+def _refuse_spread_sequences(plan: Plan) -> None:
+    """Keys and values of a sequence are kept where its tokens are: on every rank."""
+    problems = [
+        Problem(
+            code="conflict",
+            key=f"plan.{axis}",
+            value=getattr(plan, axis),
+            message="generation keeps a sequence whole on every rank",
+            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
+        )
+        for axis in ("pp", "cp")
+        if getattr(plan, axis) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _converse(
+    turns: list[dict[str, str]],
+    ids_of: Callable[[str], list[int]],
+    answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
+) -> None:
+    """Questions from the terminal, and answers to it, until /exit or the end of the input."""
+    print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+    with suppress(EOFError, KeyboardInterrupt):
+        while (question := input("> ").strip()) != "/exit":
+            if question:
+                text, _ = answer(ids_of(question), partial(print, end="", flush=True))
+                turns.append({"role": "user", "content": question})
+                turns.append({"role": "assistant", "content": text})
+                print()
+    print(flush=True)
 
 
 def _stops(source: Path, model_path: str | None) -> Collection[int]:
