@@ -149,16 +149,7 @@ def write_checkpoint(
                     make=partial(_converted, weights, named, box, kept),
                 )
             )
-    return store.save(
-        folder,
-        0,
-        shards,
-        state,
-        rank=0,
-        world_size=1,
-        gather=lambda reply: [reply],
-        barrier=lambda: None,
-    )
+    return store.save(folder, 0, shards, state)
 
 
 def _converted(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -90,16 +90,6 @@ class Diverged(RuntimeError):
         self.facts = dict(facts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A step that is not as it should be: its loss jumped by `score` deviations, or (None) it is
-    not finite. `in_a_row`: skipped steps up to it."""
-
-    step: int
-    score: float | None = None
-    in_a_row: int = 1
-
-
 #: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
 #: wanted, and returns its path.
 Examine = Callable[[int, bool], tuple[Finding, str | None]]
@@ -112,7 +102,9 @@ class Guard:
         """`say`: text and kind of an event."""
         self._train, self._say = train, say
         self._spikes = Spikes(train.spike_sigma)
-        self._faults: list[Fault] = []
+        #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the skipped
+        #: steps in a row up to it.
+        self._faults: list[tuple[int, bool, int]] = []
         self._skipped = self._spiked = 0
         self._finding: Finding | None = None
         self._bundle: str | None = None
@@ -123,7 +115,7 @@ class Guard:
         """`result`, as skipped where no rank shall update; all ranks call."""
         if result.skipped:
             self._skipped += 1
-            self._faults.append(Fault(step=step, in_a_row=self._skipped))
+            self._faults.append((step, False, self._skipped))
             return result
         self._skipped = 0
         score = self._spikes.score(result.loss)
@@ -141,7 +133,7 @@ class Guard:
         if action == "skip":
             self._say(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
         else:
-            self._faults.append(Fault(step=step, score=score))
+            self._faults.append((step, True, 1))
             self._say(loss, "alarm")
         return replace(result, skipped=True)
 
@@ -150,28 +142,28 @@ class Guard:
         checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
         faults, self._faults = self._faults, []
         reason: str | None = None
-        for fault in faults:
-            if fault.score is not None:
-                reason = f"the loss of step {fault.step} jumped"
+        for step, jumped, in_a_row in faults:
+            if jumped:
+                reason = f"the loss of step {step} jumped"
                 continue
             # Of steps in a row each has samples of its own; the first one tells how it began.
-            is_first = fault.in_a_row == 1 or self._finding is None
-            self._finding, bundle = examine(fault.step, is_first)
+            is_first = in_a_row == 1 or self._finding is None
+            self._finding, bundle = examine(step, is_first)
             self._bundle = bundle if is_first else self._bundle
             found, action = self._finding, self._train.on_nonfinite
-            text = f"step {fault.step}: a loss or a gradient is not finite: {found}"
+            text = f"step {step}: a loss or a gradient is not finite: {found}"
             if bundle is not None:
                 text += f"; moemesh replay {self._bundle} repeats the step"
             if action == "rollback":
                 self._say(text, "alarm")
-                reason = f"step {fault.step} is not finite"
+                reason = f"step {step} is not finite"
                 continue
             if action == "stop":
                 raise self._failure(text, found, "train.on_nonfinite is stop")
             if found.phase == "weight":
                 raise self._failure(text, found, "no later step can be finite")
-            if fault.in_a_row >= self._train.max_skips:
-                why = f"no step of the last {fault.in_a_row} was finite"
+            if in_a_row >= self._train.max_skips:
+                why = f"no step of the last {in_a_row} was finite"
                 raise self._failure(text, found, why)
             self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
