@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from moemesh.checkpoint.beside import beside
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
     COMMITTED,
     TEMPORARY,
     TRASH,
     CheckpointError,
+    beside,
     check_folder,
     file_size,
     is_committed,
