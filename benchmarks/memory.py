@@ -38,8 +38,8 @@ from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.artifacts import state_bytes
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.records.artifacts import state_bytes
 from moemesh.train.step import gradients_of_step, update
 
 #: Callers of what data parallelism sends.

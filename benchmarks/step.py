@@ -33,7 +33,7 @@ from moemesh.config.layout import shard_range
 from moemesh.config.load import load_run
 from moemesh.model.batch import Batch
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import inference
+from moemesh.train.inference.loading import load
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 
@@ -149,7 +149,7 @@ def _ours(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
     keys += [f"data.seq_len={settings.seq_len}", f"data.global_batch={settings.sequences}"]
     keys += [f"lora.rank={settings.lora}"] if settings.lora else []
     config = load_run([], keys, {}).config
-    parallel = inference.load(config, mesh, folder)
+    parallel = load(config, mesh, folder)
     optimizer = Optimizer.of(parallel, config.train)
     recorder = TimelineRecorder(mesh.rank)
 

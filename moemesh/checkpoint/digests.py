@@ -34,7 +34,7 @@ def blake2b(content: bytes | memoryview) -> str:
 
 
 def blake2b_of(parts: Iterable[bytes | memoryview]) -> str:
-    """The same of bytes that come in parts."""
+    """The BLAKE2b digest of bytes that come in parts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

@@ -39,7 +39,26 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     Raises CheckpointError naming the file for a header that is too long, damaged, or does not
     describe the file.
     """
-    length = _header_length(path, size)
+    start = read_start(path, 8)
+    if start == _POINTER:
+        raise CheckpointError(
+            f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
+        )
+    if len(start) < 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within the 8 bytes of its header's length; "
+            f"{_INTERRUPTED}"
+        )
+    length = int(struct.unpack("<Q", start)[0])
+    if not 2 <= length <= HEADER_LIMIT:
+        raise CheckpointError(
+            f"{path}: is no safetensors file: its first 8 bytes say that the header has {length} "
+            f"bytes, at most {HEADER_LIMIT} are read"
+        )
+    if length > size - 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
+        )
     try:
         header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
         notes = header.pop("__metadata__", {})
@@ -76,31 +95,6 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
             f"{path}: has {size} bytes, its header describes {described}: it is damaged"
         )
     return found
-
-
-def _header_length(path: Place, size: int) -> int:
-    """Bytes of the header of a file of `size` bytes."""
-    start = read_start(path, 8)
-    if start == _POINTER:
-        raise CheckpointError(
-            f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
-        )
-    if len(start) < 8:
-        raise CheckpointError(
-            f"{path}: ends at byte {size}, within the 8 bytes of its header's length; "
-            f"{_INTERRUPTED}"
-        )
-    length = int(struct.unpack("<Q", start)[0])
-    if not 2 <= length <= HEADER_LIMIT:
-        raise CheckpointError(
-            f"{path}: is no safetensors file: its first 8 bytes say that the header has {length} "
-            f"bytes, at most {HEADER_LIMIT} are read"
-        )
-    if length > size - 8:
-        raise CheckpointError(
-            f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
-        )
-    return length
 
 
 def _size(number: object) -> int:

@@ -60,7 +60,7 @@ FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
 
 
 class SaveOutcome(NamedTuple):
-    """How a save ended: `problem` None where it was committed, `seconds` from its start to there,
+    """The end of a save: `problem` None where it was committed, `seconds` from its start to there,
     `nonfinite` the tensors with numbers that are not finite, `is_lost` whether the folder is that
     of another run now."""
 
@@ -80,7 +80,7 @@ class _Lost(Exception):
 
 
 class RankPart(NamedTuple):
-    """That of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
+    """The part of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
     `note` takes what failed and did not end a save; `lost` says why the folder is no more the
     run's, or None."""
 
@@ -132,28 +132,25 @@ class SaveJob:
 
     def run(self) -> None:
         try:
-            self._save()
+            problem: str | None
+            nonfinite: Sequence[str] = ()
+            is_lost = False
+            try:
+                if self._place.rank == 0:
+                    problem, nonfinite = self._lead()
+                else:
+                    problem = self._follow()
+            except _Stopped:
+                problem = "stopped"
+            except _Lost as error:
+                problem, is_lost = str(error), True
+            except Exception as error:  # whatever it is: the others must not wait for this rank
+                problem = f"{type(error).__name__}: {error}"
+                self.untold = None, problem
+            seconds = time.monotonic() - self._since
+            self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
         finally:
             self._ended.set()
-
-    def _save(self) -> None:
-        problem: str | None
-        nonfinite: Sequence[str] = ()
-        is_lost = False
-        try:
-            if self._place.rank == 0:
-                problem, nonfinite = self._lead()
-            else:
-                problem = self._follow()
-        except _Stopped:
-            problem = "stopped"
-        except _Lost as error:
-            problem, is_lost = str(error), True
-        except Exception as error:  # whatever it is: the others must not wait for this rank
-            problem = f"{type(error).__name__}: {error}"
-            self.untold = None, problem
-        seconds = time.monotonic() - self._since
-        self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
 
     # --- rank 0 ---
 
@@ -166,7 +163,7 @@ class SaveJob:
                 manifest = self._attempt(number)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
-                self._remove(number)
+                remove_folder(self._temporary(number))
                 self._num_failed = number + 1
             else:
                 found = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
@@ -175,7 +172,10 @@ class SaveJob:
             if pause is None or self._hurry.is_set():
                 break
             self._place.note(f"{problem}; trying again in {pause:g} s")
-            self._pause(pause)
+            end = time.monotonic() + pause
+            look = _Looks(self)
+            while time.monotonic() < end and not self._hurry.is_set():
+                look.wait()
             if self._hurry.is_set():
                 break
         return problem, ()
@@ -184,8 +184,18 @@ class SaveJob:
         temporary = self._temporary(number)
         try:
             self._check_owner()
-            if (manifest := self._committed()) is not None:
-                return manifest
+            if is_committed(self._final):
+                # By an earlier attempt, although a request of it failed, or by somebody else.
+                if isinstance(self._final, RemotePath):
+                    manifest = read_manifest(self._final)
+                    own = {
+                        self._part_name(n, r)
+                        for n in range(len(PAUSES) + 1)
+                        for r in range(self._place.world_size)
+                    }
+                    if own.issuperset(manifest.files):
+                        return manifest
+                raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
             make_folders(self._place.folder)
             make_folder(temporary)
         except OSError as error:
@@ -208,18 +218,6 @@ class SaveJob:
         if (why := self._place.lost()) is not None:
             raise _Lost(why)
 
-    def _committed(self) -> Manifest | None:
-        """What an earlier attempt committed although a request of it failed; CheckpointError where
-        somebody else did."""
-        if not is_committed(self._final):
-            return None
-        if isinstance(self._final, RemotePath):
-            manifest = read_manifest(self._final)
-            own = {self._part_name(n, r) for n in range(len(PAUSES) + 1) for r in self._all_ranks()}
-            if own.issuperset(manifest.files):
-                return manifest
-        raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
-
     def _collected(self, number: int) -> list[Report]:
         """The reports of the other ranks in an attempt, in their order."""
         temporary = self._temporary(number)
@@ -228,11 +226,12 @@ class SaveJob:
         while waiting:
             names = set(list_names(temporary))
             for rank in sorted(rank for rank in waiting if _report_name(rank) in names):
+                path = temporary / _report_name(rank)
                 try:
-                    reply = _read_report(temporary / _report_name(rank))
-                except CheckpointError:
+                    reply = json.loads(read_start(path, MANIFEST_LIMIT))
+                except (OSError, ValueError) as error:
                     if look.seconds > REPORT_SECONDS:
-                        raise
+                        raise CheckpointError(f"{path}: cannot be read ({error})") from error
                     continue
                 if reply["problem"]:
                     raise CheckpointError(f"rank {rank}: {reply['problem']}")
@@ -251,28 +250,28 @@ class SaveJob:
         folder = self._place.folder
         try:
             if isinstance(self._final, RemotePath):
-                self._remove_strays(self._final, manifest)
+                # What other attempts and runs that died have left beside the committed files.
+                names = self._final.names()
+                self._check_owner()
+                for name in sorted({*names} - {MANIFEST, *manifest.files}):
+                    (self._final / name).remove()
             self._check_owner()
             remember(folder, [found])
             prune(folder, self._place.keep, check=self._check_owner)
         except (CheckpointError, OSError) as error:
             self._place.note(f"older checkpoints were not cleaned up: {error}")
 
-    def _remove_strays(self, final: RemotePath, manifest: Manifest) -> None:
-        """Delete what other attempts and runs that died have left beside the committed files."""
-        names = final.names()
-        self._check_owner()
-        for name in sorted({*names} - {MANIFEST, *manifest.files}):
-            (final / name).remove()
-
     # --- the other ranks ---
 
     def _follow(self) -> str | None:
-        """Write in every attempt, until rank 0 has committed."""
+        """Write and report this rank's part in every attempt, until rank 0 has committed."""
         number, is_told = 0, False
-        look = _Looks(self)
+        is_remote, look = isinstance(self._final, RemotePath), _Looks(self)
         while True:
-            if self._is_over():
+            # In an object store rank 0 may still take the manifest back, until it has removed the
+            # folder of the attempt.
+            folders = map(self._temporary, range(len(PAUSES) + 1 if is_remote else 0))
+            if is_committed(self._final) and not any(folder.is_dir() for folder in folders):
                 return None
             # Attempts may have come and gone between two looks.
             later = range(len(PAUSES), number, -1)
@@ -282,28 +281,23 @@ class SaveJob:
             temporary = self._temporary(number)
             if not is_told and temporary.is_dir():
                 is_told = True
-                self._report(number)
+                reply: dict[str, Any]
+                try:
+                    reply = {"problem": None, "report": self._part(number)}
+                except (CheckpointError, OSError) as error:
+                    reply = {"problem": str(error), "report": None}
+                    with suppress(OSError):  # its space is needed for the report
+                        remove_file(self._parts(number) / self._part_name(number, self._place.rank))
+                try:
+                    text = json.dumps(reply).encode()
+                    replace_file(temporary / _report_name(self._place.rank), text)
+                except OSError as error:
+                    self.untold = number, reply["problem"] or str(explain(error, temporary))
                 look.found_something()
             if not is_told and number == 0 and look.seconds > FOLDER_SECONDS:
                 problem = f"{temporary} did not appear in {FOLDER_SECONDS:g} s"
                 self.untold = None, f"{problem}: is it on a file system that all ranks share?"
             look.wait()
-
-    def _report(self, number: int) -> None:
-        """Write this rank's part in an attempt, and what became of it."""
-        temporary = self._temporary(number)
-        reply: dict[str, Any]
-        try:
-            reply = {"problem": None, "report": self._part(number)}
-        except (CheckpointError, OSError) as error:
-            reply = {"problem": str(error), "report": None}
-            with suppress(OSError):  # its space is needed for the report
-                remove_file(self._parts(number) / self._part_name(number, self._place.rank))
-        try:
-            text = json.dumps(reply).encode()
-            replace_file(temporary / _report_name(self._place.rank), text)
-        except OSError as error:
-            self.untold = number, reply["problem"] or str(explain(error, temporary))
 
     # --- all of them ---
 
@@ -316,35 +310,20 @@ class SaveJob:
         return report
 
     def _parts(self, number: int) -> Folder:
-        """Where the parts of an attempt are written: without renames, under the final name."""
+        """The folder of an attempt's parts: without renames, under the final name."""
         return self._final if isinstance(self._final, RemotePath) else self._temporary(number)
 
     def _part_name(self, number: int, rank: int) -> str:
-        """Of a rank's file in an attempt."""
+        """The name of a rank's file in an attempt."""
         is_remote = isinstance(self._final, RemotePath)
         return part_name(rank, self._id(number) if is_remote else "")
-
-    def _all_ranks(self) -> range:
-        return range(self._place.world_size)
-
-    def _is_over(self) -> bool:
-        """Whether rank 0 has committed. In an object store it may still take the manifest back,
-        until it has removed the folder of the attempt."""
-        if not is_committed(self._final):
-            return False
-        is_remote = isinstance(self._final, RemotePath)
-        return not (is_remote and any(self._temporary(n).is_dir() for n in range(len(PAUSES) + 1)))
-
-    def _remove(self, number: int) -> None:
-        """Remove the folder of an attempt."""
-        remove_folder(self._temporary(number))
 
     def _temporary(self, number: int) -> Folder:
         """The folder of an attempt; the name of the first is that of any save."""
         return self._final.with_name(f"{self._final.name}.tmp-{self._id(number)}")
 
     def _id(self, number: int) -> str:
-        """Of an attempt; that of the first is the step's."""
+        """The id of an attempt; that of the first is the step's."""
         if not number:
             return self._identity
         return uuid.uuid5(uuid.UUID(self._identity), str(number)).hex
@@ -359,12 +338,6 @@ class SaveJob:
         """Raises where this save is not to be finished."""
         if self._stop.is_set():
             raise _Stopped
-
-    def _pause(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        look = _Looks(self)
-        while time.monotonic() < end and not self._hurry.is_set():
-            look.wait()
 
 
 class _Looks:
@@ -391,12 +364,3 @@ class _Looks:
 
 def _report_name(rank: int) -> str:
     return f"report-{rank:05d}.json"
-
-
-def _read_report(path: Folder) -> dict[str, Any]:
-    """What another rank wrote; CheckpointError where it is no report."""
-    try:
-        content = json.loads(read_start(path, MANIFEST_LIMIT))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    return content

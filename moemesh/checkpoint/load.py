@@ -83,7 +83,17 @@ class Checkpoint(StoredCheckpoint):
                 tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
                 for origin in (piece.offset, offset)
             )
-            stored = self._file(piece.file).get_slice(piece.key)
+            if piece.file not in self._open:
+                there = self.path / piece.file
+                try:
+                    self._open[piece.file] = (
+                        RemoteTensors(there)
+                        if isinstance(there, RemotePath)
+                        else safe_open(there, framework="pt", device="cpu")
+                    )
+                except SafetensorError as error:  # stricter than our own reading of the header
+                    raise CheckpointError(f"{there}: {error}") from error
+            stored = self._open[piece.file].get_slice(piece.key)
             # An empty index means "all" for a scalar tensor, in both libraries.
             result[target or ...] = stored[source or ...]
         return result
@@ -110,19 +120,6 @@ class Checkpoint(StoredCheckpoint):
     def close(self) -> None:
         """Lets go of the files; a later read opens them again."""
         self._open.clear()
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self.path / name
-            try:
-                self._open[name] = (
-                    RemoteTensors(path)
-                    if isinstance(path, RemotePath)
-                    else safe_open(path, framework="pt", device="cpu")
-                )
-            except SafetensorError as error:  # stricter than our own reading of the header
-                raise CheckpointError(f"{path}: {error}") from error
-        return self._open[name]
 
     def _check_rectangle(
         self,

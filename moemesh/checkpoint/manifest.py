@@ -119,7 +119,7 @@ class Manifest(_Strict):
 
     @property
     def hash_name(self) -> str:
-        """Of the function of all digests but the manifest's own."""
+        """The name of the function of all digests but the manifest's own."""
         return self.hash or BLAKE2B
 
     def check(self) -> None:
@@ -212,14 +212,6 @@ def decode(raw: bytes) -> Manifest:
     return manifest
 
 
-def check_state(state: dict[str, Any]) -> None:
-    """Raises CheckpointError unless `state` comes back from JSON exactly as it went in."""
-    if json.loads(encode_json(state)) != state:
-        raise CheckpointError(
-            "the state does not survive JSON: use text keys, and lists rather than tuples"
-        )
-
-
 def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     """Raises CheckpointError unless `slices` cover the logical tensor exactly."""
     if prod(shape) > MAX_ELEMENTS:
@@ -235,37 +227,27 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
         for second in ordered[index + 1 :]:
             if shape and second.offset[0] >= first.offset[0] + first.shape[0]:
                 break  # sorted by row: nothing further on can meet `first`
-            if _meet(first, second):
+            both = zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+            # 0-dimensional ones always share an element.
+            if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in both):
                 raise CheckpointError(
                     f"{name} {list(shape)}: {_words(first)} and {_words(second)} overlap"
                 )
     # Inside, disjoint and of the full volume: together they are the tensor.
     covered = sum(prod(piece.shape) for piece in slices)
     if covered != prod(shape):
+        # The first rows (indices along dimension 0; experts, if stacked) that nobody holds.
+        reached, where = 0, ""
+        for piece in ordered:
+            if not shape or piece.offset[0] > reached:
+                break
+            reached = max(reached, piece.offset[0] + piece.shape[0])
+        if shape and reached < shape[0]:
+            where = f": row {reached} is the first missing one"
         raise CheckpointError(
             f"{name} {list(shape)}: no rank holds {prod(shape) - covered} of its {prod(shape)} "
-            f"elements{_missing_rows(shape, ordered)}"
+            f"elements{where}"
         )
-
-
-def _meet(first: Slice, second: Slice) -> bool:
-    """Whether two rectangles share an element (0-dimensional ones always do)."""
-    return all(
-        a < b + size_b and b < a + size_a
-        for a, size_a, b, size_b in zip(
-            first.offset, first.shape, second.offset, second.shape, strict=True
-        )
-    )
-
-
-def _missing_rows(shape: tuple[int, ...], ordered: Sequence[Slice]) -> str:
-    """Words for the first rows (indices along dimension 0; experts, if stacked) nobody holds."""
-    reached = 0
-    for piece in ordered:
-        if not shape or piece.offset[0] > reached:
-            break
-        reached = max(reached, piece.offset[0] + piece.shape[0])
-    return f": row {reached} is the first missing one" if shape and reached < shape[0] else ""
 
 
 def _words(piece: Slice) -> str:

@@ -31,7 +31,7 @@ _EXPONENTS = {
 
 
 def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
-    """How many of the numbers in `content`, of torch's `dtype`, are infinite or NaN."""
+    """The number of infinities and NaN in `content`, of torch's `dtype`."""
     if dtype not in _EXPONENTS:
         return 0
     bits = _bits(content, dtype)
@@ -42,7 +42,7 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
 
 
 class NumberDifference(NamedTuple):
-    """How two tensors of one name, shape and dtype differ, over the numbers finite in both.
+    """Difference of two tensors of one name, shape and dtype, over the numbers finite in both.
 
     `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
     difference, `relative` the same over the largest magnitude of the first tensor.
@@ -77,7 +77,7 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
 def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     """A whole logical tensor, put together of its slices, as unsigned integers of its bits."""
     entry = stored.entry(name)
-    result = np.empty(entry.shape, _unsigned(entry.dtype))
+    result = np.empty(entry.shape, np.dtype(f"<u{ITEM_BYTES[entry.dtype]}"))
     for piece in entry.slices:
         path = stored.path / piece.file
         _, start = read_places(path, file_size(path))[piece.key]
@@ -93,12 +93,8 @@ def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     return result
 
 
-def _unsigned(dtype: str) -> np.dtype[Any]:
-    return np.dtype(f"<u{ITEM_BYTES[dtype]}")
-
-
 def _bits(content: bytes | memoryview, dtype: str) -> Array:
-    return np.frombuffer(content, _unsigned(dtype))
+    return np.frombuffer(content, f"<u{ITEM_BYTES[dtype]}")
 
 
 def _values(bits: Array, dtype: str) -> Array:

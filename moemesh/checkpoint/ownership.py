@@ -105,15 +105,36 @@ class Ownership:
             make_folders(folder)
             number, body = _highest(folder)
             if body.get("held") and body.get("run") != run and not takeover:
-                _refuse_living(folder, number, body, say)
+                # The owner is alive where it gives a sign of life.
+                say(
+                    f"{folder} is that of another run ({describe_holder(body)}): waiting "
+                    f"{_OBSERVE_SECONDS:g} s for a sign of its life"
+                )
+                end = time.monotonic() + _OBSERVE_SECONDS
+                while time.monotonic() < end:
+                    time.sleep(_LOOK_SECONDS)
+                    found = _highest(folder)
+                    if not found[1].get("held"):
+                        break
+                    if found != (number, body):
+                        raise _owned(folder, found[1])
             claim = Claim(folder=folder, run=run, number=number + 1)
-            own = _new_body(run)
+            own: dict[str, Any] = {
+                "run": run,
+                "host": socket.gethostname(),
+                "pid": getpid(),
+                "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "counter": 0,
+                "held": True,
+            }
             with suppress(FileExistsError):  # another was faster, which the next look tells
-                create_file(_file(folder, claim.number), _encode(own))
+                create_file(_file(folder, claim.number), json.dumps(own).encode())
             number, body = _highest(folder)
             if (number, body) != (claim.number, own):
                 raise _owned(folder, body)
-            _remove_older(claim)
+            for name in list_names(claim.folder):
+                if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
+                    remove_file(claim.folder / name)
         except (CheckpointError, OSError) as error:
             raise OwnedError(f"{folder}: its owner cannot be determined ({error})") from error
         return Ownership(claim, own)
@@ -134,26 +155,8 @@ class Ownership:
     def _write(self, *, held: bool) -> None:
         with suppress(CheckpointError, OSError):  # the next beat may succeed
             if self.claim.lost() is None:
-                body = {**self._body, "held": held}
-                replace_file(_file(self.claim.folder, self.claim.number), _encode(body))
-
-
-def _refuse_living(
-    folder: Place, number: int, body: dict[str, Any], say: Callable[[str], None]
-) -> None:
-    """Raises OwnedError where the owner gives a sign of life."""
-    say(
-        f"{folder} is that of another run ({describe_holder(body)}): waiting "
-        f"{_OBSERVE_SECONDS:g} s for a sign of its life"
-    )
-    end = time.monotonic() + _OBSERVE_SECONDS
-    while time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS)
-        found = _highest(folder)
-        if not found[1].get("held"):
-            return
-        if found != (number, body):
-            raise _owned(folder, found[1])
+                body = json.dumps({**self._body, "held": held}).encode()
+                replace_file(_file(self.claim.folder, self.claim.number), body)
 
 
 def _owned(folder: Place, body: dict[str, Any]) -> OwnedError:
@@ -185,27 +188,6 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
         if pause is not None:
             time.sleep(pause)
     return highest, {}
-
-
-def _remove_older(claim: Claim) -> None:
-    for name in list_names(claim.folder):
-        if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
-            remove_file(claim.folder / name)
-
-
-def _new_body(run: str) -> dict[str, Any]:
-    return {
-        "run": run,
-        "host": socket.gethostname(),
-        "pid": getpid(),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "counter": 0,
-        "held": True,
-    }
-
-
-def _encode(body: dict[str, Any]) -> bytes:
-    return json.dumps(body).encode()
 
 
 def _file(folder: Place, number: int) -> Place:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -36,7 +36,7 @@ class RemotePath:
 
     @staticmethod
     def of(address: str) -> RemotePath:
-        """That of ``scheme://bucket/prefix``. Raises RemoteError where a package is missing or the
+        """The name ``scheme://bucket/prefix``. Raises RemoteError where a package is missing or the
         scheme is unknown."""
         try:
             from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
@@ -130,7 +130,8 @@ class RemotePath:
 
     def put(self, content: bytes) -> None:
         """Write the object at once: a reader sees the old or the new content, or none."""
-        if _DISKS.isdisjoint(_schemes(self._filesystem)):
+        names: Any = self._filesystem.protocol
+        if _DISKS.isdisjoint((names,) if isinstance(names, str) else names):
             self._call(self._filesystem.pipe_file, self._path, content)
             return
         beside = self.with_name(f".{self.name}.tmp")
@@ -184,7 +185,8 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[bytes | memoryview], object]]:
-        """What takes the bytes of the object, which is there when the block has ended well."""
+        """A function that takes the object's bytes, which is there when the block has ended
+        well."""
         file = self._call(self._filesystem.open, self._path, "wb")
         try:
             yield lambda content: self._call(file.write, content)
@@ -207,11 +209,6 @@ class RemotePath:
             raise OSError(errno.EIO, reason, str(self)) from error
 
 
-def _schemes(filesystem: Any) -> Sequence[str]:
-    names = filesystem.protocol
-    return (names,) if isinstance(names, str) else names
-
-
 class _Calls:
     """A file whose reads and seeks go through `call`."""
 
@@ -230,7 +227,7 @@ Place = Path | RemotePath
 
 
 def place_of(text: str | Path) -> Place:
-    """What a text of the user means: ``scheme://...`` an object store, all else a path."""
+    """The place that a user's text means: ``scheme://...`` an object store, all else a path."""
     match = _ADDRESS.fullmatch(str(text))
     if match is None:
         if "::" in str(text):

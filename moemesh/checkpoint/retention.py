@@ -47,8 +47,8 @@ class Standing(NamedTuple):
 
 
 class Pruning(NamedTuple):
-    """What a pruning keeps, newest first; the steps that it deletes; and the names of what dead
-    runs left half written or half deleted."""
+    """A plan of a pruning: what it keeps, newest first; the steps that it deletes; and the names of
+    what dead runs left half written or half deleted."""
 
     kept: list[Standing]
     doomed: list[int]
@@ -73,8 +73,8 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
 
 
 def standing(folder: Place, step: int, *, read_back: bool) -> Standing:
-    """How ``folder/step-<step>`` stands. `read_back`: one that is not known to be verified is read;
-    else it is not verified, without a problem."""
+    """The standing of ``folder/step-<step>``. `read_back`: one that is not known to be verified is
+    read; else it is not verified, without a problem."""
     known = _read_verified(folder).get(f"step-{step}")
     try:
         stored = open_stored(folder, step)
@@ -109,7 +109,7 @@ def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False
 
 
 def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pruning:
-    """What :func:`prune` does; reads back what is not known to be verified, deletes nothing.
+    """Plan :func:`prune`: reads back what is not known to be verified, deletes nothing.
 
     The newest `keep` that count stay, and of those behind them none. A checkpoint that does not
     verify stays while it is newer than the last of these. Of those with numbers that are not

@@ -67,15 +67,29 @@ class Staging:
         return None
 
     def _reserve(self, needed: int, *, pins: bool) -> None:
-        if needed > self.num_bytes:
-            self._unpin()
-            self._buffer = None  # first, so that there are never two
-            self._buffer = torch.empty(needed, dtype=torch.uint8)
-            if pins:
-                self._pin(self._buffer)
+        """Make room for so many bytes; `pins`: lock its pages, for copies at the speed of the bus.
+
+        Not by ``pin_memory``: torch takes pinned memory in powers of two, up to twice of what was
+        asked for, and keeps it when it is given back. Where they cannot be locked, copies are
+        slower.
+        """
+        if needed <= self.num_bytes:
+            return
+        self._unpin()
+        self._buffer = None  # first, so that there are never two
+        self._buffer = buffer = torch.empty(needed, dtype=torch.uint8)
+        if not pins:
+            return
+        cuda: Any = torch.cuda.cudart()
+        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
+            # Before the memory is given back, or its next owner could not lock it.
+            self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
+            return
+        with suppress(RuntimeError):  # CUDA would give the error to the next kernel of a step
+            torch.zeros(1, device="cuda")
 
     def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The same shards with copies of their tensors, until the next call."""
+        """The shards with copies of their tensors, until the next call."""
         on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
         self._reserve(_num_bytes(keyed), pins=on_cuda)
         copies: dict[str, Shard] = {}
@@ -95,20 +109,6 @@ class Staging:
         if on_cuda:
             torch.cuda.synchronize()
         return copies
-
-    def _pin(self, buffer: torch.Tensor) -> None:
-        """Lock the pages of `buffer`, for copies at the speed of the bus; without, they are slower.
-
-        Not ``pin_memory``: torch takes pinned memory in powers of two, up to twice of what was
-        asked for, and keeps it when it is given back.
-        """
-        cuda: Any = torch.cuda.cudart()
-        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
-            # Before the memory is given back, or its next owner could not lock it.
-            self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
-            return
-        with suppress(RuntimeError):  # CUDA would give the error to the next kernel of a step
-            torch.zeros(1, device="cuda")
 
 
 def _num_bytes(keyed: Mapping[str, Shard]) -> int:

@@ -48,12 +48,13 @@ def save(
     shards: Sequence[Shard],
     state: dict[str, Any],
     *,
-    rank: int,
-    world_size: int,
-    gather: Gather,
-    barrier: Callable[[], None],
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Gather = lambda reply: [reply],
+    barrier: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it.
+    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it,
+    one where nothing is said of ranks.
 
     Raises CheckpointError on every rank when any of them fails (disk full, a hole or an overlap in
     a tensor, the step exists); then nothing new is left and older checkpoints are untouched. A

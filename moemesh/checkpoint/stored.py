@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from moemesh.checkpoint.beside import beside
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
     COMMITTED,
     TEMPORARY,
     TRASH,
     CheckpointError,
+    beside,
     check_folder,
     file_size,
     is_committed,
@@ -103,7 +103,7 @@ class StoredCheckpoint:
                 raise CheckpointError(f"{self.path}/{damage}")
 
     def damages(self, file: str) -> Iterator[Damage]:
-        """What of a file, read from the disk, is not what was written."""
+        """Parts of a file, read from the disk, that are not what was written."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
             with reading(self.path / file, from_disk=True) as opened:
@@ -193,7 +193,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
-    """Where the list of files, their sizes, and their headers are not those of the manifest."""
+    """Faults of the list of files, their sizes, and their headers, by the manifest."""
     present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
         yield Damage(name, "missing")
@@ -208,22 +208,15 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
             slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
     for name in (name for name in manifest.files if name in present):
         try:
-            if reason := _misfit(path / name, manifest.files[name].size, slices[name]):
-                yield Damage(name, reason)
+            size, known = file_size(path / name), manifest.files[name].size
+            if size != known:
+                word = "truncated" if size < known else "too long"
+                yield Damage(name, f"{word}: size {size}, expected {known}")
+            elif (found := read_header(path / name, size)) != (ours := slices[name]):
+                wrong = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
+                yield Damage(name, f"the header disagrees with the manifest about {wrong[0]}")
         except CheckpointError as error:
             yield Damage(name, str(error).removeprefix(f"{path / name}: "))
-
-
-def _misfit(path: Place, expected: int, slices: dict[str, HeaderEntry]) -> str | None:
-    size = file_size(path)
-    if size != expected:
-        word = "truncated" if size < expected else "too long"
-        return f"{word}: size {size}, expected {expected}"
-    found = read_header(path, size)
-    if found != slices:
-        wrong = sorted(key for key in {*found, *slices} if found.get(key) != slices.get(key))
-        return f"the header disagrees with the manifest about {wrong[0]}"
-    return None
 
 
 def examine(folder: Place, step: int) -> list[Damage]:

@@ -45,7 +45,7 @@ def is_tensor(leaf: object) -> bool:
 
 
 def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same containers with ``function(path, leaf)`` in place of leaves and empty containers."""
+    """Containers with ``function(path, leaf)`` in place of leaves and empty containers."""
     if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
         return function(path, node)
     below = f"{path}/" if path else ""
@@ -124,14 +124,23 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
 
     Raises CheckpointError on every rank where such parts differ.
     """
-    mine = {_place(shard): shard for shard in shards if shard.tensor.numel()}
+    mine = {
+        (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
+        for shard in shards
+        if shard.tensor.numel()
+    }
     everyone = [
-        {tuple(map(_hashable, place)) for place in held} for held in gather_json(list(mine), axis)
+        {(name, tuple(offset), tuple(shape)) for name, offset, shape in held}
+        for held in gather_json(list(mine), axis)
     ]
     holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
     if check_replicas:
         shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
-        digests = [[shard.name, *shard.offset, _digest(shard.tensor)] for shard in shared]
+        digests: list[list[Any]] = []
+        for shard in shared:
+            flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
+            digest = hash_bytes(memoryview(flat.numpy()))
+            digests.append([shard.name, *shard.offset, digest])
         said = gather_json(digests, axis)
         known: dict[tuple[Any, ...], tuple[int, str]] = {}
         for other, digests in enumerate(said):
@@ -147,29 +156,12 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
     return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
 
 
-def _place(shard: Shard) -> tuple[Any, ...]:
-    return shard.name, shard.offset, tuple(shard.tensor.shape)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
-    return hash_bytes(memoryview(flat.numpy()))
-
-
 def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """The values of all ranks by path; the lowest rank that has one decides."""
     merged: dict[str, Any] = {}
-    for theirs in reversed(gather_json(_finite(values), axis)):
-        merged |= theirs
-    return merged
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{path} is {value}: save it as a tensor")
-    return dict(values)
+    for theirs in reversed(gather_json(dict(values), axis)):
+        merged |= theirs
+    return merged

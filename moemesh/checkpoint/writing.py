@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ from moemesh.checkpoint.manifest import (
     Manifest,
     ManifestEntry,
     Slice,
-    check_state,
     encode,
+    encode_json,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -62,7 +63,10 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
     hold."""
     if not COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
-    check_state(state)
+    if json.loads(encode_json(state)) != state:
+        raise CheckpointError(
+            "the state does not survive JSON: use text keys, and lists rather than tuples"
+        )
     if is_committed(final):
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
@@ -140,7 +144,12 @@ def commit(
         create_file(temporary / MANIFEST, content)
         if read_whole(temporary / MANIFEST) != content:
             if isinstance(temporary, RemotePath):
-                _take_back(temporary)
+                # Delete a manifest that was damaged on its way, so that it can be written again;
+                # one that reads well is of another writer.
+                try:
+                    read_manifest(temporary)
+                except CheckpointError:
+                    remove_file(temporary / MANIFEST)
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
         if isinstance(temporary, RemotePath) or isinstance(final, RemotePath):
             return manifest
@@ -153,15 +162,6 @@ def commit(
     except OSError as error:
         raise explain(error, temporary / MANIFEST, len(content)) from error
     return manifest
-
-
-def _take_back(folder: RemotePath) -> None:
-    """Delete a manifest that was damaged on its way, so that it can be written again; one that
-    reads well is of another writer."""
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        remove_file(folder / MANIFEST)
 
 
 def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:

@@ -50,7 +50,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     CheckpointError where one is at work there."""
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.ownership import OwnedError, Ownership, has_owner
-    from moemesh.train.run_folder import LEASE, RunFolder
+    from moemesh.train.records.run_folder import LEASE, RunFolder
     from moemesh.watch.lease import RunFolderError
 
     def say(text: str) -> None:
@@ -87,6 +87,6 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
 
 def _folders(place: "Folder") -> "list[Folder]":
     """Where a run in `place`, or `place` itself, would have checkpoints."""
-    from moemesh.train.run_folder import checkpoints_of
+    from moemesh.train.records.run_folder import checkpoints_of
 
     return [checkpoints_of(place), place] if isinstance(place, Path) else [place]

@@ -65,8 +65,7 @@ def config_check(
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError, UserError
-    from moemesh.train.preflight import untrainable
-    from moemesh.train.preflight_warnings import preflight_warnings, warnings_before_ranks
+    from moemesh.train.preflight import preflight_warnings, untrainable, warnings_before_ranks
     from moemesh.train.preparation import check_inputs, check_room, check_sources
 
     resolved = load(config, overrides)
@@ -117,7 +116,7 @@ def config_diff(
     """
 
     from moemesh.config.toml import format_value
-    from moemesh.train.configuration_pairs import compared
+    from moemesh.train.records.run_folder import compared
 
     found = compared(first, second)
     if as_json:

@@ -63,8 +63,8 @@ def scores(
         moemesh train sft.toml --set train.esft=law.json
     """
     from moemesh.report.files import check_target
-    from moemesh.train.esft_request import EsftRequest
-    from moemesh.train.weight_sources import check_weights, config_of
+    from moemesh.train.inference.esft_request import EsftRequest
+    from moemesh.train.weights.weight_sources import check_weights, config_of
 
     request = EsftRequest(
         data=data,
@@ -83,6 +83,6 @@ def scores(
             check_target(path, kind)
     request = request.checked(config_of(source, overrides or []))
     check_weights(source)
-    from moemesh.train.esft import write_scores
+    from moemesh.train.inference.esft import write_scores
 
     raise typer.Exit(write_scores(source, request, overrides or []))

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from moemesh.config.data import DataConfig
 from moemesh.data.input_files import find
 from moemesh.data.sources import name_of, token_files, validation_source
-from moemesh.train.preflight_warnings import MOST_RANKS, predicted_memory, warnings_before_ranks
+from moemesh.train.preflight import MOST_RANKS, predicted_memory, warnings_before_ranks
 from moemesh.train.preparation import Preparation
 
 
 def preparation_text(prepared: Preparation) -> str:
     """The plan, what is found and what would be written, one fact a line."""
     from moemesh.trace.memory_profile import format_bytes
-    from moemesh.train.disk import disk_warning
+    from moemesh.train.preflight import disk_warning
 
     config, folder, need = prepared.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data
@@ -99,7 +99,7 @@ def _samples(prepared: Preparation) -> Iterator[str]:
 
 
 def _files(prepared: Preparation) -> Iterator[str]:
-    from moemesh.train.kept_schedule import has_name
+    from moemesh.train.records.kept_schedules import has_name
 
     config = prepared.config
     yield from FILES

@@ -85,7 +85,7 @@ def convert(
         typer.echo(f"wrote file {done} of {total}", err=True)
 
     # All that is looked at here is told before torch, which takes seconds, is imported.
-    from moemesh.train import weight_sources
+    from moemesh.train.weights import weight_sources
 
     parts = {"--adapter": adapter, "--delta": delta, "--apply": apply is not None}
     if chosen := [flag for flag, given in parts.items() if given]:
@@ -99,7 +99,7 @@ def convert(
             weight_sources.check_folder(apply)
         kind = "adapter" if adapter else "delta" if delta else "folder"
     elif upcycle is not None:
-        from moemesh.train.recipe import read_recipe
+        from moemesh.train.weights.weight_sources import read_recipe
 
         for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
             if given is not None:
@@ -111,7 +111,7 @@ def convert(
         target = weight_sources.target_of(source, to, dtype, expert_layout)
         kind = "run" if target == "moemesh" else "folder"
     weight_sources.refuse_occupied(source, out, kind)
-    from moemesh.train import conversion
+    from moemesh.train.weights import conversion
 
     if adapter:
         conversion.write_adapter(source, out, dtype=dtype)
@@ -120,7 +120,7 @@ def convert(
     elif apply is not None:
         conversion.apply_delta(source, out, apply, on_file=say)
     elif upcycle is not None:
-        from moemesh.train.upcycling import upcycle as make
+        from moemesh.train.weights.conversion import upcycle as make
 
         make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
     else:
@@ -163,7 +163,7 @@ def evaluate(
     if seq_len is None:
         from moemesh.config.errors import UserError
         from moemesh.config.huggingface.folder import CONFIG
-        from moemesh.train.weight_sources import config_of
+        from moemesh.train.weights.weight_sources import config_of
 
         config = config_of(source, overrides or [])
         if (source / CONFIG).exists():
@@ -175,7 +175,7 @@ def evaluate(
             )
         seq_len = config.data.seq_len  # that of the run
     _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
-    from moemesh.train.evaluation import evaluate as run
+    from moemesh.train.inference.evaluation import evaluate as run
 
     raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))
 
@@ -234,7 +234,7 @@ def generate(
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
-    from moemesh.train.generation import generate as run
+    from moemesh.train.inference.generation import generate as run
 
     code = run(
         source,
@@ -253,7 +253,7 @@ def generate(
 
 def _check(source: Path, given: list[str]) -> None:
     """Tell a mistake before torch, which takes seconds, is imported."""
-    from moemesh.train.weight_sources import check_weights, config_of
+    from moemesh.train.weights.weight_sources import check_weights, config_of
 
     config_of(source, given)
     check_weights(source)

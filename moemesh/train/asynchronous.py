@@ -40,9 +40,9 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
-from moemesh.trace.timeline import TimelineRecorder, WorkRecord
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.recorded_orders import check_recorded, recorded_segment, write_recorded
+from moemesh.train.records.kept_schedules import check_recorded, recorded_segment, write_recorded
 from moemesh.train.session import Report, Session
 from moemesh.train.step import (
     NOTHING,
@@ -55,7 +55,6 @@ from moemesh.train.step import (
     move_selection_biases,
     pack_loads,
     step_result,
-    unpack_loads,
 )
 
 # The stream of an asynchronous run: microbatches, update windows, and the report of each step.
@@ -133,6 +132,7 @@ class TrainingStream:
         self.parallel, self.optimizer, self.train = parallel, optimizer, train
         self.num_microbatches, self.window, self.first = num_microbatches, window, first
         self.stopped = self.skipped = False
+        self.before_update: Callable[[], object] = lambda: None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
         # A step that is this far back has gone through every stage and come back: its sum is there
@@ -169,7 +169,13 @@ class TrainingStream:
         return self._batches[step][place]
 
     def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
-        window = self._window(sample // self.window)
+        index = sample // self.window
+        if index not in self._windows:
+            samples = range(index * self.window, (index + 1) * self.window)
+            counts = count_over_step(self.parallel, [self._whole(one) for one in samples])
+            sums = StepSums(self.parallel, counts)
+            self._windows[index] = _Window(counts, sums, StepSums(self.parallel, counts))
+        window = self._windows[index]
         return (window.again if again else window.sums).objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
@@ -177,6 +183,7 @@ class TrainingStream:
 
         A gradient that is not finite updates nothing; the version counts on.
         """
+        self.before_update()
         done, reducer = self._windows.pop(window), self.parallel.reducer
         reducer.finish()
         mesh = self.parallel.mesh
@@ -189,10 +196,22 @@ class TrainingStream:
             clip_gradients(reducer.gradients, norm.value, self.train.clip)
             lr = learning_rate(self.train, self.first + index)
             self.optimizer.step(reducer.gradients, lr)
-            self._move_biases(done.sums.counts_LE)
+            moes = self.parallel.model.moe_layers().values()
+            if any(moe.router.selection_bias is not None for moe in moes):
+                counts_LE = done.sums.counts_LE.clone()
+                all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
+                move_selection_biases(self.parallel, counts_LE)
 
         versions.update(step if norm.is_finite else lambda: None)
-        self._add(index, done, norm.value, is_finite=norm.is_finite)
+        own = self._steps.setdefault(index, _OwnStep())
+        own.counts = own.counts.plus(done.counts)
+        own.num_skipped += not norm.is_finite
+        own.squares += norm.value * norm.value
+        if own.losses is None or own.loads is None:
+            own.losses, own.loads = done.sums.losses, done.sums.loads
+        else:
+            own.losses = own.losses + done.sums.losses
+            own.loads = [a + b for a, b in zip(own.loads, done.sums.loads, strict=True)]
 
     def end(self, sample: int) -> int:
         step, place = divmod(sample, self.num_microbatches)
@@ -209,65 +228,30 @@ class TrainingStream:
         step, place = divmod(sample, self.num_microbatches)
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
-            self._report(step)
+            own, mesh = self._steps.pop(step), self.parallel.mesh
+            assert own.losses is not None and own.loads is not None
+            # The sum over all ranks, in which counts are exact (float64), is read some steps later.
+            # All ranks of a stage know its norm and its skips: only the first of them adds them.
+            first = float(mesh["stage"].index == 0)
+            scalars = [float(self._stop_requested()), first * own.num_skipped, first * own.squares]
+            total = torch.cat(
+                [
+                    torch.tensor(scalars, dtype=torch.float64),
+                    own.losses.cpu(),
+                    *(part.cpu() for part in pack_loads(own.loads)),
+                ]
+            )
+            work = all_reduce_(
+                total, mesh.control, caller="step.report", phase="optimizer", async_op=True
+            )
+            self._reports[step] = _Report(
+                total=total, work=work, step=own, done_at=time.perf_counter()
+            )
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
         """(step, result, seconds) of the steps that :attr:`on_step` has not been told of."""
         return [self._read() for _ in range(self._num_read, self._num_finished)]
-
-    def _window(self, index: int) -> _Window:
-        if index not in self._windows:
-            samples = range(index * self.window, (index + 1) * self.window)
-            counts = count_over_step(self.parallel, [self._whole(sample) for sample in samples])
-            sums, again = (StepSums(self.parallel, counts) for _ in range(2))
-            self._windows[index] = _Window(counts, sums, again)
-        return self._windows[index]
-
-    def _move_biases(self, counts_LE: Tensor) -> None:
-        """Of this stage's routers, by the loads of the window."""
-        layers = self.parallel.model.moe_layers()
-        if all(moe.router.selection_bias is None for moe in layers.values()):
-            return
-        counts_LE = counts_LE.clone()
-        mesh = self.parallel.mesh
-        all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
-        move_selection_biases(self.parallel, counts_LE)
-
-    # The report of a step.
-
-    def _add(self, index: int, window: _Window, norm: float, *, is_finite: bool) -> None:
-        step = self._steps.setdefault(index, _OwnStep())
-        step.counts = step.counts.plus(window.counts)
-        step.num_skipped += not is_finite
-        step.squares += norm * norm
-        sums = window.sums
-        if step.losses is None or step.loads is None:
-            step.losses, step.loads = sums.losses, sums.loads
-        else:
-            step.losses = step.losses + sums.losses
-            step.loads = [a + b for a, b in zip(step.loads, sums.loads, strict=True)]
-
-    def _report(self, index: int) -> None:
-        """Start the sum over all ranks; counts are exact in float64."""
-        step, mesh = self._steps.pop(index), self.parallel.mesh
-        assert step.losses is not None and step.loads is not None
-        # All ranks of a stage know its norm and its skips: only the first of them adds them.
-        first = float(mesh["stage"].index == 0)
-        scalars = [float(self._stop_requested()), first * step.num_skipped, first * step.squares]
-        total = torch.cat(
-            [
-                torch.tensor(scalars, dtype=torch.float64),
-                step.losses.cpu(),
-                *(part.cpu() for part in pack_loads(step.loads)),
-            ]
-        )
-        work = all_reduce_(
-            total, mesh.control, caller="step.report", phase="optimizer", async_op=True
-        )
-        self._reports[index] = _Report(
-            total=total, work=work, step=step, done_at=time.perf_counter()
-        )
 
     def _read(self) -> tuple[int, StepResult, float]:
         """The next report: (step, its result, seconds since the one before)."""
@@ -288,7 +272,8 @@ class TrainingStream:
         result = step_result(
             counts=step.counts,
             losses=report.total[3 : 3 + num_losses],
-            loads=unpack_loads(report.total[3 + num_losses :], step.loads),
+            packed=report.total[3 + num_losses :],
+            like=step.loads,
             norm=GradientNorm(value=value, is_finite=not skipped > 0),
         )
         return self.first + index, result, seconds
@@ -311,12 +296,8 @@ class StreamRecorder(TimelineRecorder):
         super().add(name=name, start=start, end=end, microbatch=microbatch, **details)
         if self.step is not None and self.step > newest:
             oldest = self.step - KEPT_STEPS
-            self._records = [record for record in self._records if _step(record) > oldest]
+            self._records = [record for record in self._records if (record.step or 0) > oldest]
         self.step = max(self.step or newest, newest)
-
-
-def _step(record: WorkRecord) -> int:
-    return record.step or 0
 
 
 #: Operations of all ranks in one segment, at most: its lists stay small beside the weights.
@@ -334,8 +315,25 @@ class StreamedSteps:
         self._stopped = False
 
     def advance(self, first: int, report: Report) -> FinishedStep:
-        session, plan = self._session, self._session.config.plan
-        schedule, last = self._segment(first)
+        session, config = self._session, self._session.config
+        train, plan = config.train, config.plan
+        # The schedule from step `first` to the next drain, and that step.
+        if plan.replay is not None:
+            schedule, last = recorded_segment(Path(plan.replay), first)
+            check_recorded(schedule, config, first, last)
+        else:
+            ends = [train.steps]
+            for every in (train.checkpoint_every, train.validate_every):
+                if every:
+                    ends.append(-(-first // every) * every)
+            operations = 2 * plan.pp * plan.microbatches
+            ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
+            if (after := session.stop.after) is not None and after >= first:
+                ends.append(after)
+            last = min(ends)
+            schedule = stream_schedule(config, last - first + 1)
+        digests = gather_json([digest(schedule), last], session.mesh.control)
+        assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"
         assert schedule.update is not None
         recorder = StreamRecorder(
             session.mesh.rank, first=first, num_microbatches=plan.microbatches
@@ -349,7 +347,7 @@ class StreamedSteps:
         stream = TrainingStream(
             session.parallel,
             session.optimizer,
-            session.config.train,
+            train,
             num_microbatches=plan.microbatches,
             window=schedule.update.window,
             reach=max(plan.pp, int(schedule.parameters.get("max_in_flight", 0))),
@@ -361,7 +359,9 @@ class StreamedSteps:
         )
         with ExitStack() as first_window:
             first_window.enter_context(session.artifacts.first_step_memory())
-            self._run(schedule, _Measured(stream, first_window), recorder)
+            # The measurement of the first window's memory ends with its first update.
+            stream.before_update = first_window.close
+            self._run(schedule, stream, recorder)
         *earlier, newest = stream.drain()
         for step in earlier:
             report(finished(*step))
@@ -371,22 +371,7 @@ class StreamedSteps:
     def is_stopping(self) -> bool:
         return self._session.any_rank(self._stopped or self._session.stop.requested)
 
-    def _segment(self, first: int) -> tuple[Schedule, int]:
-        """The schedule from step `first` to the next drain, and that step."""
-        config = self._session.config
-        if config.plan.replay is not None:
-            schedule, last = recorded_segment(Path(config.plan.replay), first)
-            check_recorded(schedule, config, first, last)
-        else:
-            last = segment_end(config, first)
-            if (after := self._session.stop.after) is not None and after >= first:
-                last = min(last, after)
-            schedule = stream_schedule(config, last - first + 1)
-        digests = gather_json([digest(schedule), last], self._session.mesh.control)
-        assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"
-        return schedule, last
-
-    def _run(self, schedule: Schedule, stream: _Measured, recorder: TimelineRecorder) -> None:
+    def _run(self, schedule: Schedule, stream: TrainingStream, recorder: TimelineRecorder) -> None:
         plan, parallel = self._session.config.plan, self._session.parallel
         assert schedule.update is not None
         (part,) = parallel.pipeline.parts.values()
@@ -412,36 +397,10 @@ class StreamedSteps:
             executor.run(program, recorder)
             recorded = executor.recorded()
             if parallel.mesh.rank == 0:
-                steps = stream.stream.first, stream.stream.last
-                write_recorded(self._session.folder, recorded, *steps)
+                write_recorded(self._session.folder, recorded, stream.first, stream.last)
         artifacts = self._session.artifacts
         artifacts.weight_versions = max(artifacts.weight_versions, program.versions.most_bytes)
         program.versions.close()
-
-
-class _Measured:
-    """A stream that ends the measurement of the first window's memory with its first update."""
-
-    def __init__(self, stream: TrainingStream, first_window: ExitStack) -> None:
-        self.stream, self._first_window = stream, first_window
-        self.batch, self.objective = stream.batch, stream.objective
-        self.end, self.finished = stream.end, stream.finished
-
-    def update(self, window: int, versions: WeightVersions) -> None:
-        self._first_window.close()
-        self.stream.update(window, versions)
-
-
-def segment_end(config: RunConfig, first: int) -> int:
-    """The step behind which the stream that starts with `first` drains."""
-    train, plan = config.train, config.plan
-    ends = [train.steps]
-    for every in (train.checkpoint_every, train.validate_every):
-        if every:
-            ends.append(-(-first // every) * every)
-    operations = 2 * plan.pp * plan.microbatches
-    ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
-    return min(ends)
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:

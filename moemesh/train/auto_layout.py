@@ -9,13 +9,13 @@ layout is read by any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
-from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
@@ -23,6 +23,7 @@ from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.search.command import NothingFits, plan_named
+from moemesh.planner.search.search import Candidate
 from moemesh.watch.devices import num_visible_gpus
 
 #: Machines by which layouts are compared where `train.cluster` names none.
@@ -54,7 +55,7 @@ class Fitted:
     is_told: bool = True
 
     def overrides(self) -> list[str]:
-        """What turns the old plan into it, as values of ``--set``."""
+        """Values of ``--set`` that turn the old plan into it."""
         return [f"plan.{name}={format_value(value)}" for name, value in _changes(self).items()]
 
     def text(self) -> str:
@@ -106,9 +107,24 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     machine = load_cluster(name).model_copy(
         update={"nodes": ranks // per_node, "gpus_per_node": per_node}
     )
-    if (found := _searched(config, machine)) is not None:
-        how = f"the best of the search on {name}"
-        return Fitted(before=config.plan, plan=found, ranks=ranks, how=how)
+    candidates: Sequence[Candidate] = ()
+    with suppress(ConfigError, NothingFits):
+        candidates = plan_named(
+            config.model,
+            machine,
+            config.data.seq_len,
+            config.data.global_batch,
+            trainable=True,  # which the search prices in bfloat16, whatever train.dtype is
+        ).candidates
+    for candidate in candidates:
+        plan = plan_of(candidate.layout)
+        kept = {name: getattr(config.plan, name) for name in _KEPT}
+        if plan.ranks_per_node is None and config.plan.ranks_per_node is not None:
+            kept["ranks_per_node"] = plan.world_size
+        plan = plan.model_copy(update=kept)
+        if is_trained(config, plan):
+            how = f"the best of the search on {name}"
+            return Fitted(before=config.plan, plan=plan, ranks=ranks, how=how)
     for plan in nearest(config, ranks):
         how = "the nearest legal plan, for the search found none"
         return Fitted(before=config.plan, plan=plan, ranks=ranks, how=how)
@@ -117,28 +133,6 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     raise NoLayout(
         f"no plan of {ranks} ranks trains this configuration: start another number{hint}"
     )
-
-
-def _searched(config: RunConfig, machine: Cluster) -> Plan | None:
-    try:
-        planned = plan_named(
-            config.model,
-            machine,
-            config.data.seq_len,
-            config.data.global_batch,
-            trainable=True,  # which the search prices in bfloat16, whatever train.dtype is
-        )
-    except (ConfigError, NothingFits):
-        return None
-    for candidate in planned.candidates:
-        plan = plan_of(candidate.layout)
-        kept = {name: getattr(config.plan, name) for name in _KEPT}
-        if plan.ranks_per_node is None and config.plan.ranks_per_node is not None:
-            kept["ranks_per_node"] = plan.world_size
-        plan = plan.model_copy(update=kept)
-        if is_trained(config, plan):
-            return plan
-    return None
 
 
 def is_trained(config: RunConfig, plan: Plan) -> bool:
@@ -150,14 +144,6 @@ def is_trained(config: RunConfig, plan: Plan) -> bool:
         return False  # a key cannot be set to no value
     other = replace(config, plan=plan)
     return not other.check() and not refusals(other)
-
-
-def nearest_texts(config: RunConfig, ranks: int, count: int = 3) -> list[str]:
-    """The nearest plans as a user would set them."""
-    return [
-        " ".join(Fitted(before=config.plan, plan=plan, ranks=ranks, how="").overrides())
-        for plan in islice(nearest(config, ranks), count)
-    ]
 
 
 def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:

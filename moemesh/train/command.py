@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -26,16 +27,13 @@ from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train.console import Console
-from moemesh.train.data_record import changes_samples, refuse_other_data
-from moemesh.train.disk import refuse_full_disk
-from moemesh.train.failure import details, go_on, write_failure
-from moemesh.train.kept_schedule import readable, settle
-from moemesh.train.preflight import untrainable
-from moemesh.train.preflight_warnings import refuse_too_large
+from moemesh.train.preflight import refuse_full_disk, refuse_too_large, untrainable
 from moemesh.train.preparation import Preparation, folder_of, prepare
+from moemesh.train.records.data_record import changes_samples, refuse_other_data
+from moemesh.train.records.failure import details, go_on, write_failure
+from moemesh.train.records.kept_schedules import readable, settle
+from moemesh.train.records.run_folder import DATA_CHANGE, Events, RunFolder, RunFolderError
 from moemesh.train.restarts import limits_of, train_supervised
-from moemesh.train.run_events import Events
-from moemesh.train.run_folder import DATA_CHANGE, RunFolder, RunFolderError
 from moemesh.train.trainer import train as train_rank
 from moemesh.train.watcher import watcher_command
 from moemesh.watch import progress_words
@@ -45,6 +43,18 @@ from moemesh.watch.word_file import SETUP
 
 class WorldSizeError(UserError):
     """The number of ranks that were started is not the number that the plan needs."""
+
+
+class RunRequest(NamedTuple):
+    """A run as it was asked for: its configuration and folder, resolved once in each process, and
+    what the command says besides; see :func:`train`."""
+
+    config: RunConfig
+    path: Path
+    allowed_changes: Sequence[str] = ()
+    takeover: bool = False
+    stop_after: int | None = None
+    profile_steps: int | None = None
 
 
 def train(
@@ -70,23 +80,25 @@ def train(
     already), and as a rank of torchrun (rank 0 locks it).
     """
     launch.attach()
-    resolved = load_run([config_file] if config_file else [], overrides)
-    path = folder_of(config_file, resolved.config, out)
-    resolved = replace(resolved, config=with_recorded(resolved.config, path))
-    config = resolved.config
-    end: dict[str, Any] = {"stop_after": stop_after, "profile_steps": profile_steps}
     if launch.joined():
-        readable_config = replace(config, plan=readable(config.plan, path))
-        if problems := untrainable(replace(resolved, config=readable_config), path):
+        resolved = load_run([config_file] if config_file else [], overrides)
+        path = folder_of(config_file, resolved.config, out)
+        config = with_recorded(resolved.config, path)
+        kept = replace(config, plan=readable(config.plan, path))
+        if problems := untrainable(replace(resolved, config=kept), path):
             raise ConfigError(problems)
+        request = RunRequest(config, path, allowed_changes, takeover, stop_after, profile_steps)
         if launch.launched():
-            return _rank(config, _folder(config, path), path, **end)
+            folder = RunFolder.open(path, None, config.train.checkpoint_folder)
+            return _rank(request, folder)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
-        return _rank(config, None, path, allowed_changes, takeover=takeover, **end)
+        return _rank(request)
     if prepared is None:
+        resolved = load_run([config_file] if config_file else [], overrides)
         prepared = prepare(
             resolved, config_file, out, allowed_changes, takeover=takeover, say=_say_once
         )
+    config, path = prepared.config, prepared.folder.path
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
         refuse_too_large(prepared.readable)
@@ -99,16 +111,20 @@ def train(
             _say_once(note)
     config = with_steps(config, samples)
     if config.model_path is not None or config.lora.path is not None:
-        from moemesh.train.conversion import open_adapters, open_weights  # late: few runs need it
+        from moemesh.train.weights.conversion import (  # late: few runs need it
+            open_adapters,
+            open_weights,
+        )
 
         if config.model_path is not None:
             open_weights(config)
         open_adapters(config)
-    folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
+    request = RunRequest(config, path, allowed_changes, takeover, stop_after, profile_steps)
+    folder = _open_folder(request, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:
             keep_freed_memory()
-            return _rank(config, folder, path, samples=samples, **end)
+            return _rank(request, folder, samples)
         arguments = ["train", *([str(config_file)] if config_file else [])]
         arguments += [word for override in overrides for word in ("--set", override)]
         arguments += ["--out", str(path)]
@@ -159,24 +175,18 @@ def _say(text: str) -> None:
             print(text, flush=True)
 
 
-def _open_folder(
-    config: RunConfig,
-    path: Path,
-    allowed_changes: Sequence[str],
-    samples: Samples,
-    *,
-    takeover: bool = False,
-) -> RunFolder:
+def _open_folder(request: RunRequest, samples: Samples) -> RunFolder:
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
-    folder = RunFolder.open(path, config.train.resume, config.train.checkpoint_folder)
-    folder.lock(takeover=takeover, say=lambda text: print(text, flush=True))
-    changes = folder.changes(resolved_toml(config), allowed_changes)
+    config, allowed = request.config, request.allowed_changes
+    folder = RunFolder.open(request.path, config.train.resume, config.train.checkpoint_folder)
+    folder.lock(takeover=request.takeover, say=lambda text: print(text, flush=True))
+    changes = folder.changes(resolved_toml(config), allowed)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
-        refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
+        refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed)
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
     if config.train.esft is not None:
-        from moemesh.train.esft import keep_table  # late: few runs need it
+        from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
         keep_table(config, folder)
     for note in settle(config, folder, changes):
@@ -185,18 +195,11 @@ def _open_folder(
 
 
 def _rank(
-    config: RunConfig,
-    folder: RunFolder | None,
-    path: Path,
-    allowed_changes: Sequence[str] = (),
-    samples: Samples | None = None,
-    *,
-    stop_after: int | None = None,
-    takeover: bool = False,
-    profile_steps: int | None = None,
+    request: RunRequest, folder: RunFolder | None = None, samples: Samples | None = None
 ) -> int:
     """Be one rank, from the process group to the exit code."""
-    stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
+    config, path, rank = request.config, request.path, launch.own_rank()
+    stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress_words.phase(SETUP)
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
@@ -209,7 +212,7 @@ def _rank(
         samples = samples or open_samples(config, path)
         config = with_steps(config, samples)
         if folder is None:
-            folder = _open_together(mesh, config, path, allowed_changes, samples, takeover=takeover)
+            folder = _open_together(mesh, request._replace(config=config), samples)
         if folder.epoch is None:
             folder.join()
         code = train_rank(
@@ -223,7 +226,7 @@ def _rank(
                 log_every=config.train.log_every,
             ),
             stop=stop,
-            profile_steps=profile_steps,
+            profile_steps=request.profile_steps,
         )
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)
@@ -244,33 +247,20 @@ class _Refused(RunFolderError):
     """No rank may use the folder. No failure of this run: its report would be written into it."""
 
 
-def _open_together(
-    mesh: Mesh,
-    config: RunConfig,
-    path: Path,
-    allowed_changes: Sequence[str],
-    samples: Samples,
-    *,
-    takeover: bool,
-) -> RunFolder:
+def _open_together(mesh: Mesh, request: RunRequest, samples: Samples) -> RunFolder:
     """Rank 0 opens and locks the folder; what it refuses, every rank refuses."""
     folder, problem = None, None
     if mesh.rank == 0:
         try:
-            folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
-            refuse_full_disk(config, folder.checkpoints)
+            folder = _open_folder(request, samples)
+            refuse_full_disk(request.config, folder.checkpoints)
         except UserError as error:
             problem = str(error)
     problem = gather_json(problem, mesh.control)[0]
     if problem is not None:
         launch.stop(2)
         raise _Refused(problem)
-    return folder or _folder(config, path)
-
-
-def _folder(config: RunConfig, path: Path) -> RunFolder:
-    """The folder on a rank, which somebody else has looked at already."""
-    return RunFolder.open(path, None, config.train.checkpoint_folder)
+    return folder or RunFolder.open(request.path, None, request.config.train.checkpoint_folder)
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
@@ -300,10 +290,15 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     needed = config.plan.world_size
     if world_size == needed:
         return
-    from moemesh.train.auto_layout import nearest_texts  # late: with the planner's search
+    from moemesh.train.auto_layout import Fitted, nearest  # late: with the planner's search
 
     plan = config.plan
-    layouts = "; ".join(nearest_texts(config, world_size)) or "none that can be trained"
+    fitted = (
+        Fitted(before=plan, plan=one, ranks=world_size, how="")
+        for one in islice(nearest(config, world_size), 3)
+    )
+    texts = [" ".join(one.overrides()) for one in fitted]
+    layouts = "; ".join(texts) or "none that can be trained"
     raise WorldSizeError(
         f"{world_size} ranks were started, the plan needs pp*dp*cp*tp = "
         f"{plan.pp}*{plan.dp}*{plan.cp}*{plan.tp} = {needed}: start {needed} ranks, give "

@@ -21,7 +21,7 @@ from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report.watch import View, facts
 from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
-from moemesh.train.run_events import Events
+from moemesh.train.records.run_folder import Events
 
 # Progress of a run: when a line is due where there is no terminal, and how long it will take.
 
@@ -35,7 +35,7 @@ _NEWEST = 0.1
 
 
 class Progress:
-    """Of `total` steps of which `done` were taken by earlier calls.
+    """Progress through `total` steps, of which earlier calls have taken `done`.
 
     `log_every`: steps between lines; 0 goes by time and steps, as the constants say. Steps are
     timed from one call of :meth:`finished` to the next, so with validation and saving.
@@ -59,18 +59,15 @@ class Progress:
             mean = seconds if self._mean is None else self._mean
             self._mean = mean + _NEWEST * (seconds - mean)
         self._finished_at, self.step = now, step
-        if not self._is_due(step, now):
-            return False
-        self._line_step, self._line_at = step, now
-        return True
-
-    def _is_due(self, step: int, now: float) -> bool:
-        if step in (self._first, self._total):
-            return True
         if self._log_every:
-            return step % self._log_every == 0
-        most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
-        return step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
+            is_due = step % self._log_every == 0
+        else:
+            most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
+            is_due = step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
+        is_due = is_due or step in (self._first, self._total)
+        if is_due:
+            self._line_step, self._line_at = step, now
+        return is_due
 
     @property
     def seconds_left(self) -> float | None:
@@ -87,7 +84,7 @@ _DRAW_SECONDS = 0.5
 
 def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
     """The first lines of a run: model, plan, data and run folder."""
-    plan, model = config.plan, config.model
+    plan, model, data, train = config.plan, config.model, config.data, config.train
     size = count_parameters(from_model_config(model)).total
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     kind = f"{model.num_experts} experts, top {model.experts_per_token}"
@@ -96,53 +93,44 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         for name, value in plan
         if name not in DEGREES and value != type(plan).model_fields[name].default
     ]
-    return "\n".join(
-        [
-            f"model    {size:,} parameters, {model.num_layers} layers, "
-            f"{kind if model.num_experts else 'dense'}",
-            *_tuned(config),
-            *([f"weights  from {config.model_path}"] if config.model_path is not None else []),
-            f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
-            *(["         " + "  ".join(chosen)] if chosen else []),
-            *_data_lines(config, samples),
-            f"run      {folder}  {config.train.dtype}  {config.train.optimizer}  on {device.type}",
-        ]
-    )
-
-
-def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
-    """Each source with its tokens, and how often the run reads its training samples."""
-    data, train = config.data, config.train
+    tuned: list[str] = []  # a line on what trains, where that is not everything
+    if not config.tuning.is_full:
+        trained = num_trained(config.tuning, model, plan)
+        total = num_trained(FULL, model, plan)
+        tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
+    # Each source with its tokens, and how often the run reads its training samples.
     batch = f"{data.global_batch} x {data.seq_len} a step"
     epochs = samples.epochs(train.steps * data.global_batch)
     shares = samples.interleaving.counts / samples.interleaving.period
     lines: list[str] = []
     for split, share, times in zip(samples.splits, shares, epochs, strict=True):
-        name, read = split.source.name, f"{times:.3g} epochs"
+        source, read = split.source.name, f"{times:.3g} epochs"
         if split.without_loss:
             read += f", {split.without_loss:,} conversations without loss left out"
         if len(samples.splits) == 1:
-            lines.append(f"data     {name}: {split.num_tokens:,} tokens, {batch}, {read}")
+            lines.append(f"data     {source}: {split.num_tokens:,} tokens, {batch}, {read}")
         else:
-            lines.append(f"         {share:6.2%}  {name}: {split.num_tokens:,} tokens, {read}")
+            lines.append(f"         {share:6.2%}  {source}: {split.num_tokens:,} tokens, {read}")
     if len(samples.splits) > 1:
         lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
     if (learned := samples.num_learned) is not None:
-        total = sum(split.num_tokens for split in samples.splits)
+        every = sum(split.num_tokens for split in samples.splits)
         lines.append(f"chat     conversations by the template of {data.tokenizer}")
-        lines.append(f"         {learned:,} of {total:,} tokens bear loss ({learned / total:.1%})")
+        lines.append(f"         {learned:,} of {every:,} tokens bear loss ({learned / every:.1%})")
     if data.validation is not None:
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
-    return lines
-
-
-def _tuned(config: RunConfig) -> list[str]:
-    """A line on what trains, where that is not everything."""
-    if config.tuning.is_full:
-        return []
-    trained = num_trained(config.tuning, config.model, config.plan)
-    total = num_trained(FULL, config.model, config.plan)
-    return [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
+    return "\n".join(
+        [
+            f"model    {size:,} parameters, {model.num_layers} layers, "
+            f"{kind if model.num_experts else 'dense'}",
+            *tuned,
+            *([f"weights  from {config.model_path}"] if config.model_path is not None else []),
+            f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
+            *(["         " + "  ".join(chosen)] if chosen else []),
+            *lines,
+            f"run      {folder}  {train.dtype}  {train.optimizer}  on {device.type}",
+        ]
+    )
 
 
 class Console:
@@ -239,14 +227,10 @@ class Console:
             show()
         except (OSError, ValueError) as error:  # ValueError: a stream that was closed
             self._silent, self._terminal, self._live = True, False, None
-            _point_at_nothing()
+            # Let stdout lead nowhere: what is still in its buffer is then no error at the end.
+            with suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, sys.stdout.fileno())
+                os.close(nothing)
             why = f"{type(error).__name__}: {error}"
             self._events.add("console", f"nobody reads the console any more ({why})")
-
-
-def _point_at_nothing() -> None:
-    """Let stdout lead nowhere, so that what is still in its buffer is no error at the end."""
-    with suppress(OSError, ValueError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)

@@ -51,7 +51,12 @@ def train(
     if code == 130:
         raise KeyboardInterrupt
     if code:
-        raise TrainingError(f"{folder}: {_reason(folder)} (exit code {code})", code)
+        try:
+            found = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
+            reason = f"rank {found['rank']} failed: {found['message']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            reason = "the run did not come to its end"
+        raise TrainingError(f"{folder}: {reason} (exit code {code})", code)
     return Run.load(folder)
 
 
@@ -65,11 +70,3 @@ def overrides_of(config: RunConfig) -> list[str]:
         if value is not None
         and (f"{section}.{key}" not in FOLLOWING or key in config.train.model_fields_set)
     ]
-
-
-def _reason(folder: Path) -> str:
-    try:
-        found = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
-        return f"rank {found['rank']} failed: {found['message']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "the run did not come to its end"

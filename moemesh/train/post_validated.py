@@ -47,7 +47,6 @@ from moemesh.train.step import (
     refuse_bad_logits,
     refuse_replayed,
     step_result,
-    unpack_loads,
     update,
 )
 
@@ -187,7 +186,14 @@ class PostValidation:
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            own = self._report(step)
+            # This rank's addend to the vector of the step, float64: a stop request, the losses, the
+            # loads (exact in float64), and the squares.
+            reducer = parallel.reducer
+            squares = gradient_squares(
+                reducer.gradients, parallel.trained, reducer.owned, parallel.mesh, step.sums.losses
+            )
+            stop = squares.new_tensor([float(self._stop_requested())])
+            own = torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
             all_reduce_(own, parallel.mesh["stage"], caller="step.report", phase="optimizer")
             so_far = self._read(step, self._pipeline.chain.pass_on(own.cpu()))
         self._waiting = step
@@ -228,16 +234,6 @@ class PostValidation:
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 
-    def _report(self, step: Step) -> Tensor:
-        """This rank's addend to the vector of the step, float64: a stop request, the losses, the
-        loads (exact in float64), and the squares of :func:`gradient_squares`."""
-        parallel, reducer = self.parallel, self.parallel.reducer
-        squares = gradient_squares(
-            reducer.gradients, parallel.trained, reducer.owned, parallel.mesh, step.sums.losses
-        )
-        stop = squares.new_tensor([float(self._stop_requested())])
-        return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
-
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """The result of a step from its vector, summed over some ranks or over all."""
         loads = step.sums.loads
@@ -246,7 +242,8 @@ class PostValidation:
         return step_result(
             counts=step.counts,
             losses=losses,
-            loads=unpack_loads(packed, loads),
+            packed=packed,
+            like=loads,
             norm=norm_of(squares),
         )
 

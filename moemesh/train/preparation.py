@@ -23,13 +23,16 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
-from moemesh.train.disk import DiskNeed, disk_need, refuse_full_disk
-from moemesh.train.kept_schedule import readable
-from moemesh.train.preflight import untrainable
-from moemesh.train.preflight_warnings import refuse_too_large
-from moemesh.train.recorded_orders import refuse_unrecorded
-from moemesh.train.run_folder import RunFolder, refuse_unknown_permissions
-from moemesh.train.weight_sources import (
+from moemesh.train.preflight import (
+    DiskNeed,
+    disk_need,
+    refuse_full_disk,
+    refuse_too_large,
+    untrainable,
+)
+from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
+from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
+from moemesh.train.weights.weight_sources import (
     check_adapters,
     check_folder,
     check_headers,
@@ -139,7 +142,7 @@ def starting(config: RunConfig) -> str:
 
 
 def already_trained(path: Path, done: int, last: int) -> str:
-    """What is said of a run in `path` that has `done` steps of `last` behind it."""
+    """The message about a run in `path` that has `done` steps of `last` behind it."""
     return (
         f"report   {path / REPORT}\n"
         f"To train longer: --set train.steps={2 * last}. To start a new run: --out NEW_DIR.\n"
@@ -189,7 +192,7 @@ class OpenedSamples(NamedTuple):
 
     @staticmethod
     def of(config: RunConfig, cache: Path | None) -> OpenedSamples | None:
-        """Of data that is read in about a second; else None. Raises DataError."""
+        """The samples of data that is read in about a second; else None. Raises DataError."""
         if not sources.is_small(config.data):
             return None
         notes: list[str] = []

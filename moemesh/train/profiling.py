@@ -41,7 +41,21 @@ class ProfiledSteps:
         """As of the steps that are profiled."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
-            self._start()
+            mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
+            if mesh.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            # Every entry of the ledger leaves a mark in the trace: which collective begins.
+            ledger, enter = mesh.ledger, mesh.ledger.record
+
+            def record(**entry: Any) -> None:
+                mark = f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"
+                with record_function(mark):
+                    enter(**entry)
+
+            ledger.record = record  # type: ignore[method-assign]  # until the profile ends
+            barrier(mesh.control)
+            self._profile = profile(activities=kinds)
+            self._profile.start()
         if self._profile is None:
             waited = progress_words.waited_in_steps() or 0.0
             finished = self._steps.advance(first, report)
@@ -62,27 +76,6 @@ class ProfiledSteps:
         """As of the steps that are profiled."""
         return self._steps.is_stopping()
 
-    def _start(self) -> None:
-        mesh = self._session.mesh
-        kinds = [ProfilerActivity.CPU]
-        if mesh.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
-        self._mark_collectives()
-        barrier(mesh.control)
-        self._profile = profile(activities=kinds)
-        self._profile.start()
-
-    def _mark_collectives(self) -> None:
-        """Let every entry of the ledger leave a mark in the trace: which collective begins."""
-        ledger = self._session.mesh.ledger
-        enter = ledger.record
-
-        def record(**entry: Any) -> None:
-            with record_function(f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"):
-                enter(**entry)
-
-        ledger.record = record  # type: ignore[method-assign]  # until the profile ends
-
     def _stop(self) -> None:
         session = self._session
         del session.mesh.ledger.record
@@ -93,13 +86,20 @@ class ProfiledSteps:
         file = folder / f"rank-{rank:05d}.json"
         self._profile.export_chrome_trace(str(file))
         self._profile = None
+        # Calendar seconds before and after exchanges of all ranks, from none of which a rank
+        # returns before every rank has begun it.
+        readings: list[tuple[float, float]] = []
+        for _ in range(_HANDSHAKES):
+            before = time.time()
+            gather_json(0, session.mesh.control)
+            readings.append((before, time.time()))
         notes = {
             "rank": rank,
             "host": socket.gethostname(),
             "boot": boot_name(),
             "trace": file.name,
             "num_steps": self._num_steps,
-            "readings": _readings(session),
+            "readings": readings,
             # The recorder's clock is monotonic, the profiler's is that of the calendar.
             "epoch_minus_monotonic": time.time() - time.monotonic(),
             "phases": self._phases,
@@ -108,14 +108,3 @@ class ProfiledSteps:
             "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
-
-
-def _readings(session: Session) -> list[tuple[float, float]]:
-    """Calendar seconds before and after exchanges of all ranks, from none of which a rank returns
-    before every rank has begun it."""
-    found: list[tuple[float, float]] = []
-    for _ in range(_HANDSHAKES):
-        before = time.time()
-        gather_json(0, session.mesh.control)
-        found.append((before, time.time()))
-    return found

@@ -7,7 +7,7 @@ at a step boundary, with everything that belongs to an expert: weights, masters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -37,14 +37,6 @@ class _WholeState(NamedTuple):
     part: Tensor | None
     own: OwnRange | None
 
-    def write_back(self) -> None:
-        """Where the whole is a copy: the own part follows it."""
-        if self.part is None or self.own is None:
-            return
-        if self.part.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr():
-            numbers = slice(self.own.numbers.start, self.own.numbers.stop)
-            self.part.view(-1).copy_(self.whole.view(-1)[numbers])
-
 
 class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
@@ -69,7 +61,27 @@ class Rehoming:
             self._average_LE = counts
         else:
             self._average_LE += (counts - self._average_LE) / self._every
-        return 0 if step % self._every else self._rebalance()
+        if step % self._every:
+            return 0
+        ordered = tuple(range(self._num_experts))
+        before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
+        # One plan for all: floats may round differently on another kind of machine.
+        plan: list[list[int]] | None = None
+        if self._mesh.rank == 0:
+            num_ranks = self._mesh["ep"].size
+            small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
+            with plain_loops() if small else nullcontext():
+                found = rebalance_incremental(
+                    self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
+                )
+            plan = found.physical_to_logical.tolist()
+        after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
+        num_moved = 0
+        for layer, old, new in zip(self._layers, before, after, strict=True):
+            if old != new:
+                self._move(layer, old, new)
+                num_moved += sum(a != b for a, b in zip(old, new, strict=True))
+        return num_moved
 
     def state(self) -> dict[str, Any]:
         """Placement and loads for a checkpoint, as JSON; :meth:`load_state` reads them."""
@@ -91,30 +103,6 @@ class Rehoming:
         if state.get("expert_loads") is not None:
             self._average_LE = np.array(state["expert_loads"])
 
-    def _rebalance(self) -> int:
-        assert self._average_LE is not None
-        ordered = tuple(range(self._num_experts))
-        before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
-        # One plan for all: floats may round differently on another kind of machine.
-        plan = self._plan(before) if self._mesh.rank == 0 else None
-        after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
-        num_moved = 0
-        for layer, old, new in zip(self._layers, before, after, strict=True):
-            if old != new:
-                self._move(layer, old, new)
-                num_moved += sum(a != b for a, b in zip(old, new, strict=True))
-        return num_moved
-
-    def _plan(self, before: list[list[int]]) -> list[list[int]]:
-        """The expert of each place, of all layers."""
-        num_ranks = self._mesh["ep"].size
-        small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
-        with plain_loops() if small else nullcontext():
-            plan = rebalance_incremental(
-                self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
-            )
-        return plan.physical_to_logical.tolist()
-
     @torch.no_grad()
     def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
         if layer in self._parallel.model.moe_layers():
@@ -122,8 +110,13 @@ class Rehoming:
             for name in stacks_of_experts(self._parallel.placements, layer):
                 states += self._states(name)
             move_experts([state.whole for state in states], old, new, self._mesh["ep"])
-            for state in states:
-                state.write_back()
+            for whole, part, own in states:
+                # Where the whole is a copy, the own part follows it.
+                if part is None or own is None:
+                    continue
+                if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                    numbers = slice(own.numbers.start, own.numbers.stop)
+                    part.view(-1).copy_(whole.view(-1)[numbers])
         self._set(layer, new)
 
     def _states(self, name: str) -> Iterator[_WholeState]:
@@ -146,69 +139,3 @@ class Rehoming:
         set_homes(
             parallel.model, parallel.placements, parallel.homes, layer, places, self._mesh.device
         )
-
-
-# Rows above the bound: how often a rank was sent more rows than it computes at once.
-#
-# ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
-# it in blocks, each once more in the backward. That is slow where it is frequent.
-
-
-#: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
-_FREQUENT = 0.1
-_MOST_RANKS = 8
-
-
-class RowBounds:
-    """Counts, from one look to the next, which ranks had more rows than the bound."""
-
-    def __init__(
-        self,
-        parallel: RankModel,
-        microbatches: int,
-        step: int,
-        *,
-        keep: Callable[[str, str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        """`microbatches` of a step, `step`: the last one that was finished. `keep` takes each event
-        (kind "rows"), `say` one line a run, where rows above the bound are frequent."""
-        self._parallel, self._microbatches, self._step = parallel, microbatches, step
-        self._keep, self._say = keep, say
-        self._has_said = False
-
-    def look(self, step: int) -> None:
-        """Tell of what lay above the bound since the last look; all ranks call."""
-        layers = self._parallel.model.moe_layers()
-        own: list[tuple[int, int, int]] = []
-        for layer, moe in layers.items():
-            if moe.experts.num_bounded:
-                own.append((layer, moe.experts.num_bounded, moe.experts.max_rows or 0))
-                moe.experts.num_bounded = 0
-        forwards = max((step - self._step) * self._microbatches * len(layers), 1)
-        self._step = step
-        told = gather_json([own, forwards], self._parallel.mesh.control)
-        found = {rank: rows for rank, (rows, _) in enumerate(told) if rows}
-        if not found:
-            return
-        texts = [
-            f"rank {rank} in {sum(number for _, number, _ in rows)} forwards of layers "
-            + ", ".join(str(layer) for layer, _, _ in rows)
-            for rank, rows in list(found.items())[:_MOST_RANKS]
-        ]
-        if len(found) > _MOST_RANKS:
-            texts.append(f"{len(found) - _MOST_RANKS} more ranks")
-        bound = max(rows[0][2] for rows in found.values())
-        self._keep(
-            f"step {step}: more than {bound} rows were sent to {'; '.join(texts)} since the last "
-            "checkpoint: computed in pieces, which is slower",
-            "rows",
-        )
-        share = max(sum(number for _, number, _ in rows) / total for rows, total in told)
-        if share >= _FREQUENT and not self._has_said:
-            self._has_said = True
-            self._say(
-                "note: experts are loaded so unevenly that a rank computes their rows in pieces in "
-                f"{min(share, 1):.0%} of its forwards, which is slower; train.rebalance_every "
-                "moves experts between ranks"
-            )

@@ -16,7 +16,7 @@ from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
 from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
-from moemesh.train.run_folder import MARKS
+from moemesh.train.records.run_folder import MARKS
 from moemesh.watch.supervisor import python_command
 
 #: Schedules whose order of operations follows from when messages arrive.
@@ -108,7 +108,11 @@ def repro(
     last = min(steps, max(rows))
     starts = read_starts(run)
     if not starts:
-        starts = [_without_record(run)]
+        try:
+            text = (run / "config.toml").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
+        starts = [{"first_step": 1, "config": text}]
         say(f"note: {run} has no provenance.json; its config.toml alone is repeated")
     parts = covering_parts(starts, last)
     out = _free_folder(run, out)
@@ -131,8 +135,10 @@ def repro(
             command += ["--stop-after", str(part.last)]
             say(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
             output = None if shows_steps else subprocess.DEVNULL
+            # Without overrides of the configuration: config.toml has them all.
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
             code = subprocess.run(
-                command, cwd=directory, env=_environment(), stdout=output, check=False
+                command, cwd=directory, env=environment, stdout=output, check=False
             ).returncode
             if code:
                 raise ReproError(f"the second run ended with exit code {code}: see {out}")
@@ -142,14 +148,6 @@ def repro(
     ours = read_starts(out)
     record = parts[0].record
     return found, differences(record, ours[0]) if ours and record.get("packages") else [], out
-
-
-def _without_record(run: Path) -> dict[str, Any]:
-    """What stands for the record of a run of an older version."""
-    try:
-        return {"first_step": 1, "config": (run / "config.toml").read_text(encoding="utf-8")}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
 
 
 def _free_folder(run: Path, out: Path | None) -> Path:
@@ -182,8 +180,3 @@ def _overrides(run: Path, record: Mapping[str, Any]) -> list[str]:
             "the same; to carry out the orders that were recorded, set plan.replay"
         )
     return found
-
-
-def _environment() -> dict[str, str]:
-    """That of this process, without overrides of the configuration: config.toml has them all."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MOEMESH__")}

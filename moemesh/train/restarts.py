@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
 from moemesh.comm import launch
 from moemesh.config.run import RunConfig
-from moemesh.train.failure import (
+from moemesh.train.records.failure import (
     advice_on,
     details,
     go_on,
@@ -19,10 +17,10 @@ from moemesh.train.failure import (
     kept_in,
     newest_step,
     same_failure,
+    say,
     write_verdict,
 )
-from moemesh.train.run_events import Events, tell_slow
-from moemesh.train.run_folder import LOGS, RunFolder, RunFolderError
+from moemesh.train.records.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
 from moemesh.watch.signals import STOPPING
 from moemesh.watch.supervisor import Ended, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
@@ -36,7 +34,7 @@ CAME_TWICE = "it came twice at the same place"
 
 
 class Budget:
-    """How often ranks may still be started again; progress renews it."""
+    """The number of restarts that ranks may still have; progress renews it."""
 
     def __init__(self, restarts: int) -> None:
         """`restarts`: how many are allowed without any progress between."""
@@ -63,7 +61,7 @@ class Budget:
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """How long the ranks of a run may be without progress."""
+    """The seconds that ranks of a run may be without progress."""
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds
@@ -99,7 +97,7 @@ def train_supervised(
         step, is_ours = newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
         refused = budget.refuses(verdict, step)
         goes_on = is_ours and refused is None
-        _say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
+        say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
         if not is_ours:
             return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
@@ -110,7 +108,7 @@ def train_supervised(
             advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
             write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
-            _say(f"{details(path)}; not started again: {refused}\n{advice}")
+            say(f"{details(path)}; not started again: {refused}\n{advice}")
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
         hint = hint_on(verdict)
@@ -118,14 +116,9 @@ def train_supervised(
         events.add("restart", text, at)
         kept = keep_failure(path, have_ended=True)
         where = details(path) if kept is None else f"details in {kept}"
-        _say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
+        say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()
         except RunFolderError as error:
-            _say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
+            say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
             return ended.code
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a console that is gone ends no run
-        print(text, file=sys.stderr, flush=True)

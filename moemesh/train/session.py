@@ -9,29 +9,30 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from moemesh.checkpoint.store import Checkpoint
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
-from moemesh.parallel.parallelize import RankModel
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
-from moemesh.train import saving
-from moemesh.train.artifacts import Artifacts
-from moemesh.train.bundle import Bundles
 from moemesh.train.console import Console
-from moemesh.train.examination import examine, examine_state, first_look
-from moemesh.train.finding import Finding
-from moemesh.train.guard import Guard
+from moemesh.train.numerics.bundle import Bundles
+from moemesh.train.numerics.examination import examine, examine_state, first_look
+from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.guard import Guard
+from moemesh.train.numerics.vote import CopiesDiffer, Vote
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.provenance import record_return
-from moemesh.train.rehoming import Rehoming, RowBounds
-from moemesh.train.run_checkpoints import Checkpoints
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.artifacts import Artifacts
+from moemesh.train.records.expert_loads import RowBounds
+from moemesh.train.records.provenance import record_return
+from moemesh.train.records.run_folder import RunFolder
+from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import FinishedStep, evaluate
-from moemesh.train.vote import CopiesDiffer, Vote
+from moemesh.train.weights import saving
+from moemesh.train.weights.run_checkpoints import Checkpoints
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
@@ -83,30 +84,11 @@ class Steps(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
     """One rank of a run. `done`: steps of earlier calls; `cursor`: which samples a step reads."""
 
-    config: RunConfig
-    mesh: Mesh
-    folder: RunFolder
-    samples: Samples
-    console: Console
-    stop: StopRequest
-    parallel: RankModel
-    optimizer: Optimizer
-    artifacts: Artifacts
-    rehoming: Rehoming
-    checkpoints: Checkpoints
-    guard: Guard
-    bundles: Bundles
-    vote: Vote
-    row_bounds: RowBounds
-    done: int
-    cursor: Cursor
-
-    @staticmethod
-    def open(
+    def __init__(
+        self,
         *,
         config: RunConfig,
         mesh: Mesh,
@@ -115,56 +97,51 @@ class Session:
         console: Console,
         stop: StopRequest,
         schedule: Schedule,
-    ) -> Session:
+    ) -> None:
         """Build the model and its optimizer, and resume from the newest checkpoint if there is one.
 
         All ranks call. Raises ValueError for a plan that cannot be carried out, CheckpointError
         when there are checkpoints and none of them can be read.
         """
-        train, data = config.train, config.data
-        parallel = construct(config, mesh, schedule)
-        optimizer = Optimizer.of(parallel, train)
-        artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
-        rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
-        guard = Guard(train, console.say)
-        checkpoint = saving.newest(
-            folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
-        )
-        done = position = 0
-        if checkpoint is not None:
-            rehoming.load_state(checkpoint.state)
-            guard.load_state(checkpoint.state)
-            saving.load(checkpoint, parallel, optimizer)
-            done, position = checkpoint.step, int(checkpoint.state["position"])
+        train, plan = config.train, config.plan
+        self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
+        self.console, self.stop = console, stop
+        self.parallel = parallel = construct(config, mesh, schedule)
+        self.optimizer = optimizer = Optimizer.of(parallel, train)
+        self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
+        self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
+        self.guard = Guard(train, console.say)
+        self.done = position = 0
+        if (checkpoint := self._restore()) is not None:
+            self.done, position = checkpoint.step, int(checkpoint.state["position"])
         elif config.model_path is not None or config.lora.path is not None:
             # Late: most runs need none of it.
-            from moemesh.train.conversion import open_adapters, open_weights
+            from moemesh.train.weights.conversion import open_adapters, open_weights
 
             if config.model_path is not None:
                 saving.load_weights(open_weights(config, console.say), parallel, optimizer)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
-        return Session(
-            config=config,
-            mesh=mesh,
-            folder=folder,
-            samples=samples,
-            console=console,
-            stop=stop,
-            parallel=parallel,
-            optimizer=optimizer,
-            artifacts=artifacts,
-            rehoming=rehoming,
-            checkpoints=Checkpoints(folder, parallel, optimizer, train, console),
-            guard=guard,
-            bundles=Bundles(folder.path, config, parallel, optimizer),
-            vote=Vote(parallel, optimizer),
-            row_bounds=RowBounds(
-                parallel, config.plan.microbatches, done, keep=console.keep, say=console.say
-            ),
-            done=done,
-            cursor=Cursor(step=done, position=position, batch=data.global_batch),
+        self.cursor = Cursor(step=self.done, position=position, batch=config.data.global_batch)
+        self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
+        self.bundles = Bundles(folder.path, config, parallel, optimizer)
+        self.vote = Vote(parallel, optimizer)
+        self.row_bounds = RowBounds(
+            parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
         )
+
+    def _restore(self) -> Checkpoint | None:
+        """Load the newest checkpoint that can be read, if there is one; all ranks call."""
+        checkpoint = saving.newest(
+            self.folder,
+            self.parallel,
+            lambda step, why: self.console.warn(f"checkpoint {step} skipped: {why}"),
+        )
+        if checkpoint is not None:
+            self.rehoming.load_state(checkpoint.state)
+            self.guard.load_state(checkpoint.state)
+            saving.load(checkpoint, self.parallel, self.optimizer)
+        return checkpoint
 
     def train(self, steps: Steps) -> int:
         """Take `steps` to the last of the run, or until asked to stop; returns the last one saved.
@@ -172,45 +149,44 @@ class Session:
         All ranks call.
         """
         try:
-            return self._train(steps)
+            train, step = self.config.train, self.done
+            saved = step
+            while step < train.steps:
+                began = step
+                progress_words.at_step(step + 1, self.mesh["pp"].index)
+                finished = steps.advance(step + 1, self._report)
+                progress_words.stepped()
+                step = finished.number
+                if reason := self.guard.settle(self.examine):
+                    step = saved = self.go_back(step, reason)
+                    continue
+                validates = self._is_due(step, train.validate_every)
+                self.record(finished, self.validate() if validates else None)
+                if num_moved := self.rehoming.after(step, finished.result.counts_LE):
+                    text = f"step {step}: {num_moved} experts of all layers moved"
+                    self.console.say(text, "experts")
+                stopping = steps.is_stopping() or step == self.stop.after
+                self.checkpoints.look()
+                saves = stopping or self._is_due(step, train.checkpoint_every)
+                if train.vote_every and (
+                    saves or step // train.vote_every > began // train.vote_every
+                ):
+                    self.compare_copies(step)
+                if saves:
+                    self.row_bounds.look(step)
+                    if damage := examine_state(self.parallel, self.optimizer):
+                        step = saved = self.go_back(step, self.guard.damaged(step, damage))
+                        continue
+                    self.save(step, is_last=stopping or step == train.steps)
+                    saved = step
+                if stopping:
+                    break
+            return saved
         except KeyboardInterrupt:
             self.checkpoints.abandon()
             raise
         finally:
             self.artifacts.close()
-
-    def _train(self, steps: Steps) -> int:
-        train, step = self.config.train, self.done
-        saved = step
-        while step < train.steps:
-            began = step
-            progress_words.at_step(step + 1, self.mesh["pp"].index)
-            finished = steps.advance(step + 1, self._report)
-            progress_words.stepped()
-            step = finished.number
-            if reason := self.guard.settle(self.examine):
-                step = saved = self.go_back(step, reason)
-                continue
-            validates = self._is_due(step, train.validate_every)
-            self.record(finished, self.validate() if validates else None)
-            if num_moved := self.rehoming.after(step, finished.result.counts_LE):
-                text = f"step {step}: {num_moved} experts of all layers moved"
-                self.console.say(text, "experts")
-            stopping = steps.is_stopping() or step == self.stop.after
-            self.checkpoints.look()
-            saves = stopping or self._is_due(step, train.checkpoint_every)
-            if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
-                self.compare_copies(step)
-            if saves:
-                self.row_bounds.look(step)
-                if damage := examine_state(self.parallel, self.optimizer):
-                    step = saved = self.go_back(step, self.guard.damaged(step, damage))
-                    continue
-                self.save(step, is_last=stopping or step == train.steps)
-                saved = step
-            if stopping:
-                break
-        return saved
 
     def _report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
@@ -269,18 +245,11 @@ class Session:
         read since are left out. All ranks call; raises Diverged when there is nowhere to go."""
         progress_words.phase(CHECK)
         self.checkpoints.finish()
-        checkpoint = saving.newest(
-            self.folder,
-            self.parallel,
-            lambda number, why: self.console.warn(f"checkpoint {number} skipped: {why}"),
-        )
+        checkpoint = self._restore()
         if checkpoint is None:
             self.guard.returned(reason, None, range(0))
         assert checkpoint is not None
         self.guard.returned(reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step))
-        self.rehoming.load_state(checkpoint.state)
-        self.guard.load_state(checkpoint.state)
-        saving.load(checkpoint, self.parallel, self.optimizer)
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:
             record_return(self.folder, checkpoint.step)

@@ -102,8 +102,8 @@ def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult(Shown):
-    """Of the whole step, the same on every rank. ``loss``: mean negative log-likelihood in nats;
-    ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
+    """The result of a whole step, the same on every rank. ``loss``: mean negative log-likelihood in
+    nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
     prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE
     layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
     had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
@@ -140,7 +140,7 @@ class StepCounts(NamedTuple):
     ahead: tuple[int, ...] = ()
 
     def plus(self, other: StepCounts) -> StepCounts:
-        """Those of two parts of a step."""
+        """The counts of two parts of a step together."""
         ahead = zip(self.ahead or (0,) * len(other.ahead), other.ahead, strict=True)
         return StepCounts(
             self.num_tokens + other.num_tokens,
@@ -154,11 +154,19 @@ NOTHING = StepCounts()
 
 
 def step_result(
-    *, counts: StepCounts, losses: Tensor, loads: Sequence[Tensor], norm: GradientNorm
+    *,
+    counts: StepCounts,
+    losses: Tensor,
+    packed: Tensor,
+    like: Sequence[Tensor],
+    norm: GradientNorm,
 ) -> StepResult:
-    """From the sums over all ranks: `losses` and `loads` as those of :class:`StepSums`."""
+    """From the sums over all ranks: `losses` as those of :class:`StepSums`, and `packed` as of
+    :func:`pack_loads`, of loads of the shapes of `like`."""
     loss, aux, *ahead = losses.tolist()
-    counts_LE, dropped_L, *rank_LP = (part.cpu() for part in loads)
+    parts = packed.round().long().cpu().split([part.numel() for part in like])
+    loads = (part.view(shape.shape) for part, shape in zip(parts, like, strict=True))
+    counts_LE, dropped_L, *rank_LP = loads
     at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
     return StepResult(
         loss=loss / max(counts.num_tokens, 1),
@@ -176,12 +184,6 @@ def step_result(
 def pack_loads(loads: Sequence[Tensor]) -> list[Tensor]:
     """Integers as float64, in which they are exact, to travel in one vector with other sums."""
     return [part.flatten().double() for part in loads]
-
-
-def unpack_loads(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of :func:`pack_loads`, joined; shapes are those of `like`."""
-    parts = vector.round().long().split([part.numel() for part in like])
-    return [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
 
 
 def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
@@ -329,13 +331,11 @@ def gradients_of_step(
         # All that the host has to know of the step, in one copy: it waits once.
         total = squares.sum(0, keepdim=True)
         copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()
-    own, losses, loads = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
+    own, losses, packed = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
     norm = norm_of(own)
     if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    return step_result(
-        counts=counts, losses=losses, loads=unpack_loads(loads, sums.loads), norm=norm
-    )
+    return step_result(counts=counts, losses=losses, packed=packed, like=sums.loads, norm=norm)
 
 
 def update(

@@ -8,19 +8,18 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
-from moemesh.train.disk import disk_warning
+from moemesh.train.numerics.vote import what_is_compared
 from moemesh.train.opening import schedule_of_run
 from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
-from moemesh.train.preflight_warnings import preflight_warnings
+from moemesh.train.preflight import disk_warning, preflight_warnings
 from moemesh.train.preparation import already_trained
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records import provenance
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.session import Report, Session, Steps
 from moemesh.train.step import FinishedStep, gradients_of_step, update
-from moemesh.train.vote import what_is_compared
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import FINISH
@@ -77,7 +76,7 @@ def train(
         console.say(f"note: {warning}", "note")
     if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.say(f"note: {warning}", "note")
-    session = Session.open(
+    session = Session(
         config=config,
         mesh=mesh,
         folder=folder,

@@ -22,9 +22,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.failure import advice_on, details, report_id, write_node_verdict
-from moemesh.train.run_events import Events, tell_slow
-from moemesh.train.run_folder import LOGS, RunFolder
+from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
+from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, lock, torchrun_file
 from moemesh.watch.node import Guests, Node
@@ -56,7 +55,7 @@ _STARTS_AGAIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class WatcherSpec:
-    """What a watcher is told: where ranks meet, where the run is, and the words of the command."""
+    """The task of a watcher: where ranks meet, where the run is, and the words of the command."""
 
     node: Node
     folder: str
@@ -141,7 +140,7 @@ class Watcher:
         report.start()
         report.join(_REPORT_SECONDS)
         if report.is_alive():
-            _say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
+            say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
         # Nobody meets here any more, and ranks that wait for the verdict have it.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._guests.send(verdict.rank, signal.SIGKILL)
@@ -160,61 +159,42 @@ class Watcher:
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
-        self._tell(ended, logs)
-
-    def _tell(self, ended: Ended, logs: Path) -> None:
-        spec, verdict, word = self._spec, ended.verdict, None
-        assert verdict is not None
+        spec = self._spec
         advice = advice_on(verdict, self._path, spec.command)
         again = _STARTS_AGAIN.get(spec.node.launcher)
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
         lines = [describe(ended, logs, kept=logs if self._path.is_dir() else None)]
         if self._path.is_dir():
-            epoch, word = read_epoch(self._path), verdict.seen.word
             is_first = write_node_verdict(
                 self._path,
                 ended,
                 spec.node.first,
-                epoch=epoch,
+                epoch=read_epoch(self._path),
                 earlier=self._earlier,
                 action=action,
                 advice=advice,
             )
             if is_first:
-                at = word.step if word is not None else None
+                at = verdict.seen.word.step if verdict.seen.word is not None else None
                 self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
-        _write_for_torchrun(self._folder, verdict)
-        _say("\n".join([*lines, advice]))
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a console that is gone saves no rank
-        print(text, file=sys.stderr, flush=True)
-
-
-def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
-    """The message that torchrun's own report shows of the rank at fault."""
-    with suppress(OSError):
-        if not (name := torchrun_file(folder, verdict.rank).read_text()):
-            return
-        extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
-        text = json.dumps({"message": {"message": verdict.message, "extraInfo": extra}})
-        temporary = Path(f"{name}.{os.getpid()}")
-        temporary.write_text(text)
-        os.replace(temporary, name)
-
-
-def _allow_connections() -> None:
-    """One to each other node; many systems allow 1,024 files until a process asks."""
-    with suppress(OSError, ValueError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # The message that torchrun's own report shows of the rank at fault.
+        with suppress(OSError):
+            if name := torchrun_file(self._folder, verdict.rank).read_text():
+                extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
+                text = json.dumps({"message": {"message": verdict.message, "extraInfo": extra}})
+                temporary = Path(f"{name}.{os.getpid()}")
+                temporary.write_text(text)
+                os.replace(temporary, name)
+        say("\n".join([*lines, advice]))
 
 
 def main() -> None:
     """Be the watcher that the command line describes."""
-    _allow_connections()
+    # One to each other node; many systems allow 1,024 files until a process asks.
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     spec = WatcherSpec.of(sys.argv[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 
@@ -64,12 +64,8 @@ def settings_for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
 
 def signs_of_gpus() -> list[str]:
     """Files and commands of a driver; where there are none, torch finds no GPU either."""
-    return list(_signs())
-
-
-def _signs() -> Iterator[str]:
-    yield from (str(sign) for sign in _SIGNS if Path(sign).exists())
-    yield from (found for tool in _TOOLS if (found := which(tool)))
+    files = [str(sign) for sign in _SIGNS if Path(sign).exists()]
+    return files + [found for tool in _TOOLS if (found := which(tool))]
 
 
 def refuse_missing(device: str, num_ranks: int) -> None:
@@ -79,7 +75,7 @@ def refuse_missing(device: str, num_ranks: int) -> None:
 
 
 def too_few(num_ranks: int, found: int) -> DeviceError:
-    """What is said of `num_ranks` ranks and `found` devices."""
+    """The refusal of `num_ranks` ranks on `found` devices."""
     return DeviceError(
         f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
         'set train.device = "cpu", or use fewer ranks; for another machine '

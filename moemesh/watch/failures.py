@@ -124,15 +124,10 @@ def cause_of(failure: Mapping[str, Any]) -> FailureCause:
     # A message says more than a kind that stands for any error.
     for cause in CAUSES:
         if cause.kind and re.search(cause.kind, kinds):
-            return _unless_told(cause, message)
+            # Backends give out-of-memory and lost peers the kind of a timeout.
+            told = _by_message(message) if cause.name == "hang" else None
+            return told or cause
     return _by_message(message) or OTHER
-
-
-def _unless_told(cause: FailureCause, message: str) -> FailureCause:
-    """Backends give out-of-memory and lost peers the kind of a timeout."""
-    if cause.name == "hang" and (told := _by_message(message)) is not None:
-        return told
-    return cause
 
 
 def _by_message(message: str) -> FailureCause | None:
@@ -151,16 +146,13 @@ def culprit_of(failure: Mapping[str, Any], keys: Sequence[str] = _WHERE) -> str:
     ]
     collective = failure.get("collective")
     if isinstance(collective, dict):
-        parts.append(_collective(cast("dict[str, Any]", collective)))
+        found = cast("dict[str, Any]", collective)
+        text = f"in {found.get('operation', 'a collective')}"
+        if found.get("group"):
+            text += f" over {found['group']}"
+        if found.get("missing"):
+            text += f" without rank {', '.join(map(str, found['missing']))}"
+        parts.append(text)
     elif collective:
         parts.append(f"in {collective}")
     return ", ".join(parts)
-
-
-def _collective(found: Mapping[str, Any]) -> str:
-    text = f"in {found.get('operation', 'a collective')}"
-    if found.get("group"):
-        text += f" over {found['group']}"
-    if found.get("missing"):
-        text += f" without rank {', '.join(map(str, found['missing']))}"
-    return text

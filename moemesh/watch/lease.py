@@ -61,7 +61,8 @@ class Lease:
         self.file, self.epoch = file, epoch
         self._handle, self._beats = handle, 0
         #: The identity of the run, the same for all its starts.
-        self.run = _text(_read(handle), "run") or uuid.uuid4().hex
+        run = _read(handle).get("run")
+        self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
         self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -91,13 +92,19 @@ class Lease:
                 os.close(handle)
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
-            if not takeover and _is_foreign(body) and _is_beating(handle):
-                holder = describe_holder(body)
-                raise RunFolderError(
-                    f"{folder} is in use by another run ({holder}), whose counter moves: stop it, "
-                    "choose another folder, or take this one with --takeover",
-                    holder,
-                )
+            # What a process of this host held, it holds no more: its lock is free. That of another
+            # host this lock may not reach.
+            is_foreign = bool(body.get("held")) and body.get("boot") != boot_name()
+            first, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
+            while not takeover and is_foreign and time.monotonic() < end:
+                time.sleep(0.2)
+                if _number(_read(handle), "counter") != first:
+                    holder = describe_holder(body)
+                    raise RunFolderError(
+                        f"{folder} is in use by another run ({holder}), whose counter moves: stop "
+                        "it, choose another folder, or take this one with --takeover",
+                        holder,
+                    )
         except BaseException:
             with suppress(OSError):
                 os.close(handle)
@@ -124,7 +131,12 @@ class Lease:
     @staticmethod
     def _take_over(file: Path, epoch: int) -> Lease:
         """The holder finds a new epoch, and leaves; one that hangs keeps a file of no name."""
-        _replace_epoch(file, epoch)
+        handle = _open(file)
+        try:
+            noted = {**_read(handle), "epoch": epoch}
+            os.pwrite(handle, json.dumps(noted).encode().ljust(_BYTES), 0)
+        finally:
+            os.close(handle)
         end = time.monotonic() + _TAKEOVER_SECONDS
         while time.monotonic() < end:
             handle = _open(file)
@@ -256,35 +268,6 @@ def _read(handle: int) -> dict[str, Any]:
 def _number(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     return value if isinstance(value, int) else 0
-
-
-def _text(body: dict[str, Any], key: str) -> str:
-    value = body.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _is_foreign(body: dict[str, Any]) -> bool:
-    """Whether a lease that is not given back is of another host, which this host's lock may not
-    reach. What a process of this host held, it holds no more: its lock is free."""
-    return bool(body.get("held")) and body.get("boot") != boot_name()
-
-
-def _is_beating(handle: int) -> bool:
-    first, end = _number(_read(handle), "counter"), time.monotonic() + _OBSERVE_SECONDS
-    while time.monotonic() < end:
-        time.sleep(0.2)
-        if _number(_read(handle), "counter") != first:
-            return True
-    return False
-
-
-def _replace_epoch(file: Path, epoch: int) -> None:
-    handle = _open(file)
-    try:
-        body = {**_read(handle), "epoch": epoch}
-        os.pwrite(handle, json.dumps(body).encode().ljust(_BYTES), 0)
-    finally:
-        os.close(handle)
 
 
 def describe_holder(body: dict[str, Any]) -> str:

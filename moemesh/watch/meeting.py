@@ -47,7 +47,7 @@ def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
 
 
 def shared_memory() -> Path:
-    """Where folders of ranks are: in memory, or among temporary files."""
+    """The parent of ranks' folders: in memory, or among temporary files."""
     is_there = os.access(SHARED_MEMORY, os.W_OK)
     return SHARED_MEMORY if is_there else Path(tempfile.gettempdir())
 
@@ -75,17 +75,17 @@ def _sweep(parent: Path) -> None:
 
 
 def told_file(folder: Path, rank: int) -> Path:
-    """Where a rank tells of its exception."""
+    """The file in which a rank tells of its exception."""
     return folder / f"told-{rank}.json"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks."""
+    """The file into which a rank writes its stacks."""
     return folder / f"stacks-{rank}"
 
 
 def torchrun_file(folder: Path, rank: int) -> Path:
-    """Where a rank says which file torchrun shows as its error."""
+    """The file in which a rank says which file torchrun shows as its error."""
     return folder / f"torchrun-{rank}"
 
 
@@ -101,7 +101,7 @@ def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
 
 
 def read_told(folder: Path, rank: int) -> Told | None:
-    """What a rank has told, if it has."""
+    """The exception that a rank has told of, if it has."""
     try:
         return Told(**json.loads(told_file(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):

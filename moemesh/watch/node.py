@@ -62,12 +62,12 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """Those of this node, which follow each other."""
+        """The ranks of this node, which follow each other."""
         return range(self.first, self.first + self.num_ranks)
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Node:
-        """That of a process with the variables of a rank."""
+        """The node of a process with the variables of a rank."""
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         first = rank - int(environment["LOCAL_RANK"])
         known = [str(first), *(environment.get(name, "") for name in _NAMES)]
@@ -106,7 +106,13 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
                 return folder
             if time.monotonic() > end:
                 return None
-            _discard(folder)
+            # Remove what a killed watcher has left.
+            if folder.stat().st_uid == os.getuid() and not has_supervisor(folder):
+                aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
+                with suppress(OSError):
+                    os.rename(folder, aside)
+                shutil.rmtree(aside, ignore_errors=True)
+            time.sleep(0.05)
         # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
         stdin = subprocess.DEVNULL if listener is None else listener.fileno()
         try:
@@ -146,16 +152,6 @@ def _is_ours(folder: Path) -> bool:
         is_own = folder.stat().st_uid == os.getuid()
         return is_own and (folder / _PROCESSES).read_text() == process_namespace()
     return False
-
-
-def _discard(folder: Path) -> None:
-    """Remove what a killed watcher has left."""
-    if folder.stat().st_uid == os.getuid() and not has_supervisor(folder):
-        aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
-        with suppress(OSError):
-            os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    time.sleep(0.05)
 
 
 class Guests:

@@ -30,7 +30,7 @@ class Processes(Protocol):
         ...
 
     def pid(self, rank: int) -> int:
-        """Of the process, where the rank has not told its own."""
+        """The id of the process, where the rank has not told its own."""
         ...
 
 
@@ -53,29 +53,32 @@ class Observer:
     def look(self) -> list[Seen]:
         """All ranks at this moment."""
         self._is_still = False
-        return [self._see(rank) for rank in self.ranks]
-
-    def _see(self, rank: int) -> Seen:
-        word = self.words.read(rank)
-        code = self._processes.exit_code(rank, word)
-        state, cpu_seconds = "", 0.0
-        # Nobody needs the state of a process that moves, and the system takes long to tell.
-        if word is not None and word.changes != self._changes.get(rank):
-            self._changes[rank] = word.changes
-        else:
-            self._is_still = True
-            if code is None:
-                pid = word.pid if word is not None else self._processes.pid(rank)
-                state, cpu_seconds = process_state(pid)
-        may_have_told = code is not None or (word is not None and word.failed)
-        return Seen(
-            rank=rank,
-            exit_code=code,
-            state=state,
-            cpu_seconds=cpu_seconds,
-            word=word,
-            told=read_told(self.folder, rank) if may_have_told else None,
-        )
+        seen: list[Seen] = []
+        for rank in self.ranks:
+            word = self.words.read(rank)
+            code = self._processes.exit_code(rank, word)
+            state, cpu_seconds = "", 0.0
+            # Nobody needs the state of a process that moves, and the system takes long to tell.
+            if word is not None and word.changes != self._changes.get(rank):
+                self._changes[rank] = word.changes
+            else:
+                self._is_still = True
+                if code is None:
+                    pid = word.pid if word is not None else self._processes.pid(rank)
+                    state, cpu_seconds = process_state(pid)
+            may_have_told = code is not None or (word is not None and word.failed)
+            told = read_told(self.folder, rank) if may_have_told else None
+            seen.append(
+                Seen(
+                    rank=rank,
+                    exit_code=code,
+                    state=state,
+                    cpu_seconds=cpu_seconds,
+                    word=word,
+                    told=told,
+                )
+            )
+        return seen
 
     def stacks(self, seen: Sequence[Seen], logs: Path) -> dict[int, str]:
         """The stacks of the threads of every rank that is alive, also written into `logs`."""
@@ -88,7 +91,7 @@ class Observer:
         wanted = {one.rank for one in asked if one.state != "T"}
         while wanted and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-            wanted = {rank for rank in wanted if not _size(stack_file(self.folder, rank))}
+            wanted = {rank for rank in wanted if not _text(stack_file(self.folder, rank))}
         found = {one.rank: _text(stack_file(self.folder, one.rank)) for one in asked}
         for rank, stack in found.items():
             if stack:
@@ -107,16 +110,9 @@ class Observer:
             time.sleep(LOOK_SECONDS)
 
     def traces(self) -> dict[int, str]:
-        """Of the exceptions that ranks told of."""
+        """Traces of the exceptions that ranks told of."""
         told = {rank: read_told(self.folder, rank) for rank in self.ranks}
         return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _text(file: Path) -> str:

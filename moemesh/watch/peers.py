@@ -112,7 +112,7 @@ class _Peer:
 
     @property
     def name(self) -> str:
-        """Of the host, for a person."""
+        """The host's name, for a person."""
         return f"{self.host} ({self.address})"
 
 
@@ -179,8 +179,15 @@ class Peers:
         own = next((peer for peer in peers if peer.first == self._own), None)
         # A node without an address has no watcher, or none that can be reached.
         self._peers = {p.first: p for p in peers if p.first != self._own and p.port}
+
+        # Of every two exactly one calls: a host that reaches the rendezvous over loopback, since it
+        # is there, can be reached by no other.
+        def order(peer: _Peer) -> tuple[bool, int]:
+            is_loopback = bool(peer.port) and ipaddress.ip_address(peer.address).is_loopback
+            return is_loopback, peer.first
+
         if own is not None:
-            self._called = [p for p in self._peers.values() if _calls(own, p)]
+            self._called = [peer for peer in self._peers.values() if order(own) > order(peer)]
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
         return True
@@ -287,17 +294,6 @@ class Peers:
             peer.lost, peer.has_left = False, True
         elif stood:
             peer.lost, peer.next_attempt = error in _LOST, now
-
-
-def _calls(own: _Peer, other: _Peer) -> bool:
-    """Whether `own` connects to `other`, of every two exactly one: a host that reaches the
-    rendezvous over loopback, since it is there, can be reached by no other."""
-
-    def rank(peer: _Peer) -> tuple[bool, int]:
-        is_loopback = bool(peer.port) and ipaddress.ip_address(peer.address).is_loopback
-        return is_loopback, peer.first
-
-    return rank(own) > rank(other)
 
 
 def inherited(handle: int) -> socket.socket | None:

@@ -130,22 +130,6 @@ class _Writer:
         self.groups[id(ranks)] = ranks, slot
         return slot
 
-    def enter(
-        self, op: str, axis: str, caller: str, ranks: Sequence[int], num_bytes: int, separator: str
-    ) -> Ticket:
-        slot = self.group(ranks, separator)
-        count = 0
-        if slot >= 0:
-            count = self.counts[slot] = self.counts[slot] + 1
-            place = self.start + HEADER_BYTES + slot * GROUP.size + 56
-            COUNT.pack_into(self.memory, place, count)
-        self.number += 1
-        names = self.name(op), self.name(axis), self.name(caller)
-        ticket = Ticket(slot, count, *names, num_bytes)
-        if threading.get_ident() not in self.background:
-            self.newest = ticket
-        return ticket
-
     def name(self, text: str) -> bytes:
         found = self.names.get(text)
         if found is None:
@@ -241,7 +225,16 @@ def entered(
     own = _own
     if own is None:
         return None
-    return own.enter(op, axis, caller, ranks, num_bytes, separator)
+    slot = own.group(ranks, separator)
+    count = 0
+    if slot >= 0:
+        count = own.counts[slot] = own.counts[slot] + 1
+        COUNT.pack_into(own.memory, own.start + HEADER_BYTES + slot * GROUP.size + 56, count)
+    own.number += 1
+    ticket = Ticket(slot, count, own.name(op), own.name(axis), own.name(caller), num_bytes)
+    if threading.get_ident() not in own.background:
+        own.newest = ticket
+    return ticket
 
 
 def waiting(ticket: Ticket | None) -> None:

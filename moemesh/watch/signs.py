@@ -18,7 +18,7 @@ _PEER_GONE = ("closed by peer", "reset by peer", "broken pipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a rank told of an exception before it left. ``at``: monotonic seconds of this host.
+    """An exception that a rank told of before it left. ``at``: monotonic seconds of this host.
 
     ``facts``: more keys for the report. ``is_final``: the same would happen again (a mistake of the
     user, a training that diverged).
@@ -62,7 +62,7 @@ class Seen:
 
     @property
     def code(self) -> int | None:
-        """That it ended with, or has said it will end with."""
+        """The exit code that it ended with, or has said it will end with."""
         if self.exit_code is None and self.is_done and self.word is not None:
             return self.word.code
         return self.exit_code

@@ -111,7 +111,9 @@ def _slowest(rows: Sequence[dict[int, float]], step: int) -> SlowRank | None:
         late[rank] = [math.log(row[rank] / other) for row, other in zip(rows, usual, strict=True)]
         differences = [row[rank] - other for row, other in zip(rows, usual, strict=True)]
         seconds[rank] = statistics.median(differences)
-    middle = {rank: _mean_of_middle_half(values) for rank, values in late.items()}
+    # The mean of the middle half: a few outliers do not count.
+    cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
+    middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
     # Of all ranks together: the deviation of one rank's few values would often come out too small.
     spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
     error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
@@ -120,8 +122,3 @@ def _slowest(rows: Sequence[dict[int, float]], step: int) -> SlowRank | None:
     if ratio < _RATIO or middle[rank] < _DEVIATIONS * error or seconds[rank] < _LEAST_SECONDS:
         return None
     return SlowRank(rank=rank, step=step, ratio=ratio, seconds=seconds[rank])
-
-
-def _mean_of_middle_half(values: Sequence[float]) -> float:
-    cut = len(values) // 4
-    return statistics.fmean(sorted(values)[cut : len(values) - cut])

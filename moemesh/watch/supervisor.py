@@ -36,7 +36,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the ranks ended: the exit code of the run, and the verdict where it failed.
+    """The end of the ranks: the exit code of the run, and the verdict where it failed.
 
     ``stopped_by``: the signal that this process was asked to stop with; ``is_cut``: the ranks did
     not leave by themselves; ``was_training``: they were past their start. ``stacks``: of each rank
@@ -67,18 +67,14 @@ def describe(ended: Ended, logs: Path, *, kept: Path | None) -> str:
     errors = logs / f"rank-{verdict.rank}.err"
     if stack is not None and verdict.kind in ("mismatch", "hung", "busy"):
         where = f" (all of it in {kept / f'rank-{verdict.rank}.stacks'})" if kept else ""
-        lines += [f"its stack{where}:", *main_stack(stack)]
+        # Of what faulthandler wrote, the lines of the main thread, innermost first.
+        main = [line for line in stack.split("\n\n")[-1].splitlines() if line.startswith("  ")]
+        lines += [f"its stack{where}:", *main[:_TAIL_LINES]]
     elif errors.exists() and not (told is not None and told.is_final):
         words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         where = f" (all of it in {kept / errors.name})" if kept else ""
         lines += [f"its last words{where}:", *words] if words else []
     return "\n".join(lines)
-
-
-def main_stack(stack: str) -> list[str]:
-    """The lines of the main thread, innermost first, of what faulthandler wrote."""
-    *_, last = stack.split("\n\n")
-    return [line for line in last.splitlines() if line.startswith("  ")][:_TAIL_LINES]
 
 
 class Supervisor:

@@ -19,7 +19,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moemesh.watch.signs import GONE, LostHost, Seen, weakness
 from moemesh.watch.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
@@ -86,31 +86,25 @@ def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
     Of several numbers of a group the lowest counts, since the others may follow from it. Messages
     between two ranks are not compared: their tags let them be started in any order.
     """
-    by_number: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+    by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
     for word in sorted(words, key=lambda word: word.rank):
         for one in (word.collective, word.before):
             # Two groups may share a name that was cut.
             if one is not None and 0 < len(one.group) < NAME_BYTES and ">" not in one.group:
-                by_number[one.group, one.number].append(_Called(word.rank, one))
+                by_number[one.group, one.number].append((word.rank, one))
     found: dict[str, tuple[Call, ...]] = {}
     for (group, _), same in sorted(by_number.items()):
-        calls: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
-        for called in same:
-            op, num_bytes = called.collective.op, called.collective.num_bytes
-            calls[op, num_bytes if op in _OF_THE_WHOLE else -1].append(called)
-        if len(calls) > 1:
-            ordered = sorted(calls.values(), key=lambda those: (-len(those), those[0].rank))
-            found.setdefault(group, tuple(map(_call, ordered)))
+        alike: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
+        for rank, one in same:
+            alike[one.op, one.num_bytes if one.op in _OF_THE_WHOLE else -1].append((rank, one))
+        if len(alike) > 1:
+            ordered = sorted(alike.values(), key=lambda those: (-len(those), those[0][0]))
+            calls = (
+                Call(collective=those[0][1], ranks=tuple(rank for rank, _ in those))
+                for those in ordered
+            )
+            found.setdefault(group, tuple(calls))
     return max(found.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=())
-
-
-class _Called(NamedTuple):
-    rank: int
-    collective: Collective
-
-
-def _call(those: Sequence[_Called]) -> Call:
-    return Call(collective=those[0].collective, ranks=tuple(one.rank for one in those))
 
 
 # Blame: the rank that others wait for, from the progress words of ranks of which none moves.
@@ -152,25 +146,21 @@ def blame(words: Sequence[Word]) -> Blame | None:
             circle = path[path.index(here.rank) :] if here.rank in path else [here.rank]
             found[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
     if not found:
-        return _behind(words, by_rank)
+        # Nobody waits visibly: the rank that has entered the fewest operations of a group.
+        for word in words:
+            for group, count in word.counts.items():
+                behind = [w for w in words if group in w.counts and w.counts[group] < count]
+                if behind and word.collective is not None and word.collective.group == group:
+                    rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
+                    return _blame(rank, word.collective, by_rank)
+        least = min(words, key=lambda word: (word.number, word.rank))
+        return Blame(rank=least.rank, collective=None, entered=(), missing=())
     rank = min(found, key=lambda rank: (-found[rank], by_rank[rank].number, rank))
     if rank not in last:
         return Blame(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
     collective = last[rank].collective
     assert collective is not None
     return _blame(rank, collective, by_rank)
-
-
-def _behind(words: Sequence[Word], by_rank: Mapping[int, Word]) -> Blame:
-    """Nobody waits visibly: the rank that has entered the fewest operations of a group."""
-    for word in words:
-        for group, count in word.counts.items():
-            behind = [w for w in words if group in w.counts and w.counts[group] < count]
-            if behind and word.collective is not None and word.collective.group == group:
-                rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
-                return _blame(rank, word.collective, by_rank)
-    first = min(words, key=lambda word: (word.number, word.rank))
-    return Blame(rank=first.rank, collective=None, entered=(), missing=())
 
 
 def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Blame:
@@ -267,7 +257,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of the run: that of the rank, 128 + signal where one killed it, else 1."""
+        """The exit code of the run: that of the rank, 128 + signal where one killed it, else 1."""
         code = self.seen.exit_code
         if code is None or code in (0, GONE):
             return 1
@@ -299,7 +289,7 @@ class Judge:
         return self._first_sign is not None
 
     def look(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
-        """What was seen at `now` (monotonic seconds); the verdict once there is one."""
+        """Judge what was seen at `now` (monotonic seconds); the verdict once there is one."""
         passed = 0.0 if self._time is None else min(now - self._time, LONGEST_LOOK)
         self._time = now
         verdict = self._deaths(now, passed, seen)
@@ -311,7 +301,11 @@ class Judge:
     # Ranks that ended.
 
     def _deaths(self, now: float, passed: float, seen: Sequence[Seen]) -> Verdict | None:
-        failed = [one for one in seen if one.has_failed and not self._is_asked(one)]
+        # Exit codes of ranks that end because the run was asked to stop.
+        asked: tuple[int, ...] = ()
+        if self.stopping is not None:
+            asked = (-self.stopping, 128 + self.stopping, 130, 143)
+        failed = [one for one in seen if one.has_failed and one.exit_code not in asked]
         if not failed:
             return None
         for one in failed:
@@ -323,7 +317,11 @@ class Judge:
             return None
         follow = self.limits.aborts_follow
         weak = {one.rank: weakness(one, aborts_follow=follow) for one in failed}
-        cause = min(failed, key=lambda one: (weak[one.rank], self._came(one), one.rank))
+        came = {
+            one.rank: one.told.at if one.told is not None else self._order[one.rank]
+            for one in failed
+        }
+        cause = min(failed, key=lambda one: (weak[one.rank], came[one.rank], one.rank))
         if weak[cause.rank] >= 2:
             if (differing := _differing_calls(seen)) is not None:
                 return differing
@@ -335,16 +333,30 @@ class Judge:
         self._leaving += passed * self._share(cause, passed)
         if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
             return None
-        return self._of_death(cause)
-
-    def _is_asked(self, one: Seen) -> bool:
-        """Whether a rank ended because the run was asked to stop."""
-        if self.stopping is None or one.exit_code is None:
-            return False
-        return one.exit_code in (-self.stopping, 128 + self.stopping, 130, 143)
-
-    def _came(self, one: Seen) -> float:
-        return one.told.at if one.told is not None else self._order[one.rank]
+        told, code = cause.told, cause.exit_code
+        if code is not None and code < 0:
+            message = f"rank {cause.rank} was killed by {signal.Signals(-code).name}"
+            return Verdict(kind="killed", rank=cause.rank, message=message, seen=cause)
+        if told is not None:
+            kind: Kind = "exception"
+            text = told.message.lower()
+            follows = cause.is_inside and any(word in text for word in _FOLLOW_UP)
+            if follows or cause.has_lost_a_peer:
+                if (cut := _network_cut([cause], self.lost, 0.0)) is not None:
+                    return cut
+                kind = "lost-contact"
+            shown = 1 if code in (None, 0, GONE) else code
+            message = f"rank {cause.rank} failed with exit code {shown}: {told.kind}"
+            message += f": {told.message}" if told.message else ""
+            at = _collective(cause)
+            return Verdict(kind=kind, rank=cause.rank, message=message, seen=cause, collective=at)
+        if code == GONE:
+            message = f"rank {cause.rank} ended in the middle of the run, nobody knows how"
+        elif code == 0:
+            message = f"rank {cause.rank} left with exit code 0 before the run was over"
+        else:
+            message = f"rank {cause.rank} failed with exit code {code}"
+        return Verdict(kind="exited", rank=cause.rank, message=message, seen=cause)
 
     def _silent_cause(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
         """A rank that is alive and did not come to where the others failed."""
@@ -361,33 +373,6 @@ class Judge:
                     kind = "busy" if one.state == "R" else "hung"
                     return self._verdict(kind, one, seen, now - one.word.moved)
         return None
-
-    def _of_death(self, one: Seen) -> Verdict:
-        told, code = one.told, one.exit_code
-        if code is not None and code < 0:
-            message = f"rank {one.rank} was killed by {signal.Signals(-code).name}"
-            return Verdict(kind="killed", rank=one.rank, message=message, seen=one)
-        if told is not None:
-            kind: Kind = "exception"
-            text = told.message.lower()
-            follows = one.is_inside and any(word in text for word in _FOLLOW_UP)
-            if follows or one.has_lost_a_peer:
-                if (cut := _network_cut([one], self.lost, 0.0)) is not None:
-                    return cut
-                kind = "lost-contact"
-            shown = 1 if code in (None, 0, GONE) else code
-            message = f"rank {one.rank} failed with exit code {shown}: {told.kind}"
-            message += f": {told.message}" if told.message else ""
-            return Verdict(
-                kind=kind, rank=one.rank, message=message, seen=one, collective=_collective(one)
-            )
-        if code == GONE:
-            message = f"rank {one.rank} ended in the middle of the run, nobody knows how"
-        elif code == 0:
-            message = f"rank {one.rank} left with exit code 0 before the run was over"
-        else:
-            message = f"rank {one.rank} failed with exit code {code}"
-        return Verdict(kind="exited", rank=one.rank, message=message, seen=one)
 
     # Ranks that are alive.
 
@@ -418,7 +403,13 @@ class Judge:
         lost = self.lost if self._still >= CUT_SECONDS else ()
         if (cut := _network_cut(at_work, lost, self._still)) is not None:
             return cut
-        if not at_work or self._still < self._limit(words):
+        limits, steps = self.limits, self._steps
+        limit = limits.patience
+        in_steps = bool(words) and all(word.phase == STEP for word in words)
+        if in_steps and steps.num_seen >= limits.first_steps and steps.median is not None:
+            by_steps = max(10 * steps.median, 3 * steps.longest)
+            limit = min(max(limits.floor, by_steps), limits.patience)
+        if not at_work or self._still < limit:
             return None
         if (differing := _differing_calls(at_work)) is not None:
             return differing
@@ -434,22 +425,14 @@ class Judge:
         return self._verdict(kind, culprit, seen, self._still)
 
     def _share(self, one: Seen, passed: float) -> float:
-        """How much of the time since the last look a rank could have moved in: none of what it
-        waited for the disk, or for a core on a machine that is busy with other things."""
+        """The share of the time since the last look in which a rank could have moved: none of what
+        it waited for the disk, or for a core on a machine that is busy with other things."""
         if one.state in ("D", "T", "t"):
             return 0.0
         if one.state == "R" and passed:
             used = one.cpu_seconds - self._cpu.get(one.rank, one.cpu_seconds)
             return min(1.0, 2.0 * used / passed)
         return 1.0
-
-    def _limit(self, words: Sequence[Word]) -> float:
-        if not words or any(word.phase != STEP for word in words):
-            return self.limits.patience
-        if self._steps.num_seen < self.limits.first_steps or self._steps.median is None:
-            return self.limits.patience
-        by_steps = max(10 * self._steps.median, 3 * self._steps.longest)
-        return min(max(self.limits.floor, by_steps), self.limits.patience)
 
     def _verdict(self, kind: Kind, one: Seen, seen: Sequence[Seen], waited: float) -> Verdict:
         words = [other.word for other in seen if other.word is not None]
@@ -548,7 +531,7 @@ def _collective(one: Seen) -> Collective | None:
 
 
 def _doing(one: Seen, waited: float) -> str:
-    """What a rank does that does not move."""
+    """Words for what a rank does that does not move."""
     word = one.word
     if word is not None and word.on_device:
         behind = f", behind {word.collective}" if word.collective is not None else ""

@@ -110,7 +110,7 @@ class Word:
         return self.counts.get(collective.group, 0) >= collective.number
 
     def place(self) -> str:
-        """Where the rank is, for a person: ``step 7, microbatch 0, layer 2``."""
+        """The rank's place, for a person: ``step 7, microbatch 0, layer 2``."""
         where = f"step {self.step}" if self.step else self.phase
         if self.step and self.phase != STEP:
             where += f" ({self.phase})"

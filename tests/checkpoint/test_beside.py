@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moemesh.checkpoint.beside import beside
+from moemesh.checkpoint.files import beside
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [1 << 20], [1 << 20, 3, 1 << 20, 1 << 20, 5, 7]])

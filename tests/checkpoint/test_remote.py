@@ -20,7 +20,7 @@ from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import Shard, candidates, latest
 from moemesh.checkpoint.stored import examine, unfinished
-from moemesh.train.failure import newest_step
+from moemesh.train.records.failure import newest_step
 from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
 from tests.checkpoint.simulate import cut, whole
 from tests.checkpoint.test_faults import Killed, never

@@ -15,7 +15,7 @@ from moemesh.checkpoint.ownership import Ownership
 from moemesh.checkpoint.remote import place_of
 from moemesh.checkpoint.stored import Damage
 from moemesh.cli.checkpoints import by_file
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
 from tests.test_cli import run, run_guarded
 

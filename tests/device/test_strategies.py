@@ -13,7 +13,7 @@ from moemesh.config.plan import Context, DataStrategy, Dispatcher, ScheduleName
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel
-from moemesh.train.generation import chooser, continuation
+from moemesh.train.inference.generation import chooser, continuation
 from moemesh.train.step import evaluate
 from tests.device.stepping import Counted, steps_on_rank
 from tests.device.test_waits import PLANS, SLOW_PLANS, SMALL

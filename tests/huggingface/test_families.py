@@ -21,7 +21,7 @@ from moemesh.config.huggingface.model import model_values
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import from_huggingface, from_model_config
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import COMMON, FAMILIES, build, save
 

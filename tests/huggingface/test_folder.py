@@ -21,7 +21,7 @@ from moemesh.checkpoint.huggingface.write import carry_along, write_folder
 from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
-from moemesh.train.weight_sources import check_folder
+from moemesh.train.weights.weight_sources import check_folder
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)
 KIND = "qwen3_moe"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.test_families import tokens
 from tests.huggingface.tiny import DENSE, FAMILIES, build, save
 

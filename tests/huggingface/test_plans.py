@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from moemesh.comm.mesh import Mesh
-from moemesh.train.evaluation import Evaluation, run
-from moemesh.train.weight_sources import config_of
+from moemesh.train.inference.evaluation import Evaluation, run
+from moemesh.train.weights.weight_sources import config_of
 from tests.huggingface.tiny import DENSE, FAMILIES, build, save
 from tests.ranks import run_on_ranks
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of
 from tests.huggingface.tiny import save
 from tests.train.runs import moemesh

@@ -16,7 +16,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.huggingface.quantization import Quantization, quantization_of
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import load, logits
 from tests.huggingface.quantize import fp8_folder, mxfp4_folder, plain_folder
 from tests.huggingface.test_plans import SEQ_LEN, all_plans

@@ -16,7 +16,7 @@ from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.config.huggingface import folder as config_folder
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import make
 from tests.train.runs import moemesh

@@ -20,8 +20,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.train.command import open_samples
-from moemesh.train.conversion import convert
 from moemesh.train.opening import own_batches
+from moemesh.train.weights.conversion import convert
 from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
+from moemesh.checkpoint.huggingface.derived import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
-from moemesh.train.recipe import UpcycleRecipe, read_recipe
-from moemesh.train.upcycling import upcycle, upcycled_model
-from moemesh.train.weight_sources import config_of
+from moemesh.train.weights.conversion import upcycle, upcycled_model
+from moemesh.train.weights.weight_sources import UpcycleRecipe, config_of, read_recipe
 from tests.huggingface import ours
 from tests.huggingface.tiny import save
 

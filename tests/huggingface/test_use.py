@@ -10,9 +10,9 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.train.generation import chooser, continuation, generate
-from moemesh.train.inference import load
-from moemesh.train.weight_sources import config_of
+from moemesh.train.inference.generation import chooser, continuation, generate
+from moemesh.train.inference.loading import load
+from moemesh.train.weights.weight_sources import config_of
 from tests.huggingface.tiny import build, save
 from tests.ranks import run_on_ranks
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
-from moemesh.train.inference import load
-from moemesh.train.weight_sources import config_of
+from moemesh.train.inference.loading import load
+from moemesh.train.weights.weight_sources import config_of
 from tests import commands
 from tests.documents import ROOT
 from tests.huggingface.conversations import add_tokenizer, write_sums

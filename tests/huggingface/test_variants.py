@@ -14,7 +14,7 @@ from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.load import load_run
-from moemesh.train.conversion import convert
+from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import DENSE, make
 from tests.huggingface.variants import OPTIONS, draw

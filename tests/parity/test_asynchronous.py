@@ -25,7 +25,7 @@ from moemesh.schedule.versions import versions
 from moemesh.train import asynchronous as stream_module
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
-from moemesh.train.recorded_orders import recorded_segment
+from moemesh.train.records.kept_schedules import recorded_segment
 from tests.parity.asynchronous import Streamed, stream
 from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
 from tests.parity.test_parity import MODEL

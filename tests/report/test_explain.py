@@ -24,7 +24,7 @@ from moemesh.report.explain import explain, lower_rate
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord
-from moemesh.train.run_folder import refuse_changes
+from moemesh.train.records.run_folder import refuse_changes
 from moemesh.watch.failures import CAUSES, OTHER
 from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
 

@@ -16,8 +16,8 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch, Context
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.examination import examine, first_look
-from moemesh.train.finding import Finding
+from moemesh.train.numerics.examination import examine, first_look
+from moemesh.train.numerics.finding import Finding
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches

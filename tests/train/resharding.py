@@ -14,12 +14,12 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import saving
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_checkpoints import Checkpoints
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.step import gradients_of_step, update
+from moemesh.train.weights import saving
+from moemesh.train.weights.run_checkpoints import Checkpoints
 from tests.parity.training import Part, Shape, assemble, microbatches, owned
 from tests.ranks import end_meshes, run_on_ranks
 from tests.waiting import PATIENCE

@@ -7,7 +7,7 @@ from pathlib import Path
 from moemesh.report.explain import explain
 from moemesh.trace.loads import LayerLoads, collapse_text
 from moemesh.trace.run import Run
-from moemesh.train.artifacts import AlarmLimits, LoadAlarms
+from moemesh.train.records.expert_loads import AlarmLimits, LoadAlarms
 from tests.train.runs import arguments, moemesh
 
 

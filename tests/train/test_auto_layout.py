@@ -19,7 +19,7 @@ from moemesh.config.run import RunConfig
 from moemesh.train.auto_layout import NoLayout, fit, fit_here, is_trained, nearest
 from moemesh.train.command import WorldSizeError, check_world_size, open_samples
 from moemesh.train.console import Console
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.trainer import train
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, arguments, text_file

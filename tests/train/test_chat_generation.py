@@ -17,7 +17,8 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import Tokenizer
-from moemesh.train import data_record, generation
+from moemesh.train.inference import generation
+from moemesh.train.records import data_record
 from tests.data.test_packing import corpus_of
 from tests.huggingface.conversations import add_tokenizer
 from tests.huggingface.tiny import save
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
-    def work(config: Any, arguments: Any, work: Callable[[Mesh], str]) -> int:
+    def work(config: Any, arguments: Any, overrides: Any, work: Callable[[Mesh], str]) -> int:
         if found := work(Mesh.single("cpu")):
             print(found)
         return 0

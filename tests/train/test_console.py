@@ -20,8 +20,8 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.train.artifacts import Artifacts, _peak_flops
 from moemesh.train.console import Progress
+from moemesh.train.records.artifacts import Artifacts, _peak_flops
 from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh

@@ -11,7 +11,7 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.trace.run import Run
-from moemesh.train.esft_request import EsftRequest
+from moemesh.train.inference.esft_request import EsftRequest
 from tests.commands import python
 
 SMALL = ["--set", "model.num_layers=3", "--set", "data.seq_len=16", "--set", "data.global_batch=4"]

@@ -25,10 +25,9 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
-from moemesh.train import run_folder as folder_module
-from moemesh.train.data_record import record, refuse_other_data
-from moemesh.train.run_events import Events
-from moemesh.train.run_folder import RunFolder, RunFolderError, refuse_changes
+from moemesh.train.records import run_folder as folder_module
+from moemesh.train.records.data_record import record, refuse_other_data
+from moemesh.train.records.run_folder import Events, RunFolder, RunFolderError, refuse_changes
 from tests.checkpoint.simulate import save_one, whole
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
@@ -36,7 +35,7 @@ METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_
 
 
 def test_module_does_not_import_torch() -> None:
-    code = "import sys, moemesh.train.run_folder; sys.exit('torch' in sys.modules)"
+    code = "import sys, moemesh.train.records.run_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -154,7 +153,7 @@ def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder
 run = RunFolder.open(sys.argv[1])
 run.lock()
 print("locked", flush=True)

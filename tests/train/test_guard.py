@@ -21,20 +21,19 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-from moemesh.train import replay
 from moemesh.train import session as sessions
-from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
-from moemesh.train.finding import Finding
-from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
+from moemesh.train.numerics import replay
+from moemesh.train.numerics.bundle import Bundle
+from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
+from moemesh.train.numerics.vote import CopiesDiffer
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.run_events import Events
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
-from moemesh.train.vote import CopiesDiffer
 from moemesh.watch.signals import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, text_file

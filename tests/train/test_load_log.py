@@ -8,9 +8,9 @@ import pytest
 
 from moemesh.balance.load_files import load_table
 from moemesh.trace.loads import LayerLoads, read_loads
-from moemesh.train import row_log
-from moemesh.train.artifacts import LoadLog
-from moemesh.train.row_log import RowLog, cut_after
+from moemesh.train.records import row_log
+from moemesh.train.records.expert_loads import LoadLog
+from moemesh.train.records.row_log import RowLog, cut_after
 from tests.trace.test_load_bins import step_loads
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.train.preflight import untrainable
-from moemesh.train.preflight_warnings import (
+from moemesh.train.preflight import (
     TooLargeError,
     memory_warning,
     predicted_memory,
     preflight_warnings,
     refuse_too_large,
+    untrainable,
 )
 from tests.mistakes.files import MODEL
 

@@ -11,8 +11,10 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import evaluation, preflight_warnings, preparation, weight_sources
+from moemesh.train import preflight, preparation
+from moemesh.train.inference import evaluation
 from moemesh.train.preparation import finished, prepare
+from moemesh.train.weights import weight_sources
 from moemesh.watch import devices
 from moemesh.watch.lease import Lease
 from tests.documents import text_of
@@ -221,7 +223,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(preflight_warnings, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(preflight, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = [word for one in given for word in ("--set", one)]
     code, out, _ = run(capsys, monkeypatch, "config", "check", *words)
@@ -238,7 +240,8 @@ def test_an_evaluation_takes_the_length_of_the_run(
     seen: list[int] = []
     monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
     monkeypatch.setattr(
-        "moemesh.train.evaluation.evaluate", lambda *given, as_json: seen.append(given[2]) or 0
+        "moemesh.train.inference.evaluation.evaluate",
+        lambda *given, as_json: seen.append(given[2]) or 0,
     )
     config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
     (here / "run").mkdir()

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from moemesh.trace.provenance import differences, read_starts
-from moemesh.train import provenance
-from moemesh.train.provenance import git_state, packages, redacted, redacted_arguments, weights
-from moemesh.train.run_folder import RunFolder
+from moemesh.train.records import provenance
+from moemesh.train.records.provenance import (
+    git_state,
+    packages,
+    redacted,
+    redacted_arguments,
+    weights,
+)
+from moemesh.train.records.run_folder import RunFolder
 
 
 def git(folder: Path, *words: str) -> None:

@@ -9,7 +9,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.rehoming import RowBounds
+from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.step import gradients_of_step
 from tests.parity.training import microbatches
 from tests.ranks import mesh_on_ranks

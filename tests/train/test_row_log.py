@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.train import row_log
-from moemesh.train.row_log import Cut, RowLog, cut_after
+from moemesh.train.records import row_log
+from moemesh.train.records.row_log import Cut, RowLog, cut_after
 
 
 class FullDisk:

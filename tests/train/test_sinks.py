@@ -13,9 +13,9 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
-from moemesh.train import sinks as module
 from moemesh.train.preflight import untrainable
-from moemesh.train.sinks import CsvSink, Sinks, WandbSink
+from moemesh.train.records import sinks as module
+from moemesh.train.records.sinks import CsvSink, Sinks, WandbSink
 from tests.trace.test_run import row
 
 

@@ -12,8 +12,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import parallelize
+from moemesh.train.numerics.vote import CopiesDiffer, Mismatch, Vote, digest
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.vote import CopiesDiffer, Mismatch, Vote, digest
 from tests.ranks import mesh_on_ranks
 from tests.train.injecting import MODEL, SHAPE
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moemesh.train import watcher
-from moemesh.train.failure import report_id, write_node_verdict
+from moemesh.train.records.failure import report_id, write_node_verdict
 from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import node as nodes
 from moemesh.watch import observer

@@ -24,10 +24,10 @@ from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.artifacts import measure_saved, state_bytes
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.post_validated import PostValidation
+from moemesh.train.records.artifacts import measure_saved, state_bytes
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches, model_of
 from tests.ranks import mesh_on_ranks

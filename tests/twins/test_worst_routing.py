@@ -14,8 +14,8 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import parallelize
 from moemesh.planner.worst_routing import of_own_run
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.artifacts import state_bytes
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.records.artifacts import state_bytes
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches, model_of
 from tests.ranks import mesh_on_ranks

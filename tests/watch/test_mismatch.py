@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.train.failure import write_verdict
+from moemesh.train.records.failure import write_verdict
 from moemesh.watch import progress_words
 from moemesh.watch.signs import Seen
 from moemesh.watch.supervisor import Ended

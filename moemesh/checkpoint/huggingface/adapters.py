@@ -60,7 +60,7 @@ class Adaptation(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What ``adapter_config.json`` calls it, in every layer."""
+        """Its name in ``adapter_config.json``, in every layer."""
         block, leaf = self.module.split(".")[-2:]
         return f"{block}.{leaf}" if self.is_stack else leaf
 
@@ -75,7 +75,7 @@ class Adaptation(NamedTuple):
         return self.rank * len(self.parts)
 
     def name(self, factor: str) -> str:
-        """Of PEFT's tensor; `factor` is A or B."""
+        """The name of PEFT's tensor; `factor` is A or B."""
         module = self.module
         if self.is_stack:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
@@ -86,7 +86,7 @@ class Adaptation(NamedTuple):
         return f"{self.weight.name.rpartition('.')[0]}.{factor_name(part.target, factor)}"
 
     def shape(self, factor: str, rank: int) -> tuple[int, ...]:
-        """Of PEFT's tensor, at a rank of PEFT's."""
+        """The shape of PEFT's tensor, at a rank of PEFT's."""
         experts = self.weight.shape[0] if self.is_stack else 1
         if factor == "A":
             return (rank * experts, self.weight.shape[-1])
@@ -122,7 +122,9 @@ class Adaptation(NamedTuple):
             stored = stored.reshape(-1, rank, experts).permute(2, 0, 1)
             if _is_transposed(self._piece(rank)):
                 stored = stored.transpose(1, 2)
-        joined = self._logical(stored.contiguous(), rank)
+        piece = self._piece(rank)
+        by_expert = stored.contiguous()
+        joined = piece.read(piece.box, lambda name, ranges: by_expert)
         found: list[Tensor] = []
         for part, start in zip(self.parts, places, strict=True):
             own = _rows(joined, part) if self.is_stack else joined
@@ -133,16 +135,12 @@ class Adaptation(NamedTuple):
         return found
 
     def _piece(self, rank: int) -> TensorPiece:
-        """Where a factor B of that rank would lie if it were the weight."""
+        """The place of a factor B of that rank, as if it were the weight."""
         found = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
             return found[0]
         every = parts_of(self.weight.name.rpartition(".")[2], self.weight.shape)
         return found[every.index(self.parts[0])]
-
-    def _logical(self, stored: Tensor, rank: int) -> Tensor:
-        piece = self._piece(rank)
-        return piece.read(piece.box, lambda name, ranges: stored)
 
 
 def _rows(joined: Tensor, part: TargetPart) -> Tensor:
@@ -288,17 +286,14 @@ class AdapterFolder:
                     name, expert = f"{match[1]}.{match[3]}", int(match[2])
                 if name not in self._places:
                     continue
-                whole = self._factor(name)
+                one, index, factor = self._places[name]
+                stored = one.name(factor)
+                if self._last[0] != stored:
+                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
+                whole = self._last[1][index]
                 ends = zip(shard.offset, shard.tensor.shape, strict=True)
                 box = tuple(slice(start, start + size) for start, size in ends)
                 shard.tensor.copy_((whole if expert is None else whole[expert])[box])
-
-    def _factor(self, name: str) -> Tensor:
-        one, index, factor = self._places[name]
-        stored = one.name(factor)
-        if self._last[0] != stored:
-            self._last = stored, one.load(factor, self._file.get_tensor(stored))
-        return self._last[1][index]
 
     def _check_config(
         self, given: dict[str, Any], lora: LoraConfig, written: dict[str, Any]

@@ -61,7 +61,24 @@ class FolderContents:
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [SINGLE]
         for file in files:
-            self._add(file, index)
+            there = plain_file(path, file)
+            for name, (entry, start) in read_places(there, file_size(there)).items():
+                if entry.dtype not in _NAMES:
+                    raise CheckpointError(
+                        f"{there}: {name} has the dtype {entry.dtype}, not known here"
+                    )
+                dtype = _NAMES[entry.dtype]
+                if prod(entry.shape) * ITEM_BYTES[dtype] != entry.num_bytes:
+                    raise CheckpointError(
+                        f"{there}: {name} {list(entry.shape)} of {entry.dtype} has "
+                        f"{entry.num_bytes} bytes"
+                    )
+                if index is not None and index.get(name) != file:
+                    raise CheckpointError(
+                        f"{there}: holds {name}, which {INDEX} places in "
+                        f"{index.get(name, 'no file')}"
+                    )
+                self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
         if index is not None and (missing := sorted(index.keys() - self.stored.keys())):
             raise CheckpointError(
                 f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "
@@ -70,35 +87,15 @@ class FolderContents:
         self.tensors = dict(self.stored)
         self.packed: dict[str, Packed] = {}
         if quantization is not None:
-            self._unpack(quantization)
-
-    def _unpack(self, quantization: Quantization) -> None:
-        """Put the tensors that others stand for in their place."""
-        self.packed, problems = packed_tensors(self.stored, quantization)
-        if problems:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise CheckpointError(f"{self.path}: {problems[0]}{more}")
-        for name, tensor in self.packed.items():
-            file = self.stored[tensor.sources[0]].file
-            for source in tensor.sources:
-                self.tensors.pop(source, None)
-            self.tensors[name] = StoredTensor(file, "float32", tensor.shape)
-
-    def _add(self, file: str, index: dict[str, str] | None) -> None:
-        path = plain_file(self.path, file)
-        for name, (entry, start) in read_places(path, file_size(path)).items():
-            if entry.dtype not in _NAMES:
-                raise CheckpointError(f"{path}: {name} has the dtype {entry.dtype}, not known here")
-            dtype = _NAMES[entry.dtype]
-            if prod(entry.shape) * ITEM_BYTES[dtype] != entry.num_bytes:
-                raise CheckpointError(
-                    f"{path}: {name} {list(entry.shape)} of {entry.dtype} has {entry.num_bytes} "
-                    "bytes"
-                )
-            if index is not None and index.get(name) != file:
-                there = index.get(name, "no file")
-                raise CheckpointError(f"{path}: holds {name}, which {INDEX} places in {there}")
-            self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
+            self.packed, problems = packed_tensors(self.stored, quantization)
+            if problems:
+                more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+                raise CheckpointError(f"{self.path}: {problems[0]}{more}")
+            for name, tensor in self.packed.items():
+                home = self.stored[tensor.sources[0]].file
+                for source in tensor.sources:
+                    self.tensors.pop(source, None)
+                self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
 
     def check(
         self, expected: dict[str, tuple[int, ...]], known: Collection[str], num_layers: int

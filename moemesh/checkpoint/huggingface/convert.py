@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,8 +95,20 @@ def write_huggingface(
         tensors = delta.onto(tensors)
     if origin is not None:
         num_ahead = first(config, "num_mtp_layers", 0)
-        names = ahead_tensors(origin.tensors, model, kind, num_ahead)
-        tensors |= _ahead(origin, names - tensors.keys(), tensors, dtype)
+        names = ahead_tensors(origin.tensors, model, kind, num_ahead) - tensors.keys()
+        # Layers that are trained share the model's tables: copies beside them follow.
+        trained = {name.rpartition(".eh_proj.")[0] for name in tensors if ".eh_proj." in name}
+        head = HEAD if HEAD in tensors else EMBEDDING
+        shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
+        for name in (name for name in origin.tensors if name in names):
+            stored, (*layer, leaf) = origin.tensors[name], name.split(".", 3)
+            if ".".join(layer) in trained:
+                tensors[name] = tensors[shared[leaf]]
+                continue
+            box = [range(size) for size in stored.shape]
+            kept = dtype if origin.is_quantized else stored.dtype
+            make = partial(_converted, origin, name, box, kept)
+            tensors[name] = DeferredTensor(kept, stored.shape, make)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -137,16 +149,7 @@ def write_checkpoint(
                     make=partial(_converted, weights, named, box, kept),
                 )
             )
-    return store.save(
-        folder,
-        0,
-        shards,
-        state,
-        rank=0,
-        world_size=1,
-        gather=lambda reply: [reply],
-        barrier=lambda: None,
-    )
+    return store.save(folder, 0, shards, state)
 
 
 def _converted(
@@ -167,31 +170,6 @@ def _stored(
         return piece.store(weights.read(name, piece.box).to(dtype))
     table = weights.read(name, [range(size) for size in tensor.shape]).reshape(tensor.view)
     return piece.store(table[slices(piece.box)].to(dtype))
-
-
-def _ahead(
-    folder: WeightFolder, names: Set[str], tensors: Mapping[str, DeferredTensor], dtype: torch.dtype
-) -> dict[str, DeferredTensor]:
-    """The tensors `names` of prediction layers that the model does not have, as they stand; of a
-    quantized folder in `dtype`."""
-    # Layers that are trained share the model's tables: copies beside them follow.
-    trained = {name.rpartition(".eh_proj.")[0] for name in tensors if ".eh_proj." in name}
-    head = HEAD if HEAD in tensors else EMBEDDING
-    shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
-    found: dict[str, DeferredTensor] = {}
-    for name in (name for name in folder.tensors if name in names):
-        stored, (*layer, leaf) = folder.tensors[name], name.split(".", 3)
-        if ".".join(layer) in trained:
-            found[name] = tensors[shared[leaf]]
-            continue
-        box = [range(size) for size in stored.shape]
-        kept = dtype if folder.is_quantized else stored.dtype
-        found[name] = DeferredTensor(kept, stored.shape, partial(_copied, folder, name, box, kept))
-    return found
-
-
-def _copied(folder: WeightFolder, name: str, box: Sequence[range], dtype: torch.dtype) -> Tensor:
-    return folder.read(name, box).to(dtype)
 
 
 def newest(folder: Place) -> Checkpoint:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.huggingface.contents import plain_file
@@ -34,7 +33,7 @@ _LIMIT = 1 << 20
 
 
 class Description(NamedTuple):
-    """What ``delta.json`` says: the family, the dtype of an export, and the base."""
+    """The content of ``delta.json``: the family, the dtype of an export, and the base."""
 
     family: str
     dtype: str
@@ -62,7 +61,7 @@ def trained_sources(
 
 
 def fingerprint(folder: WeightFolder) -> str:
-    """Of the tensors of a folder: equal for the same model in the same files' dtypes."""
+    """Fingerprint of a folder's tensors: equal for the same model in the same files' dtypes."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(folder.tensors):
         stored = folder.tensors[name]
@@ -87,10 +86,23 @@ class Delta:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.description = _description(path)
+        file = plain_file(path, DESCRIPTION)
+        if file_size(file) > _LIMIT:
+            raise CheckpointError(f"{file}: is too large to describe a delta")
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            if found.pop("format") != 1:
+                raise CheckpointError(f"{file}: is of a later version")
+            self.description = Description(**{key: str(value) for key, value in found.items()})
+        except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
         self.tensors = {
-            name: DeferredTensor(stored.dtype, stored.shape, partial(_whole, folder, name))
+            name: DeferredTensor(
+                stored.dtype,
+                stored.shape,
+                partial(folder.read, name, [range(size) for size in stored.shape]),
+            )
             for name, stored in folder.tensors.items()
         }
 
@@ -105,21 +117,3 @@ class Delta:
                     f"{self.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
                 )
         return {name: self.tensors.get(name, tensor) for name, tensor in whole.items()}
-
-
-def _whole(folder: WeightFolder, name: str) -> Tensor:
-    return folder.read(name, [range(size) for size in folder.tensors[name].shape])
-
-
-def _description(path: Path) -> Description:
-    file = plain_file(path, DESCRIPTION)
-    if file_size(file) > _LIMIT:
-        raise CheckpointError(f"{file}: is too large to describe a delta")
-    try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
-        if found.pop("format") != 1:
-            raise CheckpointError(f"{file}: is of a later version")
-        description = Description(**{key: str(value) for key, value in found.items()})
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
-    return description

@@ -6,7 +6,7 @@ Names and shapes alone say it, so that a folder is checked before anything is re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -61,8 +61,15 @@ def logical_tensors(
 ) -> dict[str, LogicalTensor]:
     """Every parameter and buffer of a model of the family `kind`, by its name without "model."; of
     a folder with `fused` experts (:mod:`moemesh.checkpoint.huggingface.names`)."""
+    # Adapters have folders of their own.
+    whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
+    shapes = [(tensor.name, tensor.shape) for tensor in whole_model]
+    if config.router_selection_bias:
+        routers = [name for name, _ in shapes if name.endswith(".router.weight")]
+        biases = (f"{name.removesuffix('weight')}selection_bias" for name in routers)
+        shapes += [(name, (config.num_experts,)) for name in biases]
     found: dict[str, LogicalTensor] = {}
-    for name, shape in _named_shapes(config):
+    for name, shape in shapes:
         view = view_of(name, shape, config)
         try:
             found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
@@ -76,7 +83,7 @@ def logical_tensors(
 def checked_tensors(
     contents: FolderContents, config: ModelConfig, kind: str, num_ahead: int = 0
 ) -> dict[str, LogicalTensor]:
-    """The same of a folder that is there, in the layout that it has; `num_ahead`: its prediction
+    """The tensors of a folder that is there, in the layout that it has; `num_ahead`: its prediction
     layers by config.json. Raises CheckpointError unless it holds the tensors of the model, and
     others only that are known to be of no use to it."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in contents.tensors)
@@ -114,15 +121,3 @@ def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahea
         if layer in layers and (layer not in config.mtp_layers or name.endswith(AHEAD_COPIES)):
             found.add(name)
     return found
-
-
-def _named_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of parameters, then of buffers. Adapters have folders of their own."""
-    routers: list[str] = []
-    for tensor in tensors(config.with_lora(NO_ADAPTERS), Plan()):
-        yield tensor.name, tensor.shape
-        if tensor.name.endswith(".router.weight"):
-            routers.append(tensor.name.removesuffix("weight"))
-    if config.router_selection_bias:
-        for router in routers:
-            yield f"{router}selection_bias", (config.num_experts,)

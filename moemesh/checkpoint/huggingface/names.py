@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class Names(NamedTuple):
-    """Of one family, below ``model.layers.<index>``: the block of router and experts, what is
+    """Names of one family, below ``model.layers.<index>``: the block of router and experts, what is
     there in it, how a stack of experts is stored (None: each expert by itself), and whether the
     block's module returns more than its output."""
 
@@ -130,7 +130,7 @@ def names_of(kind: str, *, fused: bool) -> Names:
 
 
 def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
-    """Where the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), lies in a folder
+    """Places of the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), in a folder
     of the family `kind`. Raises KeyError for a name that no family has."""
     if name in _ENDS:
         return [whole(_ENDS[name], shape)]
@@ -168,8 +168,12 @@ def _attention(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
             return [whole(f"{block}.k_norm.weight", shape)]
         case "sinks":
             return [whole(f"{block}.sinks", shape)]
-        case _:
-            return _latent(leaf, block, shape)
+        case _:  # latent attention; projections up, [N, D, rank], have the heads in their rows
+            name = f"{block}.{_LATENT[leaf]}"
+            if len(shape) < 3:
+                return [whole(name, shape)]
+            heads, size, rank = shape
+            return [TensorPiece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
 
 
 #: Parts of latent attention: ours -> theirs.
@@ -186,17 +190,8 @@ _LATENT = {
 }
 
 
-def _latent(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
-    """Projections; those up, [N, D, rank], are stored with the heads in their rows."""
-    name = f"{block}.{_LATENT[leaf]}"
-    if len(shape) < 3:
-        return [whole(name, shape)]
-    heads, size, rank = shape
-    return [TensorPiece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
-
-
 def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:
-    """Of [M, G + 2, D, ...]: all query heads of a key/value head, then its key and its value."""
+    """Pieces of [M, G + 2, D, ...]: the query heads of a key/value head, its key and its value."""
     heads, packed, size, *rest = shape
     order = tuple(range(len(shape)))
     found: list[TensorPiece] = []
@@ -208,7 +203,7 @@ def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:
 
 
 def _mlp(leaf: str, block: str, shape: Shape, names: Names) -> list[TensorPiece]:
-    """Of [2, F, H] gate and up; or down [H, F]."""
+    """Pieces of [2, F, H], gate and up; or of down [H, F]."""
     if leaf == "down":
         return [whole(f"{block}.{names.down}.weight", shape)]
     _, width, hidden = shape

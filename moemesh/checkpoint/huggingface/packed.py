@@ -26,7 +26,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 
 
 class PackedEntry(Protocol):
-    """What is known of a stored tensor; `dtype` is torch's name of it."""
+    """A stored tensor as far as it is known; `dtype` is torch's name of it."""
 
     @property
     def dtype(self) -> str: ...
@@ -120,7 +120,7 @@ def _partner(
     shape: Shape,
     dtype: str | None = None,
 ) -> list[str]:
-    """What is wrong with the scales of the tensor `name`; floats where no dtype is given."""
+    """Faults of the scales of the tensor `name`; floats where no dtype is given."""
     entry = stored.get(scales)
     if entry is None:
         return [f"{scales} is missing, the scales of {name}"]

@@ -30,7 +30,7 @@ class StoredSource(Protocol):
         ...
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor, /) -> None:
-        """The same, into memory that is there."""
+        """Read the part `box` into memory that is there."""
         ...
 
 
@@ -145,15 +145,6 @@ def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) ->
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
 
 
-def assemble_into(
-    pieces: Sequence[TensorPiece], box: Sequence[range], out: Tensor, source: StoredSource
-) -> None:
-    """As :func:`assemble`, into `out`."""
-    for piece in pieces:
-        if (common := piece.overlap(box)) is not None:
-            piece.read_into(common, out[slices(common, box)], source)
-
-
 def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
     """For each stored dim the view dims that it is split into; those of size 1 go anywhere."""
     groups: list[list[int]] = []
@@ -169,7 +160,7 @@ def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
 
 
 def _span(view: Sequence[int], wanted: Sequence[range]) -> tuple[range, list[int], list[slice]]:
-    """Of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
+    """Span of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
     shape, and what to take of that shape."""
     start, left = 0, prod(view)
     shape: list[int] = []

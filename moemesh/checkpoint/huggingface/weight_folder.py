@@ -21,7 +21,6 @@ from moemesh.checkpoint.huggingface.packed import (
     SCALES,
     Fp8Blocks,
     Mxfp4,
-    Packed,
 )
 from moemesh.config.huggingface.quantization import Quantization
 
@@ -40,7 +39,7 @@ _SHORTEST_RUN_BYTES = 4096
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: its first byte in the file, its dtype and shape."""
+    """The place of a tensor: its first byte in the file, its dtype and shape."""
 
     start: int
     dtype: torch.dtype
@@ -59,7 +58,12 @@ class SliceReader:
     def read_into(self, path: Path, place: Place, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
         if 0 not in out.shape:
-            source = _Source(path, self._handle(path), place.dtype)
+            if path not in self._handles:
+                try:
+                    self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror}") from error
+            source = _Source(path, self._handles[path], place.dtype)
             if not place.shape:
                 self._run(source, place.start, out.view(1))
             else:
@@ -72,14 +76,6 @@ class SliceReader:
 
     def __del__(self) -> None:
         self.close()
-
-    def _handle(self, path: Path) -> int:
-        if path not in self._handles:
-            try:
-                self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from error
-        return self._handles[path]
 
     def _fill(
         self,
@@ -173,11 +169,6 @@ _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(25
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
 
 
-def read_packed(tensor: Packed, box: Sequence[range], read: Read) -> Tensor:
-    """The part `box` of a tensor, in float32."""
-    return _fp8(tensor, box, read) if isinstance(tensor, Fp8Blocks) else _mxfp4(tensor, box, read)
-
-
 def _fp8(tensor: Fp8Blocks, box: Sequence[range], read: Read) -> Tensor:
     *stack, rows, columns = box
     found = read(tensor.weight, box).float()
@@ -248,7 +239,9 @@ class WeightFolder:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
         if (packed := self.contents.packed.get(name)) is not None:
-            return read_packed(packed, box, self._read)
+            if isinstance(packed, Fp8Blocks):
+                return _fp8(packed, box, self._read)
+            return _mxfp4(packed, box, self._read)
         found = self._read(name, box)
         return found.float() if self.is_quantized else found
 

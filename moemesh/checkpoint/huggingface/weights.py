@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import TensorPiece, assemble_into
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
@@ -54,7 +54,7 @@ class HuggingFaceWeights:
 
     @property
     def note(self) -> str | None:
-        """What is to be known before the weights are read; None where they are stored as usual."""
+        """A note to read before the weights are; None where they are stored as usual."""
         if not self.folder.is_quantized:
             return None
         return (
@@ -72,7 +72,19 @@ class HuggingFaceWeights:
                     range(start, start + size)
                     for start, size in zip(shard.offset, shard.tensor.shape, strict=True)
                 ]
-                self._read_into(name, box, shard.tensor)
+                out = shard.tensor
+                tensor = self.tensors.get(name)
+                if (match := EXPERT.fullmatch(name)) is not None:
+                    expert = int(match[2])
+                    tensor = self._expert(f"{match[1]}.{match[3]}", expert)
+                    box, out = [range(expert, expert + 1), *box], out[None]
+                assert tensor is not None
+                if tensor.view == tensor.shape:
+                    for piece in tensor.pieces:
+                        if (common := piece.overlap(box)) is not None:
+                            piece.read_into(common, out[slices(common, box)], self.folder)
+                else:
+                    out.copy_(tensor.read(box, self.folder.read))
         self.folder.close()
 
     def _expert(self, stack: str, expert: int) -> LogicalTensor:
@@ -86,18 +98,6 @@ class HuggingFaceWeights:
                     by_expert[index].append(piece)
             self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
         return self._experts[stack][expert]
-
-    def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        tensor = self.tensors.get(name)
-        if (match := EXPERT.fullmatch(name)) is not None:
-            expert = int(match[2])
-            tensor = self._expert(f"{match[1]}.{match[3]}", expert)
-            box, out = [range(expert, expert + 1), *box], out[None]
-        assert tensor is not None
-        if tensor.view == tensor.shape:
-            assemble_into(tensor.pieces, box, out, self.folder)
-        else:
-            out.copy_(tensor.read(box, self.folder.read))
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""

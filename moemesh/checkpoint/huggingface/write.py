@@ -41,7 +41,16 @@ def write_folder(
     conversion.
     """
     out.mkdir(parents=True, exist_ok=True)
-    groups = _files(tensors, file_bytes)
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.num_bytes > file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.num_bytes
+    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    groups = dict(zip(files if len(parts) > 1 else [SINGLE], parts, strict=True))
     # Loaders take the single file where both are there: one of them would be of another model.
     if (other := out / (SINGLE if len(groups) > 1 else INDEX)).exists():
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
@@ -75,24 +84,6 @@ def carry_along(source: Path, out: Path) -> list[str]:
         shutil.copyfile(path, out / name)
         copied.append(name)
     return copied
-
-
-def _files(tensors: Mapping[str, DeferredTensor], file_bytes: int) -> dict[str, list[str]]:
-    """File -> names of the tensors in it, in the order given."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.num_bytes > file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.num_bytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    total = len(groups)
-    return {
-        f"model-{i + 1:05d}-of-{total:05d}.safetensors": names for i, names in enumerate(groups)
-    }
 
 
 def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:

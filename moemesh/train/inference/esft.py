@@ -1,0 +1,170 @@
+"""`moemesh esft scores`: how much a task uses each expert, in any plan, and which experts to train.
+
+Legend: L layers with experts, E experts, T tokens, K slots per token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.mesh import Mesh
+from moemesh.config.esft_table import KEPT_TABLE, most_relevant, read_table, relevance
+from moemesh.config.run import RunConfig
+from moemesh.data.samples import Windows
+from moemesh.model.router import Routing
+from moemesh.parallel.parallelize import RankModel
+from moemesh.report.esft_scores import relevance_map
+from moemesh.trace.strict_json import strict_json
+from moemesh.train.inference.esft_request import EsftRequest
+from moemesh.train.inference.evaluation import config_on, in_batches, open_windows
+from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.opening import own_batches
+from moemesh.train.records.run_folder import RunFolder, RunFolderError
+from moemesh.train.step import sum_losses
+
+
+def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -> int:
+    """Score the experts of `source` on the ranks of the plan, write table and picture, print;
+    returns the exit code. `request` has been checked, which gives it its defaults."""
+    # All experts take part, whatever an earlier run of the source has trained.
+    config = config_on(source, request.data, request.seq_len, overrides)
+    windows = open_windows(config)
+
+    def work(mesh: Mesh) -> str:
+        parallel = load(config, mesh, source)
+        table = score_table(parallel, config, windows, request)
+        parallel.close()
+        if mesh.rank == 0:
+            table = {"model": str(source)} | table
+            request.out.parent.mkdir(parents=True, exist_ok=True)
+            request.out.write_text(strict_json(table, indent=1) + "\n", encoding="utf-8")
+            if request.svg is not None:
+                request.svg.parent.mkdir(parents=True, exist_ok=True)
+                request.svg.write_text(picture(table), encoding="utf-8")
+        return strict_json(table) if request.as_json else as_text(table, request.out)
+
+    return on_ranks(config, request.arguments(source), overrides, work)
+
+
+def score_table(
+    parallel: RankModel, config: RunConfig, windows: Windows, request: EsftRequest
+) -> dict[str, Any]:
+    """The table of a model on these ranks; all ranks call, and all get it."""
+    model = config.model
+    layers = [layer for layer in model.routed_layers if layer < model.num_layers]
+    number = min(windows.num_samples, request.samples)
+    digest, size = hashlib.sha256(), config.data.global_batch
+    with _summed(parallel, layers) as sums_L2E:
+        for start in in_batches(number, size, is_silent=parallel.mesh.rank > 0):
+            ids = np.arange(start, min(start + size, number), dtype=np.int64)
+            digest.update(np.ascontiguousarray(windows.windows(ids)).tobytes())
+            parts = config.plan.microbatches
+            batches = own_batches(windows, parallel.mesh, ids, parts, seed=config.train.seed)
+            sum_losses(parallel, batches)
+    all_reduce_(sums_L2E, parallel.mesh["world"], caller="esft", phase="forward")
+    rows = {
+        layer: {"gate": relevance(gate), "token": relevance(token)}
+        for layer, (gate, token) in zip(layers, sums_L2E.tolist(), strict=True)
+    }
+    chosen = {
+        layer: most_relevant(
+            row[request.score], threshold=request.threshold, count=request.experts_per_layer
+        )
+        for layer, row in rows.items()
+    }
+    return {
+        "num_experts": model.num_experts,
+        "experts_per_token": model.experts_per_token,
+        "score": request.score,
+        "threshold": request.threshold,
+        "experts_per_layer": request.experts_per_layer,
+        "data": {
+            "path": request.data,
+            "seq_len": config.data.seq_len,
+            "samples": number,
+            "tokens": number * config.data.seq_len,
+            "sha256": digest.hexdigest(),
+        },
+        "experts": {str(layer): list(found) for layer, found in chosen.items()},
+        "shared_experts": False,
+        "non_expert_modules": False,
+        "scores": {str(layer): row for layer, row in rows.items()},
+    }
+
+
+@contextmanager
+def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
+    """Inside, forwards add this rank's gate scores and choices of each expert, to [L, 2, E]."""
+    found = torch.zeros(
+        len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
+        device=parallel.mesh.device,
+    )  # fmt: skip
+
+    def add(sums_2E: Tensor, router: nn.Module, inputs: Any, routing: Routing) -> None:
+        chosen = routing.experts_TK.flatten()
+        there = chosen >= 0
+        weights = routing.weights_TK.detach().flatten()[there].double()
+        sums_2E[0].index_add_(0, chosen[there], weights)
+        sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
+
+    hooks = [
+        moe.router.register_forward_hook(partial(add, found[layers.index(layer)]))
+        for layer, moe in parallel.model.moe_layers().items()
+        if layer in layers
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def keep_table(config: RunConfig, folder: RunFolder) -> None:
+    """Keep the experts that train in the run folder. Raises RunFolderError where a run that goes on
+    would train others."""
+    if config.train.esft is None:
+        return
+    experts = {str(layer): list(found) for layer, found in read_table(config.train.esft).items()}
+    kept = folder.path / KEPT_TABLE
+    if folder.has_run and kept.exists():
+        before = {str(layer): list(found) for layer, found in read_table(kept).items()}
+        for layer in experts.keys() | before.keys():
+            if experts.get(layer) != before.get(layer):
+                raise RunFolderError(
+                    f"{config.train.esft} names the experts {experts.get(layer)} of layer {layer}, "
+                    f"the run in this folder trains {before.get(layer)}: choose another folder, "
+                    "--out, or give the table as it was"
+                )
+    folder.write_json(KEPT_TABLE, {"experts": experts})
+
+
+def as_text(table: dict[str, Any], out: Path) -> str:
+    """For a person: a line for each layer."""
+    lines = [f"{'layer':>5}  {'experts':>7}  {'share':>6}  chosen"]
+    total = 0
+    for layer, chosen in table["experts"].items():
+        share = sum(table["scores"][layer][table["score"]][expert] for expert in chosen)
+        total += len(chosen)
+        ids = " ".join(map(str, chosen[:16])) + (" ..." if len(chosen) > 16 else "")
+        lines.append(f"{layer:>5}  {len(chosen):>7}  {share:>6.1%}  {ids}")
+    every = len(table["experts"]) * table["num_experts"]
+    tokens = table["data"]["tokens"]
+    lines.append(f"{total} of {every} experts ({total / every:.1%}), {tokens:,} tokens")
+    return "\n".join([*lines, f"to train them: --set train.esft={out}"])
+
+
+def picture(table: dict[str, Any]) -> str:
+    """The relevance of every expert as SVG."""
+    rows = {int(layer): row[table["score"]] for layer, row in table["scores"].items()}
+    chosen = {int(layer): found for layer, found in table["experts"].items()}
+    return relevance_map(rows, chosen)

@@ -1,0 +1,130 @@
+"""`moemesh evaluate`: the loss of a run or of a folder of transformers on a text, in any plan."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moemesh.comm import launch
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
+from moemesh.config.run import RunConfig
+from moemesh.data.samples import Windows
+from moemesh.data.sources import open_source
+from moemesh.trace.duration import duration
+from moemesh.trace.strict_json import strict_json
+from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.opening import own_batches
+from moemesh.train.step import sum_losses
+from moemesh.train.weights.weight_sources import config_of
+
+#: Between lines of a long evaluation.
+_LINE_SECONDS = 30.0
+
+
+class Evaluation(NamedTuple):
+    """Mean negative log-likelihood, its exponential, the tokens predicted, and the unit of the
+    loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte"."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+    unit: str = "nats a token"
+
+    def text(self) -> str:
+        """For a person."""
+        return (
+            f"loss        {self.loss:.6f} {self.unit}\n"
+            f"perplexity  {self.perplexity:.4f}\n"
+            f"tokens      {self.tokens:,}"
+        )
+
+
+def evaluate(
+    source: Path, data: str, seq_len: int, overrides: Sequence[str] = (), *, as_json: bool = False
+) -> int:
+    """Evaluate `source` on the ranks of the plan and print; returns the exit code."""
+    config = config_on(source, data, seq_len, overrides)
+    windows = open_windows(config)  # errors in the data before any process starts
+    notes = list(windows.notes)
+    if config.data.documents == "mask" and not windows.masks_documents:
+        notes.append("windows go over the ends of documents: data.documents = mask is for training")
+    for note in notes if not launch.launched() and launch.own_rank() == 0 else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
+    arguments += ["--json"] if as_json else []
+
+    def work(mesh: Mesh) -> str:
+        found = run(config, mesh, source)
+        return strict_json(found._asdict()) if as_json else found.text()
+
+    return on_ranks(config, arguments, overrides, work)
+
+
+def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of `source` on the text `data`. A run may have been trained on others,
+    under a key and in a format of their own."""
+    given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
+    for key, value in (("sources", "[]"), ("format", "auto")):
+        if not any(one.startswith(f"data.{key}=") for one in given):
+            given.append(f"data.{key}={value}")
+    return config_of(source, given)
+
+
+def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
+    """The loss over consecutive windows in order; all ranks call, and all get it. Raises UserError
+    for one that is not finite."""
+    windows = open_windows(config)
+    parallel = load(config, mesh, source)
+    total = count = 0.0
+    size = config.data.global_batch
+    for start in in_batches(windows.num_samples, size, is_silent=mesh.rank > 0):
+        ids = np.arange(start, min(start + size, windows.num_samples), dtype=np.int64)
+        batches = own_batches(windows, mesh, ids, config.plan.microbatches, seed=config.train.seed)
+        part, tokens = sum_losses(parallel, batches)
+        total, count = total + part, count + tokens
+    parallel.close()
+    loss = total / max(count, 1)
+    if not math.isfinite(loss):
+        raise UserError(f"the loss of {source} is {loss}: its weights are not all finite numbers")
+    return Evaluation(loss, math.exp(min(loss, 700.0)), int(count), config.data.loss_unit)
+
+
+def in_batches(number: int, size: int, *, is_silent: bool = False) -> Iterator[int]:
+    """``range(0, number, size)`` over windows, with a line on stderr every half minute."""
+    began = line_at = time.monotonic()
+    for start in range(0, number, size):
+        now = time.monotonic()
+        if start and not is_silent and now - line_at >= _LINE_SECONDS:
+            line_at, left = now, duration((now - began) * (number - start) / start)
+            line = f"note: {start:,} of {number:,} windows, about {left} to go"
+            print(line, file=sys.stderr, flush=True)
+        yield start
+
+
+def open_windows(config: RunConfig) -> Windows:
+    """The text in windows. Raises UserError when it does not make one."""
+    data = config.data
+    (source,) = data.all_sources
+    cache = None if data.cache is None else Path(data.cache).expanduser()
+    corpora = open_source(source, data, config.model.vocab_size, cache, lambda note: None)
+    # Texts are read on across the ends of documents, conversations one by one as in training.
+    documents = "ignore" if data.documents == "ignore" else "auto"
+    windows = Windows(corpora, data.seq_len, documents=documents, long=data.long_conversations)
+    if not windows.num_samples and windows.packed[0] is not None:
+        raise UserError(
+            f"{data.path} holds no conversation with loss in its first {data.seq_len} tokens, "
+            "--seq-len"
+        )
+    if not windows.num_samples:
+        raise UserError(
+            f"{data.path} holds {windows.num_tokens} tokens; one window of --seq-len "
+            f"{data.seq_len} and its targets need {data.seq_len + 1}"
+        )
+    return windows

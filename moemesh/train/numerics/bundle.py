@@ -1,0 +1,166 @@
+"""Replay bundles: all that a step which was not finite has read, in a folder of its own.
+
+    failures/step-12/
+      bundle.json          step, seed, sample ids, where it was found, what the folder holds
+      config.toml          the resolved configuration, the plan in it
+      batch.safetensors    tokens, documents and loss mask of every sample of the step
+      weights/step-12/     weights and buffers before the step, as a checkpoint without moments
+
+Random numbers are keyed by seed, step and place in the model, so the seed is all of their state.
+`moemesh replay` runs the forward and backward of the step again from nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from moemesh.checkpoint.store import CheckpointError
+from moemesh.comm.collectives import barrier, gather_json
+from moemesh.config.errors import UserError
+from moemesh.config.load import load_recorded, resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.data.samples import Windows
+from moemesh.parallel.parallelize import RankModel
+from moemesh.train.numerics.finding import Finding
+from moemesh.train.optimizer import Optimizer, has_master
+from moemesh.train.weights import saving
+
+FOLDER, BODY, CONFIG, BATCH, WEIGHTS = (
+    "failures",
+    "bundle.json",
+    "config.toml",
+    "batch.safetensors",
+    "weights",
+)
+#: So many bundles of a run are kept, the newest ones.
+MOST_KEPT = 2
+_NAME = re.compile(r"step-(\d+)")
+_FORMAT = 1
+
+
+class Bundles:
+    """The bundles of a run; all ranks call its methods together."""
+
+    def __init__(
+        self, run: Path, config: RunConfig, parallel: RankModel, optimizer: Optimizer
+    ) -> None:
+        self._run, self._config = run, config
+        self._parallel, self._optimizer = parallel, optimizer
+
+    def begin(self, step: int, samples: Windows, ids: np.ndarray) -> Path | None:
+        """Write what step `step` has read, before anything else happens; its folder, or None where
+        none is wanted or it cannot be written."""
+        limit = self._config.train.bundle_gib * 2**30
+        if not limit:
+            return None
+        folder = self._run / FOLDER / f"step-{step}"
+        tokens, targets = samples.batch(ids)
+        batch = {"tokens": tokens, "targets": targets}
+        masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
+        masks["loss_mask"] = samples.loss_mask(ids)
+        batch |= {
+            name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
+        }
+        size = sum(array.nbytes for array in batch.values())
+        dtype = next(self._parallel.model.parameters()).dtype
+        width = 4 if has_master(dtype) else dtype.itemsize
+        num_elements = sum(where.num_elements for where in self._parallel.placements.values())
+        has_weights = size + width * num_elements <= limit
+        problem = None
+        if self._parallel.mesh.rank == 0:
+            try:
+                # Older bundles go, and an earlier one of the same step.
+                root = self._run / FOLDER
+                found = sorted(
+                    (int(match[1]), path)
+                    for path in (root.iterdir() if root.is_dir() else ())
+                    if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
+                )
+                kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
+                for _, path in found:
+                    if path not in kept:
+                        shutil.rmtree(path)
+                folder.mkdir(parents=True)
+                save_file(batch, folder / BATCH)
+                (folder / CONFIG).write_text(resolved_toml(self._config), encoding="utf-8")
+                body = {"format": _FORMAT, "step": step, "seed": self._config.train.seed}
+                body |= {"samples": ids.tolist(), "weights": has_weights}
+                (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = str(error)
+        if gather_json(problem, self._parallel.mesh.control)[0] is not None:
+            return None
+        if has_weights:
+            try:
+                saving.save_weights(folder / WEIGHTS, step, self._parallel, self._optimizer, {})
+            except CheckpointError:
+                return None
+        return folder
+
+    def finish(self, folder: Path, found: Finding, *, num_updates: int) -> None:
+        """Add what was found, and how many updates the weights had seen."""
+        if self._parallel.mesh.rank == 0:
+            body = json.loads((folder / BODY).read_text(encoding="utf-8"))
+            body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
+            (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        barrier(self._parallel.mesh.control)
+
+
+class BundleSamples(Windows):
+    """The samples of one bundle, in place of a run's data."""
+
+    def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
+        self._batch = batch
+        self._row = {int(sample): row for row, sample in enumerate(ids)}
+        self.num_samples = len(ids)
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows("tokens", ids), self._rows("targets", ids)
+
+    def documents(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows("documents", ids) if "documents" in self._batch else None
+
+    def valid(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows("valid", ids) if "valid" in self._batch else None
+
+    def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows("loss_mask", ids) if "loss_mask" in self._batch else None
+
+    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        rows = [self._row[int(sample)] for sample in ids]
+        return np.ascontiguousarray(self._batch[name][rows])
+
+
+class Bundle:
+    """A bundle that was read: its configuration (with `overrides`), its samples, and what the run
+    had found."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        """Raises UserError when `folder` is no whole bundle."""
+        try:
+            body: dict[str, Any] = json.loads((folder / BODY).read_text(encoding="utf-8"))
+            if body["format"] != _FORMAT:
+                raise UserError(f"{folder}: a bundle of format {body['format']}, not {_FORMAT}")
+            batch = load_file(folder / BATCH)
+            self.step, self.ids = int(body["step"]), np.array(body["samples"], dtype=np.int64)
+            has_weights = bool(body["weights"])
+        except UserError:
+            raise
+        except Exception as error:  # safetensors has errors of its own
+            raise UserError(f"{folder}: not a replay bundle ({error})") from error
+        if not has_weights:
+            raise UserError(
+                f"{folder}: the bundle was written without weights, which were larger than "
+                "train.bundle_gib: nothing can be run from it"
+            )
+        self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
+        sections = ("model", "plan", "data", "train", "lora")
+        self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
+        self.samples = BundleSamples(batch, self.ids)

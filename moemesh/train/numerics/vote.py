@@ -1,0 +1,196 @@
+"""Replica checksums: ranks that hold copies of the same weights compare digests of them.
+
+A bit that flips in the memory of one rank is in no gradient norm and in no loss for a while; the
+copies then drift apart, and a checkpoint holds whichever rank wrote it. So every
+``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of each of its
+parameters (one pass over the weights) and one maximum over the ranks of each axis on which
+gradients are summed tells whether the copies are equal. Only where they are not are the digests
+themselves exchanged: of three or more copies the most common one names the ranks that differ, of
+two it is only known that they differ. What one rank alone holds cannot be compared.
+
+The exchange is no part of what a plan predicts and is not entered in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moemesh.comm.collectives import all_reduce_, gather_json
+from moemesh.comm.transfers import broadcast
+from moemesh.config.run import RunConfig
+from moemesh.parallel.parallelize import RankModel
+from moemesh.train.optimizer import Optimizer
+
+#: Integers as wide as the elements of a tensor.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: So many parameters are named in a message.
+_MOST_NAMED = 4
+
+
+class Mismatch(NamedTuple):
+    """Copies of `parameter` on `ranks` that differ; `culprits`: those that differ from the most
+    common copy, () where there is none; `majority`: a rank that holds it."""
+
+    parameter: str
+    ranks: tuple[int, ...]
+    culprits: tuple[int, ...]
+    majority: int | None
+
+    def __str__(self) -> str:
+        who = f"ranks {', '.join(map(str, self.ranks))}"
+        if not self.culprits:
+            return f"{self.parameter}: the copies of {who} differ, and none is in the majority"
+        odd = ", ".join(map(str, self.culprits))
+        return f"{self.parameter}: of {who}, the copy of {odd} differs from the others"
+
+
+class CopiesDiffer(RuntimeError):
+    """Weights that must be equal are not; `facts` for failure.json."""
+
+    def __init__(self, step: int, found: Sequence[Mismatch]) -> None:
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        super().__init__(f"step {step}: " + "; ".join(map(str, found[:_MOST_NAMED])) + more)
+        first = found[0]
+        culprits = sorted({rank for one in found for rank in one.culprits})
+        self.facts: dict[str, Any] = {
+            "phase": "check",
+            "parameter": first.parameter,
+            "parameters": [one.parameter for one in found[: 4 * _MOST_NAMED]],
+            "ranks": culprits or list(first.ranks),
+            "advice": "the memory of the ranks named is suspect; the same command goes on from the "
+            "newest checkpoint, which was compared before it was written"
+            + ("; train.on_mismatch = majority takes the copy of most ranks" if culprits else ""),
+        }
+        if culprits:
+            self.facts["rank"] = culprits[0]
+
+
+class Vote:
+    """Compares the copies of this rank's weights; all ranks call its methods together."""
+
+    def __init__(self, parallel: RankModel, optimizer: Optimizer) -> None:
+        self._parallel, self._optimizer = parallel, optimizer
+        names = dict(parallel.model.named_parameters())
+        buffers = dict(parallel.model.named_buffers())
+        #: Axis -> what its ranks hold copies of, in the order of the model.
+        self._held: dict[str, dict[str, Tensor]] = {}
+        if parallel.reducer.data != "zero3":
+            for name, parameter in names.items():
+                where = parallel.placements[name]
+                if parameter.numel():
+                    self._held.setdefault(where.summed_over, {})[name] = parameter
+                if len(where.holders) > 1 and parameter.numel():
+                    self._held.setdefault("mirror", {})[name] = parameter
+        if buffers:
+            self._held.setdefault("stage", {}).update(buffers)
+        self._held = {
+            axis: held for axis, held in self._held.items() if parallel.mesh[axis].size > 1
+        }
+
+    def compare(self) -> list[Mismatch]:
+        """The copies that differ, the same list on every rank."""
+        found: list[Mismatch] = []
+        with self._parallel.mesh.ledger.paused():
+            for axis_name, held in self._sorted():
+                axis = self._parallel.mesh[axis_name]
+                own = torch.stack([digest(tensor) for tensor in held.values()])
+                # The greatest x, and the greatest ~x, which is the least x: equal where all are.
+                ends = torch.stack([own, ~own])
+                all_reduce_(ends, axis, op="max", caller="vote", phase="control")
+                places = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+                if not places:
+                    continue
+                digests = gather_json([int(own[place]) for place in places], axis)
+                names = list(held)
+                found += [
+                    _verdict(names[place], axis.ranks, [of_rank[number] for of_rank in digests])
+                    for number, place in enumerate(places)
+                ]
+        told = gather_json([list(one) for one in found], self._parallel.mesh.control)
+        unique = {
+            (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
+            for mismatches in told
+            for name, ranks, culprits, majority in mismatches
+        }
+        return list(unique.values())
+
+    def _sorted(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Axes with their tensors, in the same order on every rank."""
+        for axis in ("stage", "dp_cp", "edp", "edp_etp", "mirror"):
+            if axis in self._held:
+                yield axis, self._held[axis]
+        assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
+
+    def take_majority(self, found: Sequence[Mismatch]) -> bool:
+        """Copy the most common copy of each over the others, masters and moments included where
+        ranks hold all of them; whether every mismatch had one."""
+        whole = all(one.majority is not None for one in found)
+        if not whole:
+            return False
+        rank = self._parallel.mesh["world"].ranks[self._parallel.mesh.rank]
+        with self._parallel.mesh.ledger.paused():
+            for axis_name, held in self._sorted():
+                axis = self._parallel.mesh[axis_name]
+                for one in found:
+                    if one.parameter in held and one.ranks == axis.ranks and rank in one.ranks:
+                        assert one.majority is not None
+                        source = axis.ranks.index(one.majority)
+                        for tensor in self._states(one.parameter, held[one.parameter]):
+                            sent = broadcast(
+                                tensor.detach().clone(),
+                                axis,
+                                source,
+                                phase="control",
+                                caller="vote",
+                            )
+                            tensor.data.copy_(sent)
+        return True
+
+    def _states(self, name: str, tensor: Tensor) -> list[Tensor]:
+        states = [tensor]
+        if self._parallel.reducer.data == "replicate" and name in self._optimizer.masters:
+            states.append(self._optimizer.masters[name])
+            states += [kind[name] for kind in self._optimizer.state().values() if name in kind]
+        return states
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """An int64 that differs where any one element of `tensor` does: the sum of its bits, taken as
+    integers of its width, modulo 2 to the 64."""
+    words = tensor.detach().view(_WORDS[tensor.element_size()])
+    return words.sum(dtype=torch.int64)
+
+
+def _verdict(name: str, ranks: tuple[int, ...], digests: Sequence[int]) -> Mismatch:
+    common, votes = Counter(digests).most_common(1)[0]
+    if 2 * votes <= len(ranks):
+        return Mismatch(name, ranks, (), None)
+    culprits = tuple(r for r, own in zip(ranks, digests, strict=True) if own != common)
+    return Mismatch(name, ranks, culprits, ranks[list(digests).index(common)])
+
+
+def what_is_compared(config: RunConfig) -> str:
+    """One line for the start of a run: how many copies there are to compare."""
+    plan = config.plan
+    if not config.train.vote_every:
+        return "copies of weights are not compared: train.vote_every is 0"
+    if plan.world_size == 1 or plan.data == "zero3":
+        return "every weight is on one rank alone: there are no copies to compare"
+    kinds = {
+        "dense": plan.dp * plan.cp,
+        **({"expert": plan.edp} if config.model.num_experts else {}),
+    }
+    words = {
+        1: "are on one rank alone, with no copy to compare",
+        2: "have 2 copies, and a difference is reported",
+    }
+    said = "; ".join(
+        f"{kind} weights {words.get(n, f'have {n} copies, and one that differs is named')}"
+        for kind, n in kinds.items()
+    )
+    return f"replica checksums are compared every {config.train.vote_every} steps: {said}"

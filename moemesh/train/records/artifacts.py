@@ -1,0 +1,345 @@
+"""The files of a run folder: written by rank 0 from what all ranks measured."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moemesh.config.cluster import load_cluster
+from moemesh.config.load import resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import num_trained
+from moemesh.data.samples import Samples
+from moemesh.model.attention import Attention, LatentAttention
+from moemesh.model.experts import Experts
+from moemesh.model.layers import MLP, RMSNorm
+from moemesh.model.moe import MoE
+from moemesh.model.router import Router
+from moemesh.model.transformer import Transformer
+from moemesh.ops.saved import SavedForBackward
+from moemesh.parallel.expert.homes import rank_tokens
+from moemesh.parallel.parallelize import RankModel
+from moemesh.planner.flops import training_flops
+from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
+from moemesh.schedule.action import Schedule
+from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
+from moemesh.trace.memory_profile import MemoryProfile
+from moemesh.trace.run import MetricsRow
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.records import data_record
+from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
+from moemesh.train.records.failure import keep_failure
+from moemesh.train.records.row_log import cut_after
+from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder
+from moemesh.train.records.sinks import Sinks
+from moemesh.train.step import FinishedStep, StepResult
+from moemesh.watch import progress_words
+
+# Model states of one rank, measured: bytes of weights, gradients and optimizer.
+
+
+def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
+    gathered weights the most that a step has held."""
+    reducer = parallel.reducer
+    return {
+        "dense_weights": reducer.weight_bytes(experts=False),
+        "expert_weights": reducer.weight_bytes(experts=True),
+        "gathered_weights": reducer.gathered_bytes,
+        "gradients": reducer.gradient_bytes,
+        "optimizer": optimizer.num_state_bytes(),
+    }
+
+
+# Kinds of activations: which module's tensors count as what in memory.json.
+
+
+#: The innermost module that runs decides.
+_KINDS: dict[type[nn.Module], str] = {
+    Transformer: "stream",
+    RMSNorm: "norms",
+    Attention: "attention",
+    LatentAttention: "attention",
+    MLP: "mlp",
+    MoE: "dispatch",
+    Router: "router",
+    Experts: "experts",
+}
+
+
+def measure_saved(model: Transformer) -> SavedForBackward:
+    """A measurement of what `model` keeps for its backward, by kind
+    (:data:`moemesh.trace.memory_profile.ACTIVATION_KINDS`)."""
+    kinds = {module: kind for module in model.modules() if (kind := _KINDS.get(type(module)))}
+    # Norms of queries, keys and latents are parts of their attention.
+    for block in [module for module, kind in kinds.items() if kind == "attention"]:
+        for module in block.modules():
+            kinds[module] = "attention"
+    # Behind the last norm come head and loss.
+    becomes = {} if model.norm is None else {model.norm: "head"}
+    return SavedForBackward(model.parameters(), kinds, becomes)
+
+
+#: Files of the end of a start that hold under its plan alone.
+_OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory")
+_NOT_LEARNED = (
+    "note: the run ends above the unigram model, which knows only how often each token occurs: it "
+    "has not learned its text so far; `moemesh explain` on its folder says what to change"
+)
+
+
+class Artifacts:
+    """Collects on every rank, writes on rank 0."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        parallel: RankModel,
+        optimizer: Optimizer,
+        say: Callable[[str, str], None],
+    ) -> None:
+        self.folder, self.config = folder, config
+        self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
+        self._writes = self.mesh.rank == 0
+        self._say = say
+        self._alarms = LoadAlarms(say)
+        self._metrics = folder.row_log("metrics.jsonl", say)
+        log = folder.row_log("loads.jsonl", say)
+        self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
+        self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
+        self._sinks: Sinks | None = None
+        shape = from_model_config(config.model)
+        self._flops_per_token = training_flops(shape, config.data.seq_len)
+        self._peak_flops = _peak_flops(config.train, self.mesh.device)
+        self._last: TimelineRecorder | None = None
+        #: What the measured timeline is set beside, where it is not the schedule of one step.
+        self.drawn: Schedule | None = None
+        self._measured = False
+        self._waited = 0.0
+        self._steps = 0
+        self._row: MetricsRow | None = None
+        self._validation: float | None = None
+        self._unigram = 0.0
+        self._activations: dict[str, int] = {}
+        #: Most bytes of older weight versions, and of copies from which a step can be undone.
+        self.weight_versions = self.snapshots = 0
+        #: What tells the run from others, for its checkpoints; empty on ranks that do not write.
+        self.identity: dict[str, object] = {}
+
+    def begin(self, done: int, samples: Samples) -> None:
+        """Write what is known before the first step, cut the logs back to step `done`."""
+        if not self._writes:
+            return
+        self._unigram = samples.unigram_loss()
+        config, data = resolved_toml(self.config), data_record.record(samples)
+        self.identity = {"config": config, "data": data}
+        self.folder.write_json(DATA, data)
+        plan = self.config.plan
+        self.folder.write_text(CONFIG, config)
+        # Borders of nodes are those of the launcher where the plan does not say.
+        borders = self.mesh.layout.ranks_per_node
+        derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
+        record = json.dumps({**plan.model_dump(mode="json"), **derived}, indent=1) + "\n"
+        earlier = self.folder.path / "plan.json"
+        if earlier.is_file() and earlier.read_text(encoding="utf-8", errors="replace") != record:
+            for name in _OF_A_PLAN:
+                (self.folder.path / f"{name}.json").unlink(missing_ok=True)
+        self.folder.write_text("plan.json", record)
+        if not done and (kept := self.folder.set_rows_aside()):
+            text = f"an earlier start saved nothing; its rows are kept in {' and '.join(kept)}"
+            self._say(f"{text}, and the run begins again at step 1", "note")
+        self.go_back(done)
+        keep_failure(self.folder.path)
+
+    def go_back(self, done: int) -> None:
+        """Cut the rows of steps back to step `done`."""
+        if not self._writes:
+            return
+        self.flush()
+        for name in ROWS:
+            cut = cut_after(self.folder.path / name, done)
+            if cut.damaged:
+                where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
+                text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"
+                self._say(text, "damaged")
+            if cut.lost:
+                text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} are no longer in its sums"
+                self._say(text, "damaged")
+        self._loads.resume()
+        if self._sinks is not None:
+            self._sinks.close()
+        self._sinks = Sinks(self.config.train.sinks, self.folder.path, done + 1, self._say)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the sinks, whatever has happened."""
+        self.flush()
+        if self._sinks is not None:
+            self._sinks.close()
+
+    def flush(self) -> None:
+        """Write the rows that wait: before a checkpoint, from which a run may go on, and at the
+        end."""
+        if self._writes:
+            self._metrics.flush()
+            self._loads.flush()
+
+    def measured(self, step: FinishedStep) -> dict[str, float]:
+        """Local measurements of a step (time, memory, FLOP/s) for its metrics row."""
+        data, plan = self.config.data, self.config.plan
+        flops = self._flops_per_token * data.global_batch * data.seq_len
+        tflops = flops / plan.world_size / step.seconds / 1e12
+        found = {
+            "data_seconds": step.recorder.seconds("data", step.number),
+            "memory_bytes": _peak_bytes(self.mesh.device),
+            "tflops_per_rank": tflops,
+        }
+        waited = progress_words.waited_in_steps()
+        # NCCL lets the host go on at once, and its device waits.
+        if waited is not None and plan.world_size > 1 and self.mesh.device.type == "cpu":
+            found["communication_seconds"] = waited - self._waited
+            self._waited = waited
+        if self._peak_flops is not None:
+            found["mfu"] = mfu(tflops, self._peak_flops)
+        counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L
+        if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
+            mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
+            found["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
+            found["dropped_share"] = int(dropped_L.sum()) / num_wanted
+        return found
+
+    def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
+        """One finished step."""
+        self._last, self._row = recorder, row
+        self._steps += 1
+        if row.validation_loss is not None:
+            self._validation = row.validation_loss
+        if not self._writes:
+            return
+        self.folder.check_lease()
+        self._metrics.append([row.to_json()])
+        if self._sinks is not None:
+            self._sinks.put(row)
+        layers = self.config.model.routed_layers
+        rank_LP = result.rank_LP
+        if rank_LP is None:
+            ep = self.config.plan.ep
+            rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
+        found = zip(
+            layers, result.counts_LE, rank_LP.tolist(), result.dropped_L.tolist(), strict=True
+        )
+        loads = [
+            LayerLoads(
+                step=row.step,
+                layer=layer,
+                tokens_per_expert=tuple(counts_E.tolist()),
+                tokens_per_rank=tuple(tokens_P),
+                dropped=dropped,
+            )
+            for layer, counts_E, tokens_P, dropped in found
+        ]
+        self._loads.add(loads)
+        self._recent += loads
+        for layer in loads:
+            self._alarms.look(layer)
+
+    @contextmanager
+    def first_step_memory(self) -> Iterator[None]:
+        """Measure what the first step of this process saves for its backward; later calls do
+        nothing."""
+        if self._measured:
+            yield
+            return
+        self._measured = True
+        with measure_saved(self.parallel.model) as saved:
+            yield
+        self._activations = {kind: size for kind, size in saved.peak_by_kind.items() if size}
+
+    def finish(self) -> None:
+        """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call.
+
+        What cannot be written is told: the run has ended well, and is saved.
+        """
+        # Late: no step needs the planner and the pages of the report, which are fifty files.
+        from moemesh.train.records.ending import write_end
+
+        assert self._last is not None
+        timeline = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
+        memory = MemoryProfile(
+            rank=self.mesh.rank,
+            **state_bytes(self.parallel, self.optimizer),
+            weight_versions=self.weight_versions,
+            snapshots=self.snapshots,
+            activations=sum(self._activations.values()),
+            activation_kinds=self._activations,
+            peak=_peak_bytes(self.mesh.device),
+            peak_of="allocator" if self.mesh.device.type == "cuda" else "process",
+        )
+        summary = {
+            "steps": self._row.step if self._row else 0,
+            "validation_loss": self._validation,
+            "unigram_loss": self._unigram,
+            "parameters": sum(one.num_elements for one in self.parallel.placements.values()),
+            "trained_parameters": num_trained(
+                self.config.tuning, self.config.model, self.config.plan
+            ),
+        }
+        pipeline = self.parallel.pipeline.schedule
+        drawn = (self.drawn or pipeline) if pipeline.num_ranks > 1 else None
+        try:
+            write_end(
+                self.config,
+                self.folder,
+                self.mesh,
+                timeline,
+                memory,
+                self._steps,
+                drawn,
+                summary,
+            )
+        except OSError as error:
+            file, reason = error.filename or self.folder.path, error.strerror or error
+            text = f"{file} cannot be written ({reason}): the run is saved, its report is not whole"
+            self._say(text, "disk")
+
+    def summary(self) -> str:
+        """The losses that say whether it worked."""
+        unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
+        return "\n".join(
+            [
+                f"validation loss     {self._validation:.4f} {unit}",
+                f"unigram model       {self._unigram:.4f} {unit}",
+                f"report              {Path(self.folder.path) / 'report.html'}",
+                *([] if self._validation < self._unigram else [_NOT_LEARNED]),
+                *([f"note: {collapse}"] if collapse else []),
+            ]
+        )
+
+
+def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
+    """Operations a second of one device, by the cluster that the user names or by the data sheet of
+    the GPU; None where nobody says."""
+    if train.cluster is not None:
+        return peak_flops(load_cluster(train.cluster), train.dtype)
+    if device.type != "cuda":
+        return None
+    return device_peak_flops(torch.cuda.get_device_name(device), train.dtype)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,100 @@
+"""The end of a run: its measurements of all ranks, the predictions beside them, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
+from moemesh.config.run import RunConfig
+from moemesh.planner.run_estimate import planned_step
+from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.report import page
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.simulate import simulate
+from moemesh.schedule.stage_times import measured_costs
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
+from moemesh.trace.run import Run, ledgers_to_json
+from moemesh.trace.timeline import Timeline
+from moemesh.train.records.run_folder import RunFolder
+
+
+def write_end(
+    config: RunConfig,
+    folder: RunFolder,
+    mesh: Mesh,
+    timeline: Timeline,
+    memory: MemoryProfile,
+    num_steps: int,
+    drawn: Schedule | None,
+    summary: Mapping[str, Any],
+) -> None:
+    """Gather the ledgers, timelines and memory of all ranks, and write the files of the end into
+    `folder`, and its page. All ranks call; rank 0 writes, and raises OSError where it cannot.
+
+    `num_steps`: those of this start; `drawn`: the schedule that is simulated beside the measured
+    timeline.
+    """
+    common: dict[str, Any] = {
+        "seq_len": config.data.seq_len,
+        "global_batch": config.data.global_batch,
+        "dtype": config.train.dtype,
+        "rank": mesh.rank,
+        "tuning": config.tuning,
+    }
+    model, plan, train = config.model, config.plan, config.train
+    # Of one step of this rank, for uniform routing; None where a schedule comes from a file of
+    # which the planner knows nothing.
+    predicted: dict[str, Any] | None = None
+    with suppress(ValueError):
+        of_memory = predict_memory(
+            model, plan, **common, optimizer=train.optimizer, momentum=train.momentum
+        )
+        on_accelerator = mesh.device.type != "cpu"
+        of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
+        predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
+    own = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
+    ledgers, memories, timelines, predictions = (gather_json(one, mesh.control) for one in own)
+    if mesh.rank:
+        return
+    entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
+    folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
+    known = {rank: found for rank, found in enumerate(predictions) if found is not None}
+    profiles = MemoryProfiles(
+        ranks=tuple(map(MemoryProfile.from_json, memories)),
+        predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in known.values()),
+    )
+    folder.write_json("memory.json", profiles.to_json())
+    if known:
+        expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in known.items()}
+        folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
+    whole = Timeline.merge([Timeline.from_json(one) for one in timelines])
+    folder.write_json("timeline.json", whole.to_json())
+    if drawn is not None:
+        ideal = simulated(drawn, whole, mesh.layout.groups("pp")[0])
+        folder.write_json("timeline_simulated.json", ideal.to_json())
+    folder.write_json("summary.json", dict(summary))
+    run, cluster = Run.load(folder.path), config.train.cluster
+    if cluster is not None:
+        with suppress(UserError):  # a report without a price is better than none
+            run = replace(run, planned=planned_step(config, cluster))
+    page.write(run)
+
+
+def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
+    """The simulated timeline of `schedule` on one pipeline of the run, whose ranks are `ranks`.
+
+    The times are those of the last step or, of a stream, of all steps that the timeline has kept.
+    """
+    kept = measured if schedule.update is not None else measured.last_step()
+    own = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
+    costs = measured_costs([record for record in own if record.kind])
+    ideal = simulate(schedule, costs, unit="seconds").timeline
+    records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
+    return replace(ideal, ranks=tuple(ranks), records=records)

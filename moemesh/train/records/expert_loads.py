@@ -1,0 +1,260 @@
+"""Expert loads of a run: their log, alarms about them, and ranks with rows above the bound."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from moemesh.checkpoint.files import replace_by
+from moemesh.comm.collectives import gather_json
+from moemesh.parallel.parallelize import RankModel
+from moemesh.trace.load_bins import neighbours
+from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads
+from moemesh.train.records.row_log import RowLog
+
+# ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
+
+
+class _Bin(NamedTuple):
+    """The last step of a bin, and the number of its steps."""
+
+    step: int
+    steps: int
+
+
+class LoadLog:
+    """Writes the loads of every step, summed over neighbouring steps where there are many.
+
+    The file holds at most twice `bins` bins (and one for each checkpoint), each a line a layer;
+    when it is full, neighbours are summed and new bins are as wide as these. No token is lost.
+    `bins` 0: a line for each step and layer, and no bound.
+    """
+
+    def __init__(self, log: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set) -> None:
+        """`checkpoints`: steps from which the run may go on; no bin is made across them."""
+        self._log, self._most, self._checkpoints = log, bins, checkpoints
+        self._bins: list[_Bin] = []
+        self._width = 1
+        self._open: list[LayerLoads] = []
+
+    def resume(self) -> None:
+        """Go on behind the bins that the file holds."""
+        if not self._most:
+            return
+        self._bins = [_Bin(step, rows[0].steps) for step, rows in _bins_of(self._log.path)]
+        self._width = max((one.steps for one in self._bins), default=1)
+
+    def add(self, layers: Sequence[LayerLoads]) -> None:
+        """The loads of all layers in the next step."""
+        if self._open:
+            layers = [one.plus(other) for one, other in zip(self._open, layers, strict=True)]
+        self._open = list(layers)
+        if self._open and (not self._most or self._open[0].steps >= self._width):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the bin that is being filled: before a checkpoint, and at the end of the run.
+
+        A bin that cannot be written stays open, so that later steps are added to it.
+        """
+        if not self._open:
+            return
+        if not self._log.append([loads.to_json() for loads in self._open], waits=False):
+            return
+        if self._most:
+            self._bins.append(_Bin(self._open[0].step, self._open[0].steps))
+        self._open = []
+        if self._most and len(self._bins) >= 2 * self._most:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Sum neighbours in the file, unless so many checkpoints lie between them that it would
+        not get shorter by much."""
+        checkpoints = self._checkpoints()
+        borders = {place for place, one in enumerate(self._bins) if one.step in checkpoints}
+        borders = set(sorted(borders)[-self._most :])
+        if len(self._bins) < 2 * self._most + len(borders):
+            return
+        parts = neighbours([one.steps for one in self._bins], self._most, borders)
+        try:
+            ends = [self._bins[part.stop - 1].step for part in parts]
+            replace_by(self._log.path, _sums(self._log.path, ends))
+        except OSError:
+            return  # a full disk: the file stays as it is, and the next bin tries again
+        self._bins = [
+            _Bin(self._bins[part.stop - 1].step, sum(one.steps for one in self._bins[part]))
+            for part in parts
+        ]
+        num_steps = sum(one.steps for one in self._bins)
+        self._width = max(self._width, math.ceil(num_steps / self._most))
+
+
+def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
+    """The bins of a file: the last step of each, and its loads of every layer."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for step, rows in groupby(_readable(file), key=lambda loads: loads.step):
+            yield step, list(rows)
+
+
+def _readable(lines: Iterator[str]) -> Iterator[LayerLoads]:
+    for line in lines:
+        try:
+            yield LayerLoads.from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a damaged line: nobody can read it
+
+
+def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
+    """The rows of a file, summed to bins that end at the steps `ends`."""
+    remaining = iter(ends)
+    end = next(remaining)
+    sums: dict[int, LayerLoads] = {}
+    for step, rows in _bins_of(path):
+        for loads in rows:
+            before = sums.get(loads.layer)
+            sums[loads.layer] = loads if before is None else before.plus(loads)
+        if step == end:
+            yield "".join(sums[layer].to_line() for layer in sorted(sums)).encode()
+            sums, end = {}, next(remaining, -1)
+
+
+# Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
+#
+# A run can lose its experts while its loss still falls.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmLimits:
+    """An alarm rings when its condition has held for `num_steps` steps in a row.
+
+    `entropy`: of a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of
+    choices for which an expert had no room, an alarm above it.
+    """
+
+    num_steps: int = COLLAPSE_STEPS
+    entropy: float = COLLAPSE_ENTROPY
+    dropped: float = 0.1
+
+
+class LoadAlarms:
+    """Looks at every layer of every step, in order; ``say(text, "alarm")`` prints one line."""
+
+    def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
+        self._say, self._limits = say, limits or AlarmLimits()
+        self._idle: dict[int, list[int]] = {}
+        self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._rung: set[tuple[int, str]] = set()
+
+    def look(self, loads: LayerLoads) -> None:
+        """Check one layer of one step; a step that routed nothing changes nothing."""
+        if not sum(loads.tokens_per_expert) + loads.dropped:
+            return
+        limits = self._limits
+        idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
+        for expert, tokens in enumerate(loads.tokens_per_expert):
+            idle[expert] = 0 if tokens else idle[expert] + 1
+        dead = [expert for expert, steps in enumerate(idle) if steps >= limits.num_steps]
+        ids = ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
+        experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({ids})"
+        text = f"{experts} received no token for {limits.num_steps} steps"
+        self._ring(loads, "dead", bool(dead), text)
+        share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
+        fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
+        self._ring(
+            loads,
+            "collapse",
+            self._holds(loads, "collapse", loads.entropy < limits.entropy),
+            f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
+            f"{limits.entropy:g} for {limits.num_steps} steps; expert {fullest} holds {share:.0%}",
+        )
+        self._ring(
+            loads,
+            "dropped",
+            self._holds(loads, "dropped", loads.dropped_share > limits.dropped),
+            f"{loads.dropped_share:.1%} of the choices found their expert full ({loads.dropped} in "
+            f"this step), above {limits.dropped:.0%} for {limits.num_steps} steps",
+        )
+
+    def _holds(self, loads: LayerLoads, kind: str, condition: bool) -> bool:
+        key = loads.layer, kind
+        self._held[key] = self._held[key] + 1 if condition else 0
+        return self._held[key] >= self._limits.num_steps
+
+    def _ring(self, loads: LayerLoads, kind: str, rings: bool, text: str) -> None:
+        if rings and (loads.layer, kind) not in self._rung:
+            self._rung.add((loads.layer, kind))
+            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
+
+
+# Rows above the bound: how often a rank was sent more rows than it computes at once.
+#
+# ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
+# it in blocks, each once more in the backward. That is slow where it is frequent.
+
+
+#: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
+_FREQUENT = 0.1
+_MOST_RANKS = 8
+
+
+class RowBounds:
+    """Counts, from one look to the next, which ranks had more rows than the bound."""
+
+    def __init__(
+        self,
+        parallel: RankModel,
+        microbatches: int,
+        step: int,
+        *,
+        keep: Callable[[str, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`microbatches` of a step, `step`: the last one that was finished. `keep` takes each event
+        (kind "rows"), `say` one line a run, where rows above the bound are frequent."""
+        self._parallel, self._microbatches, self._step = parallel, microbatches, step
+        self._keep, self._say = keep, say
+        self._has_said = False
+
+    def look(self, step: int) -> None:
+        """Tell of what lay above the bound since the last look; all ranks call."""
+        layers = self._parallel.model.moe_layers()
+        own: list[tuple[int, int, int]] = []
+        for layer, moe in layers.items():
+            if moe.experts.num_bounded:
+                own.append((layer, moe.experts.num_bounded, moe.experts.max_rows or 0))
+                moe.experts.num_bounded = 0
+        forwards = max((step - self._step) * self._microbatches * len(layers), 1)
+        self._step = step
+        told = gather_json([own, forwards], self._parallel.mesh.control)
+        found = {rank: rows for rank, (rows, _) in enumerate(told) if rows}
+        if not found:
+            return
+        texts = [
+            f"rank {rank} in {sum(number for _, number, _ in rows)} forwards of layers "
+            + ", ".join(str(layer) for layer, _, _ in rows)
+            for rank, rows in list(found.items())[:_MOST_RANKS]
+        ]
+        if len(found) > _MOST_RANKS:
+            texts.append(f"{len(found) - _MOST_RANKS} more ranks")
+        bound = max(rows[0][2] for rows in found.values())
+        self._keep(
+            f"step {step}: more than {bound} rows were sent to {'; '.join(texts)} since the last "
+            "checkpoint: computed in pieces, which is slower",
+            "rows",
+        )
+        share = max(sum(number for _, number, _ in rows) / total for rows, total in told)
+        if share >= _FREQUENT and not self._has_said:
+            self._has_said = True
+            self._say(
+                "note: experts are loaded so unevenly that a rank computes their rows in pieces in "
+                f"{min(share, 1):.0%} of its forwards, which is slower; train.rebalance_every "
+                "moves experts between ranks"
+            )

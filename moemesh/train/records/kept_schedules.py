@@ -1,0 +1,146 @@
+"""Schedules that a run folder keeps: the copy of a file or a search, and the orders of AMPNet.
+
+The copy is settled once, by the process that opens the folder, and written to ``schedule.txt``: a
+resumed run needs neither the file nor the costs of the search any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moemesh.config.changes import Change
+from moemesh.config.errors import UserError
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.schedule_rules import is_schedule_file
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.check import check
+from moemesh.schedule.plan_schedule import build_step, fitting
+from moemesh.schedule.text import digest, from_text, load, to_text
+from moemesh.train.records.run_folder import RunFolder
+
+SCHEDULE = "schedule.txt"
+
+
+def has_name(plan: Plan) -> bool:
+    """Whether the plan's schedule follows from its name."""
+    return plan.schedule != "search" and not is_schedule_file(plan.schedule)
+
+
+def readable(plan: Plan, folder: Path) -> Plan:
+    """`plan` with the copy in the run folder in place of a file, or of measured costs, that are
+    gone."""
+    kept = folder / SCHEDULE
+    source = _source(plan)
+    if source is None or Path(source).expanduser().exists() or not kept.is_file():
+        return plan
+    own = {"schedule": str(kept), "schedule_costs": "estimated", "schedule_memory_cap": None}
+    return plan.model_copy(update=own)
+
+
+def _source(plan: Plan) -> str | None:
+    """The path that the schedule is read or measured from."""
+    if is_schedule_file(plan.schedule):
+        return plan.schedule
+    costs = plan.schedule_costs
+    return None if plan.schedule != "search" or costs == "estimated" else costs
+
+
+def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
+    """Write ``schedule.txt``, or remove it where the plan names a schedule; what to tell the user.
+
+    A file that can be read counts as it is now; a file that is gone, and a search whose plan, model
+    and data are those of the run so far (`changes` has none of them), count as they were. Raises
+    UserError when the schedule does not fit the plan.
+    """
+    kept = folder.path / SCHEDULE
+    if has_name(config.plan):
+        kept.unlink(missing_ok=True)
+        return []
+    plan = readable(config.plan, folder.path)
+    before = load(kept) if kept.is_file() else None
+    searched = plan.schedule == "search" and before is not None
+    if searched and not any(change.key.split(".")[0] != "train" for change in changes):
+        assert before is not None
+        fitting(before, plan, str(kept))
+        return []
+    schedule = build_step(plan, config.model, config.data.seq_len)
+    folder.write_text(SCHEDULE, to_text(schedule))
+    notes: list[str] = []
+    if plan is not config.plan:
+        notes.append(f"{_source(config.plan)} is gone: the run goes on with its copy, {kept}")
+    elif before is not None and digest(before) != digest(schedule):
+        notes.append(
+            f"changed since the last call: the schedule {plan.schedule}: digest {digest(before)} "
+            f"-> {digest(schedule)} (layout)"
+        )
+    return notes
+
+
+# Orders that AMPNet took, kept in the run folder by the steps that they belong to.
+
+
+#: A file of the run folder: from which step to which.
+_RECORDED = re.compile(r"schedule-(\d+)-(\d+)\.txt")
+
+
+def write_recorded(folder: RunFolder, schedule: Schedule, first: int, last: int) -> None:
+    """Keep the order of steps `first` to `last`; what an earlier run recorded behind goes."""
+    for other, path in _recorded(folder.path).items():
+        if other[1] >= first:
+            path.unlink()
+    folder.write_text(f"schedule-{first}-{last}.txt", to_text(schedule))
+
+
+def recorded_segment(folder: Path, first: int) -> tuple[Schedule, int]:
+    """The order that an AMPNet run took from step `first` on, and the last step before it drained.
+
+    Raises UserError when the folder has none.
+    """
+    found = _recorded(folder)
+    for (start, last), path in found.items():
+        if start == first:
+            return from_text(path.read_text(encoding="utf-8")), last
+    known = ", ".join(f"{start} to {last}" for start, last in sorted(found)) or "none"
+    raise UserError(
+        f"plan.replay: {folder} has no recorded order that starts at step {first}: it has steps "
+        f"{known}"
+    )
+
+
+def refuse_unrecorded(config: RunConfig, done: int | None) -> None:
+    """Raise UserError where a run that goes on from step `done` (None: a step not known yet) has
+    nothing to replay though ``plan.replay`` is set."""
+    if config.plan.replay is None:
+        return
+    folder = Path(config.plan.replay)
+    if done is None and _recorded(folder):
+        return
+    schedule, last = recorded_segment(folder, 1 + (done or 0))
+    check_recorded(schedule, config, 1 + (done or 0), last)
+
+
+def _recorded(folder: Path) -> dict[tuple[int, int], Path]:
+    """(first step, last step) -> file."""
+    found: dict[tuple[int, int], Path] = {}
+    for path in folder.glob("schedule-*.txt"):
+        if match := _RECORDED.fullmatch(path.name):
+            found[int(match[1]), int(match[2])] = path
+    return found
+
+
+def check_recorded(schedule: Schedule, config: RunConfig, first: int, last: int) -> None:
+    """Raise UserError when a recorded order is none of this plan, or cannot run."""
+    plan = config.plan
+    wanted = (plan.pp, (last - first + 1) * plan.microbatches, plan.num_update_microbatches)
+    window = schedule.update.window if schedule.update else 0
+    found = (schedule.num_ranks, schedule.total_microbatches, window)
+    if wanted != found or last > config.train.steps:
+        raise UserError(
+            f"the recorded order of steps {first} to {last} has {found[0]} ranks, {found[1]} "
+            f"microbatches and update windows of {found[2]}; this run has {wanted[0]}, {wanted[1]} "
+            f"and {wanted[2]}, and {config.train.steps} steps"
+        )
+    check(schedule)

@@ -1,0 +1,435 @@
+"""The run folder: files of a run, written so that a crash at any point loses nothing.
+
+    config.toml plan.json          the resolved configuration and the plan
+    schedule.txt                   of a plan whose schedule is a file or searched
+    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.row_log)
+    ledger.json timeline.json memory.json report.html failure.json
+    checkpoints/step-N/            see moemesh.checkpoint.store
+    lease                          locked while a run is at work (moemesh.watch.lease)
+    failures/EPOCH/failure.json    of earlier failures
+
+One process, rank 0, opens and writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, replace_by
+from moemesh.checkpoint.ownership import Claim, Ownership
+from moemesh.checkpoint.remote import Place, RemotePath, place_of
+from moemesh.checkpoint.retention import VERIFIED
+from moemesh.checkpoint.stored import candidates, read_manifest
+from moemesh.config.changes import Change, compare, kind_of
+from moemesh.config.load import load_recorded, load_run, resolved_toml
+from moemesh.config.schema import all_keys
+from moemesh.config.suggest import explain_unknown_key
+from moemesh.config.train import Resume
+from moemesh.trace.run import Run
+from moemesh.train.records.row_log import RowLog
+from moemesh.watch.lease import FILE as LEASE
+from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
+from moemesh.watch.slow_rank import SlowRank
+
+CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
+#: Of steps: cut back when a run goes on from one of them.
+ROWS = ("metrics.jsonl", "loads.jsonl")
+#: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
+MARKS = (LEASE, "plan.json", "metrics.jsonl")
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+#: Kinds of the events of a run that has saved.
+_SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
+
+
+class Recorded(NamedTuple):
+    """The record of a run so far: its configuration as TOML, the record of its data
+    (:mod:`moemesh.train.records.data_record`), each None where nothing says so, and who says so."""
+
+    config: str | None
+    data: Any
+    whose: str
+
+
+class RunFolder:
+    """An opened run folder. `has_run` says whether an earlier run left something to resume."""
+
+    def __init__(self, path: Path, *, has_run: bool, checkpoints: Place | None = None) -> None:
+        self.path, self.has_run = path, has_run
+        #: Where the checkpoint store keeps its steps.
+        self.checkpoints = checkpoints or path / CHECKPOINTS
+        self._lease: Lease | None = None
+        self._ownership: Ownership | None = None
+        #: To checkpoints that are not in the run folder.
+        self._claim: Claim | None = None
+        #: Of the start of the run that may write here now; None where that is not known.
+        self.epoch: int | None = None
+
+    @staticmethod
+    def open(
+        path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
+    ) -> RunFolder:
+        """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
+        `resume` None: on a rank, for which another process has looked at them.
+
+        Raises RunFolderError as :meth:`inspect` does, and where it cannot be created.
+        """
+        folder = RunFolder.inspect(path, resume, checkpoint_folder)
+        try:
+            make_folders(folder.path)
+            make_folders(folder.checkpoints)
+        except OSError as error:
+            message = f"{folder.path}: cannot be created ({error.strerror})"
+            raise RunFolderError(message) from error
+        return folder
+
+    @staticmethod
+    def inspect(
+        path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
+    ) -> RunFolder:
+        """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
+
+        auto resumes a run or starts one, but not where the checkpoints of a run are gone; never
+        refuses a folder with anything in it; must refuses one without a checkpoint; None refuses
+        nothing, for another rank has looked, and may have begun to write there. Raises
+        RunFolderError.
+        """
+        path = Path(path).expanduser()
+        names = names_in(path)
+        checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
+        if isinstance(checkpoints, RemotePath) and checkpoints.is_in_memory:
+            raise RunFolderError(
+                f"train.checkpoint_folder {checkpoints} is in the memory of each process by itself "
+                "and ends with it: name a folder, or a store such as s3://bucket/prefix"
+            )
+        has_checkpoint = bool(_steps(checkpoints))
+        has_run = has_checkpoint or any(mark in names for mark in MARKS)
+        if resume == "never" and (names - {LEASE, CHECKPOINTS} or has_checkpoint):
+            raise RunFolderError(
+                f'{path} holds {", ".join(sorted(names)[:5])} and train.resume is "never": '
+                'choose another folder, or train.resume = "auto" to go on with the run in it'
+            )
+        if resume == "must" and not has_checkpoint:
+            raise RunFolderError(
+                f'{path} holds no checkpoint and train.resume is "must": check the folder, or set '
+                'train.resume = "auto" to start a run'
+            )
+        if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
+            run, kept = Run.load(path), checkpoints_of(path)
+            # A run makes the folder, or its claim there, before its first step.
+            has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
+            if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
+                where = f"; it kept them in {kept}" if kept != checkpoints else ""
+                raise RunFolderError(
+                    f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of "
+                    f"its checkpoints{where}: the run would begin again in the place of its "
+                    "history: put the checkpoints back, or choose another folder for a new run, "
+                    "--out"
+                )
+        foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
+        if resume is not None and not has_run and foreign:
+            held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+            raise RunFolderError(
+                f"{path} holds {held} but no run; a run would write among them: choose a folder of "
+                f"its own, such as {path / 'run'}"
+            )
+        return RunFolder(path, has_run=has_run, checkpoints=checkpoints)
+
+    def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
+        """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
+        return RowLog(self._file(name), say)
+
+    def set_rows_aside(self) -> list[str]:
+        """Renames the files of rows that are not empty, to a number that is free; their names."""
+        rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
+        for number in itertools.count(1):
+            kept = [path.with_stem(f"{path.stem}-{number}") for path in rows]
+            if not any(path.exists() for path in kept):
+                return [old.rename(new).name for old, new in zip(rows, kept, strict=True)]
+        raise AssertionError("unreachable")
+
+    def saved_steps(self) -> set[int]:
+        """The steps of the checkpoints in the folder, whole or not, those being written too."""
+        names = (name.partition(".tmp-")[0] for name in list_names(self.checkpoints))
+        found = (STEP.fullmatch(name) for name in names)
+        return {int(match[1]) for match in found if match}
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What the newest checkpoint says of its run; one of an older version says nothing, and the
+        files of the run folder count. Raises RunFolderError for what cannot be read."""
+        text = _read_text(self.path / CONFIG)
+        for step in _steps(self.checkpoints):
+            path = self.checkpoints / f"step-{step}"
+            try:
+                state = read_manifest(path).state
+            except (CheckpointError, OSError) as error:
+                if isinstance(path, RemotePath) and isinstance(error, OSError):
+                    raise RunFolderError(f"{path}: cannot be read ({error})") from error
+                continue  # whoever loads it says so, and takes an older one
+            if isinstance(config := state.get("config"), str):
+                # A run that was allowed to change, and ended before it saved, left another text.
+                kinds = ("model", "training")
+                keys = [one.key for one in compare(config, text or config) if one.kind in kinds]
+                also = f" (config.toml has another {', '.join(keys)}, with which nothing was saved)"
+                also = also if keys else ""
+                return Recorded(config, state.get("data"), f"the checkpoint {path}{also}")
+            break
+        try:
+            data = json.loads(_read_text(self.path / DATA) or "null")
+        except ValueError as error:
+            raise RunFolderError(f"{self.path / DATA}: is no JSON ({error})") from error
+        return Recorded(text, data, f"the run in {self.path}")
+
+    def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
+        """Differences between the configuration of the run so far (:attr:`recorded`) and the text
+        `new` of another; none where there is no run. Raises RunFolderError for what must not
+        differ, unless its key is `allowed`."""
+        if not self.has_run or self.recorded.config is None:
+            return []
+        found = compare(self.recorded.config, new)
+        refuse_changes(found, frozenset(allowed), self.recorded.whose)
+        return found
+
+    def lock(
+        self, *, takeover: bool = False, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError or
+        OwnedError saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
+        :meth:`Ownership.take`.
+
+        The lock dies with the process (and with children forked while it is held), so a crashed run
+        never blocks the next one.
+        """
+        assert self._lease is None, "locked already"
+        self._lease = Lease.take(self.path, takeover=takeover)
+        self.epoch = self._lease.epoch
+        if self.checkpoints == self.path / CHECKPOINTS:
+            return
+        try:
+            run = self._lease.run
+            self._ownership = Ownership.take(self.checkpoints, run, takeover=takeover, say=say)
+            self._claim = self._ownership.claim
+            self._lease.note_claim(self._claim.number)
+        except BaseException:
+            self.release()
+            raise
+
+    def join(self) -> None:
+        """Write under the lease of another process of this run, which holds it now."""
+        self.epoch = read_epoch(self.path)
+        if self.checkpoints != self.path / CHECKPOINTS and (found := read_claim(self.path)):
+            run, number = found
+            self._claim = Claim(folder=self.checkpoints, run=run, number=number)
+
+    def raise_epoch(self) -> None:
+        """Begin a new epoch: the same run starts its ranks anew."""
+        assert self._lease is not None
+        self._lease.raise_epoch()
+        self.epoch = self._lease.epoch
+
+    def is_ours(self) -> bool:
+        """Whether no other run has taken the folder over."""
+        return self.epoch is None or read_epoch(self.path) in (self.epoch, None)
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost where another run has taken the folder over."""
+        if not self.is_ours():
+            raise LeaseLost(self._taken_over())
+
+    def lost(self) -> str | None:
+        """Why this run may not change its checkpoints any more; None where it may. Raises OSError
+        or CheckpointError where a folder elsewhere does not answer."""
+        if not self.is_ours():
+            return self._taken_over()
+        return None if self._claim is None else self._claim.lost()
+
+    def _taken_over(self) -> str:
+        return f"another run has taken over {self.path}: this one stops and writes nothing more"
+
+    def release(self) -> None:
+        """Gives lease and claim back; nothing happens when they are not held."""
+        if self._ownership is not None:
+            self._ownership.release()
+            self._ownership = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a file whole: readers and crashes meet the old or the new content, never half."""
+        replace_by(target := self._file(name), [text.encode()])
+        return target
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Writes a JSON file whole."""
+        return self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def _file(self, name: str) -> Path:
+        assert name == Path(name).name and not name.startswith("."), f"not a plain name: {name}"
+        return self.path / name
+
+
+#: The name by which --allow-change accepts data that were changed in place.
+DATA_CHANGE = "data"
+
+
+def _read_text(file: Path) -> str | None:
+    """The text of a file of a run folder; None where there is none. Raises RunFolderError for one
+    that cannot be read."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise RunFolderError(
+            f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}): it is not what the "
+            "run wrote; put it back, or choose another folder"
+        ) from error
+
+
+def refuse_changes(
+    changes: list[Change],
+    allowed: frozenset[str] = frozenset(),
+    whose: str = "the run in this folder",
+) -> None:
+    """Raises RunFolderError for model changes and for training changes with a key not allowed."""
+    model = [change for change in changes if change.kind == "model"]
+    training = [c for c in changes if c.kind == "training" and c.key not in allowed]
+    if not model and not training:
+        return
+    lines = [f"this is not the configuration of {whose}:"]
+    lines += [f"  {change}" for change in model + training]
+    other = "choose another folder for it, --out (and train.checkpoint_folder where that is set)"
+    if model:
+        lines.append(f"the model cannot change on resume: {other}")
+    if training:
+        lines.append(f"to train it beside the other: {other}")
+        keys = " ".join(f"--allow-change {change.key}" for change in training)
+        lines.append(f"to go on with another course of training: {keys}")
+    raise RunFolderError("\n".join(lines))
+
+
+def refuse_unknown_permissions(names: Iterable[str]) -> None:
+    """Raises RunFolderError for a name of --allow-change that permits nothing."""
+    keys = all_keys()
+    for name in names:
+        if name == DATA_CHANGE or (name in keys and kind_of(name, {}, {}) != "model"):
+            continue
+        if name in keys:
+            raise RunFolderError(
+                f"--allow-change {name}: the model cannot change on resume; choose another folder "
+                "for it, --out"
+            )
+        message, fix = explain_unknown_key(name)
+        raise RunFolderError(
+            f"--allow-change {name}: {message}; {fix or 'name a key, such as train.lr'}"
+            f" ({DATA_CHANGE} stands for data that were changed in place)"
+        )
+
+
+def names_in(path: Path) -> set[str]:
+    """The names in a folder; none when it does not exist. RunFolderError for anything else."""
+    try:
+        return set(os.listdir(path))
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read as a folder ({error.strerror})") from error
+
+
+def checkpoints_of(run: Path) -> Place:
+    """The place of the checkpoints of the run in a folder, as its config.toml says."""
+    try:
+        with (run / CONFIG).open("rb") as file:
+            kept_at = tomllib.load(file)["train"]["checkpoint_folder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        kept_at = ""
+    return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
+
+
+def _steps(checkpoints: Place) -> list[int]:
+    try:
+        return candidates(checkpoints)
+    except (CheckpointError, OSError) as error:
+        raise RunFolderError(f"{checkpoints}: cannot be read ({error})") from error
+
+
+# Events of a run: what the console says besides steps, kept in ``events.jsonl``.
+
+
+class Events:
+    """Appends an event a line; those that a full disk does not take wait in memory."""
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        """`folder` None: nothing is kept (every rank but the first)."""
+        self._log = None if folder is None else folder.row_log("events.jsonl")
+
+    def add(self, kind: str, text: str, step: int | None = None) -> None:
+        """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
+        if self._log is None:
+            return
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])
+
+
+def tell_slow(slow: SlowRank, events: Events) -> None:
+    """One line on stderr and an event; the run goes on."""
+    events.add("slow_rank", str(slow), slow.step)
+    with suppress(OSError, ValueError):
+        print(f"moemesh: {slow}", file=sys.stderr, flush=True)
+
+
+# Two configurations beside each other: `moemesh config diff`.
+
+
+class KeyDifference(NamedTuple):
+    """One key with its values (None: not set), where each is from, and what the difference means
+    for a run that goes on: free, layout, training or model."""
+
+    key: str
+    a: object
+    b: object
+    from_a: str
+    from_b: str
+    kind: str
+
+
+def compared(first: Path, second: Path) -> list[KeyDifference]:
+    """The keys in which two files, or folders of runs, differ when they are resolved, sorted.
+
+    Raises ConfigError for a configuration with problems.
+    """
+    (text_a, origins_a), (text_b, origins_b) = _resolved(first), _resolved(second)
+    return [
+        KeyDifference(
+            change.key,
+            change.old,
+            change.new,
+            origins_a.get(change.key, "default"),
+            origins_b.get(change.key, "default"),
+            change.kind,
+        )
+        for change in compare(text_a, text_b)
+    ]
+
+
+def _resolved(path: Path) -> tuple[str, dict[str, str]]:
+    """The resolved text, and key -> origin; what a run has recorded is taken as it is."""
+    if path.is_dir():
+        config = load_recorded(path / CONFIG)
+        return resolved_toml(config), dict.fromkeys(all_keys(), str(path / CONFIG))
+    resolved = load_run([path], (), {})
+    return resolved_toml(resolved.config), resolved.origins

@@ -1,0 +1,401 @@
+"""`moemesh convert`: runs, checkpoints and folders of transformers, from one into the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
+from moemesh.checkpoint.huggingface.convert import (
+    CheckpointWeights,
+    LogicalWeights,
+    NamedWeights,
+    newest,
+    stored_tensors,
+    write_checkpoint,
+    write_huggingface,
+)
+from moemesh.checkpoint.huggingface.delta import (
+    Delta,
+    Description,
+    fingerprint,
+    trained_sources,
+    write_delta,
+)
+from moemesh.checkpoint.huggingface.derived import (
+    EquivalentWeights,
+    MergedWeights,
+    UpcycledWeights,
+    Upcycling,
+)
+from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.write import carry_along
+from moemesh.checkpoint.manifest import MANIFEST
+from moemesh.checkpoint.store import Checkpoint, open_checkpoint
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.export import (
+    AHEAD_KEY,
+    VERSION_KEYS,
+    config_json,
+    differences,
+    exported,
+    families_for,
+    family_or_refusal,
+)
+from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
+from moemesh.config.huggingface.model import family_of, model_values
+from moemesh.config.huggingface.quantization import quantization_of
+from moemesh.config.load import load_recorded, load_run, resolved_toml
+from moemesh.config.lora import NO_ADAPTERS
+from moemesh.config.model import ModelConfig
+from moemesh.config.run import RunConfig
+from moemesh.train.records.run_folder import RunFolder, checkpoints_of
+from moemesh.train.weights.weight_sources import (
+    ExpertLayout,
+    Target,
+    UpcycleRecipe,
+    refused,
+    target_of,
+)
+
+#: Dtypes of exported weights.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def open_weights(
+    config: RunConfig, say: Callable[[str], None] = lambda note: None
+) -> HuggingFaceWeights:
+    """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
+    tensors of the run's model and no others. `say` gets what is to be known before it is read."""
+    assert config.model_path is not None
+    weights = HuggingFaceWeights.open(Path(config.model_path), config.model)
+    if weights.note is not None:
+        say(weights.note)
+    return weights
+
+
+def open_adapters(config: RunConfig) -> AdapterFolder | None:
+    """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
+    holds the adapters of the run's model and no others."""
+    if config.lora.path is None:
+        return None
+    return AdapterFolder(Path(config.lora.path), config.model, _kind(config))
+
+
+def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's.
+
+    Raises ConfigError for a run without adapters.
+    """
+    run, config, checkpoint = _opened(source)
+    if not config.lora.rank:
+        message = f"{run} has no adapters: its lora.rank is 0"
+        raise refused("--adapter", str(source), message, "leave --adapter out")
+    if config.train.train_only:
+        message = f"{run} trains more than adapters: train.train_only is set"
+        raise refused("--adapter", str(source), message, "leave --adapter out: all is merged")
+    base = None if config.model_path is None else str(Path(config.model_path).resolve())
+    write_adapters(
+        CheckpointWeights(checkpoint),
+        config.model,
+        _kind(config),
+        out,
+        dtype=getattr(torch, dtype or config.train.dtype),
+        base=base,
+    )
+
+
+def _kind(config: RunConfig) -> str:
+    """The family of a run's model."""
+    if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
+        return family_of(read_config(Path(config.model_path)))
+    return family_or_refusal(config.model)
+
+
+def convert(
+    source: Path,
+    out: Path,
+    to: Target | None = None,
+    *,
+    dtype: str | None = None,
+    like: Path | None = None,
+    expert_layout: ExpertLayout | None = None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> Target:
+    """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
+    folder `out`; returns the format that was written.
+
+    `dtype`: of the weights; by default that of the run's training, fp32 in a run, that of the
+    folder's config.json from folder to folder. `like`: a folder of transformers whose config.json,
+    tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
+    writes it.
+    """
+    to = target_of(source, to, dtype, expert_layout)
+    if to == "moemesh":
+        given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
+        run = load_run([], given, {}).config
+        write_run(open_weights(run, to_stderr), run, out)
+    elif (source / CONFIG).exists():
+        _to_another(source, out, dtype, expert_layout, on_file)
+    else:
+        _, config, checkpoint = _opened(source)
+        origin = like or (Path(config.model_path) if config.model_path else None)
+        if origin is not None and not (origin / CONFIG).exists():
+            if like is not None:
+                raise refused("--like", str(like), f"{like} holds no {CONFIG}")
+            origin = None
+        model = config.model
+        if origin is None:
+            model = exported(model.with_lora(NO_ADAPTERS))
+        weights: WeightFolder | None = None
+        if origin is not None and has_weights(origin):
+            weights = WeightFolder(origin, quantization_of(read_config(origin)))
+        own: LogicalWeights = CheckpointWeights(checkpoint)
+        if config.lora.rank:
+            own = MergedWeights(own, config.model)
+        if origin is None:
+            own = EquivalentWeights(own, config.model, model)
+        _write(
+            own,
+            model,
+            out,
+            dtype=dtype or config.train.dtype,
+            expert_layout=expert_layout,
+            origin=origin,
+            origin_weights=weights,
+            on_file=on_file,
+        )
+    return to
+
+
+def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
+    """Write the tensors that a run (or one of its checkpoints) trained as a delta on the folder
+    that it started from. Raises ConfigError for a run that started from none."""
+    run, config, checkpoint = _opened(source)
+    if config.model_path is None or not has_weights(Path(config.model_path)):
+        message = f"{run} started from no folder of weights that is there: nothing to differ from"
+        raise refused("--delta", str(source), message, "leave --delta out: all is written")
+    if config.lora.rank:
+        message = f"{run} trains adapters, which stand beside the weights"
+        raise refused("--delta", str(source), message, "--adapter")
+    base, wanted = Path(config.model_path), dtype or config.train.dtype
+    kind = _kind(config)
+    logical = logical_tensors(config.model, kind)
+    sources = trained_sources(logical, config.tuning.trains)
+    whole = stored_tensors(CheckpointWeights(checkpoint), logical, getattr(torch, wanted))
+    description = Description(kind, wanted, fingerprint(open_weights(config).folder), str(base))
+    write_delta(out, {name: whole[name] for name in whole if name in sources}, description)
+
+
+def apply_delta(
+    source: Path,
+    out: Path,
+    path: Path,
+    *,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the folder of transformers `source` with the tensors of the delta in `path`: what an
+    export of the run that trained them gives. Raises ConfigError for a delta of another base."""
+    delta = Delta(path)
+    weights = open_weights(load_run([], [f"model.path={source.resolve()}"], {}).config)
+    found = family_of(read_config(source)), fingerprint(weights.folder)
+    if found != (delta.description.family, delta.description.fingerprint):
+        message = f"the delta in {path} was made for other weights ({delta.description.base})"
+        raise refused("--apply", str(source), message, "the folder that the run started from")
+    _to_another(source, out, delta.description.dtype, None, on_file, delta)
+
+
+def write_run(weights: NamedWeights, config: RunConfig, out: Path) -> None:
+    """Write a run of `config` before its first step: no sample was read, and the optimizer has no
+    state."""
+    folder = RunFolder.open(out, "never")
+    state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
+    dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
+    write_checkpoint(weights, folder.checkpoints, state, getattr(torch, dtype))
+    (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+
+
+def _to_another(
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    expert_layout: ExpertLayout | None,
+    on_file: Callable[[int, int], None],
+    delta: Delta | None = None,
+) -> None:
+    """A folder of transformers as another one: of another layout or dtype, not quantized, or with
+    the tensors of `delta`."""
+    config = load_run([], [f"model.path={source.resolve()}"], {}).config
+    given = read_config(source)
+    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    if wanted not in DTYPES:
+        message = f"{source / CONFIG} names the dtype {wanted}"
+        raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
+    weights = open_weights(config, to_stderr)
+    _write(
+        weights,
+        config.model,
+        out,
+        dtype=wanted,
+        expert_layout=expert_layout,
+        origin=source,
+        origin_weights=weights.folder,
+        delta=delta,
+        on_file=on_file,
+    )
+
+
+def _write(
+    weights: LogicalWeights,
+    model: ModelConfig,
+    out: Path,
+    *,
+    dtype: str,
+    expert_layout: ExpertLayout | None,
+    origin: Path | None,
+    origin_weights: WeightFolder | None,
+    delta: Delta | None = None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    """Write a folder of transformers, with the config.json and the other files of `origin`."""
+    kind, values = _family(model, origin, dtype)
+    is_stacked = names_of(kind, fused=False).stack is not None
+    if is_stacked and expert_layout == "per-expert":
+        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
+        raise refused("--expert-layout", expert_layout, message, "fused")
+    write_huggingface(
+        weights,
+        model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, dtype),
+        fused=expert_layout == "fused" and not is_stacked,
+        origin=origin_weights,
+        delta=delta,
+        on_file=on_file,
+    )
+    if origin is not None:  # nothing of a folder that is refused is touched
+        carry_along(origin, out)
+
+
+def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
+    """The family to write, and its config.json: that of `origin` with what it leaves out."""
+    if origin is None:
+        kind = family_or_refusal(model)
+        return kind, config_json(model, kind, dtype)
+    given = read_config(origin)
+    kind = family_of(given)
+    ours = config_json(model, kind, dtype)
+    stored: dict[str, object] = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
+    if ahead := model.num_mtp_layers:
+        # Layers that are not trained are copied: the folder has at least those of `origin`.
+        stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
+    added = {key: ours[key] for key in VERSION_KEYS if key in ours}
+    for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
+        if values["quantization_config"] is None:
+            del values["quantization_config"]
+        if not differences(model, kind, model_values(values)):
+            return kind, values
+    found = ", ".join(sorted(differences(model, kind)))
+    raise refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
+
+
+def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
+    """The run of `source`, and its newest checkpoint or the one that `source` is."""
+    run = source
+    if (source / MANIFEST).exists():
+        run = source.resolve().parent.parent
+        checkpoint = open_checkpoint(source.parent, int(source.name.rpartition("-")[2]))
+    elif (source / "config.toml").exists() and checkpoints_of(source).is_dir():
+        checkpoint = newest(checkpoints_of(source))
+    else:
+        message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
+        raise refused("IN", str(source), message)
+    return run, load_recorded(run / "config.toml"), checkpoint
+
+
+def to_stderr(note: str) -> None:
+    """Show a note beside what a verb prints."""
+    print(note, file=sys.stderr, flush=True)
+
+
+# `moemesh convert --upcycle`: a dense folder of transformers becomes a mixture of experts.
+
+
+def upcycle(
+    source: Path,
+    out: Path,
+    recipe: UpcycleRecipe,
+    to: Target = "huggingface",
+    *,
+    dtype: str | None = None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the dense folder `source` as a mixture of experts: a folder of transformers of the
+    family that computes it, or a run before its first step.
+
+    Raises ConfigError for a model that has experts already, or that no family computes.
+    """
+    if not (source / CONFIG).exists():
+        raise refused(
+            "--upcycle",
+            str(source),
+            f"{source} holds no {CONFIG}",
+            "a dense folder of transformers",
+        )
+    config = load_run([], [f"model.path={source.resolve()}"], {}).config
+    dense, given = config.model, read_config(source)
+    if dense.num_moe_layers:
+        message = f"{source} has {dense.num_experts} experts already"
+        raise refused("--upcycle", str(source), message, "a dense folder of transformers")
+    model = upcycled_model(dense, recipe)
+    kind = family_or_refusal(model) if to == "huggingface" else None
+    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    weights = UpcycledWeights(
+        open_weights(config), model, Upcycling(recipe.noise, recipe.drop, recipe.seed)
+    )
+    if kind is None:
+        train = config.train.model_copy(update={"dtype": wanted})
+        write_run(weights, replace(config, model=model, train=train, model_path=None), out)
+        return
+    ids = {key: given[key] for key in given if key.endswith("_token_id")}
+    values = {**config_json(model, kind, wanted), **ids}
+    torch_dtype = getattr(torch, wanted)
+    write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
+    carry_along(source, out)
+
+
+def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
+    """The mixture of experts; weights of the experts that a token takes sum to one. Raises
+    ConfigError with every rule that it would break."""
+    layers = range(recipe.every - 1, dense.num_layers, recipe.every)
+    if not layers:
+        message = f"every={recipe.every} leaves none of {dense.num_layers} layers"
+        raise refused("--upcycle", f"every={recipe.every}", message, f"every={dense.num_layers}")
+    values = {name: getattr(dense, name) for name in type(dense).model_fields}
+    values |= {
+        "num_experts": recipe.experts,
+        "experts_per_token": recipe.k,
+        "expert_intermediate_size": dense.intermediate_size,
+        "first_dense_layers": 0 if recipe.every == 1 else ModelConfig().first_dense_layers,
+        "moe_layers": None if recipe.every == 1 else tuple(layers),
+        "num_shared_experts": 0,
+        "router_score": "softmax",
+    }
+    # Two ways to say the same; families know one of them.
+    models = [
+        ModelConfig.model_validate({**values, "router_when": when, "router_normalize": normalizes})
+        for when, normalizes in (("before", True), ("after", False))
+    ]
+    if problems := models[0].check():
+        raise ConfigError(problems)
+    return next((model for model in models if families_for(model)), models[0])

@@ -1,0 +1,176 @@
+"""A run's state to and from checkpoints: logical names, global expert ids, any layout.
+
+    model.layers.1.feed_forward.experts.17.gate_up      fp32 master (or the weight itself)
+    optimizer.exp_avg.layers.1.feed_forward...          moments, the same names
+    model.layers.1.feed_forward.router.selection_bias   buffers
+
+Nothing in a name or a shape tells which layout wrote it, so any layout can read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint import together
+from moemesh.checkpoint.files import put_aside
+from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
+from moemesh.checkpoint.tree import Sharded, shard_of
+from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
+from moemesh.parallel.parallelize import RankModel
+from moemesh.parallel.placement import Placement
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.records.run_folder import RunFolder
+from moemesh.watch.lease import LeaseLost
+
+
+def contents(
+    parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object]
+) -> tuple[list[Shard], dict[str, object]]:
+    """The shards that this rank saves, which share memory with the training, and `state` with what
+    belongs to them."""
+    mesh = parallel.mesh
+    moments = optimizer.state()
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
+    for kind, tensors in moments.items():
+        shards += _owned(parallel, f"optimizer.{kind}", tensors, saved=True)
+    if mesh["stage"].index == 0:
+        shards += _buffers(parallel, saved=True)
+    own = {
+        **state,
+        # Who looks at a checkpoint wants to know; nobody needs it to read one.
+        "layout": {key: getattr(mesh.layout, key) for key in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "moments": sorted(optimizer.kinds()),
+        "updates": optimizer.num_updates,
+    }
+    return shards, own
+
+
+def save_weights(
+    folder: Path, step: int, parallel: RankModel, optimizer: Optimizer, state: dict[str, object]
+) -> None:
+    """Write weights and buffers alone as ``folder/step-<step>`` from all ranks; raises
+    CheckpointError on every rank when one fails. Numbers that are not finite are kept."""
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
+    if parallel.mesh["stage"].index == 0:
+        shards += _buffers(parallel, saved=True)
+    together.save(folder, step, shards, state, parallel.mesh.control)
+
+
+def newest(
+    folder: RunFolder, parallel: RankModel, on_skip: Callable[[int, str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint that verifies, the same on every rank; None when there is none. One
+    with numbers that are not finite only where all have such."""
+    mesh = parallel.mesh
+    found, skipped = together.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
+    if found is None and skipped:
+        reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {folder.checkpoints} can be read:\n{reasons}\nrestore one of them, "
+            "or choose another folder to start again"
+        )
+    for number, why in skipped if mesh.rank == 0 else ():
+        on_skip(number, why)
+        if (reason := folder.lost()) is not None:
+            raise LeaseLost(reason)
+        # Out of the way, not away: the run will write this step again.
+        put_aside(folder.checkpoints / f"step-{number}")
+    return found
+
+
+def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> None:
+    """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer)))
+    moments: dict[str, dict[str, Tensor]] = {}
+    for kind in optimizer.state_names():
+        if kind in checkpoint.state["moments"]:
+            moments[kind] = {n: torch.zeros_like(m.data) for n, m in optimizer.masters.items()}
+            shards += _owned(parallel, f"optimizer.{kind}", moments[kind])
+    checkpoint.load_into(shards + _buffers(parallel))
+    optimizer.load_state(moments, int(checkpoint.state["updates"]))
+
+
+class WeightSource(Protocol):
+    """A source of a model's weights: a checkpoint, or a folder of transformers."""
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor, in place."""
+        ...
+
+
+def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimizer) -> None:
+    """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
+    each reads only what it holds."""
+    weights.load_into(
+        [*_owned(parallel, "model", _weights(parallel, optimizer)), *_buffers(parallel)]
+    )
+    optimizer.round_masters()
+
+
+def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
+    """This rank's part of every parameter: masters of what trains, the weights of the rest."""
+    return {**optimizer.masters, **parallel.reducer.frozen_weights}
+
+
+def _owned(
+    parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor], *, saved: bool = False
+) -> Iterator[Shard]:
+    """The shards that this rank reads: all it owns, what others own too; `saved`: only those that
+    it saves, since every logical element is counted by one rank."""
+    for name, own in parallel.reducer.held.items():
+        where = parallel.placements[name]
+        if name in tensors and (not saved or where.counts(own, parallel.mesh)):
+            yield from _shards(parallel, prefix, where, own, tensors[name])
+
+
+def _shards(
+    parallel: RankModel, prefix: str, where: Placement, own: OwnRange, tensor: Tensor
+) -> Iterator[Shard]:
+    """`tensor`, a state of what this rank owns of a parameter, as parts of logical tensors."""
+    slices = where.slices(parallel.mesh)
+    if not where.is_expert:
+        yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
+        return
+    module, _, leaf = where.stack.rpartition(".")
+    experts = where.experts(parallel.mesh)
+    numbers = math.prod(len(part) for part in slices[1:])
+    for place, part in rows(len(experts), numbers, own.numbers):
+        name = f"{prefix}.{module}.{experts[place]}.{leaf}"
+        own_row = OwnRange(
+            numbers=range(part.start - place * numbers, part.stop - place * numbers),
+            is_first=own.is_first,
+        )
+        yield from _parts(name, where.shape[1:], slices[1:], own_row, part_of(tensor, own, part))
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], slices: Sequence[range], own: OwnRange, tensor: Tensor
+) -> Iterator[Shard]:
+    """The boxes of a logical tensor of global `shape`, held in `slices`, that `tensor` fills."""
+    for box in boxes([len(part) for part in slices], own.numbers):
+        offset = tuple(part.start + first for part, first in zip(slices, box.offset, strict=True))
+        part = part_of(tensor, own, box.numbers).view(box.shape)
+        yield shard_of(name, Sharded(part, shape, offset))
+
+
+def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
+    """The routers' biases: whole and equal on every rank that holds the layer; `saved`: only those
+    that this rank saves."""
+    return [
+        shard_of(f"model.{name}", buffer)
+        for name, buffer in parallel.model.named_buffers()
+        if not saved or _first_holder(parallel, name) == parallel.mesh["pp"].index
+    ]
+
+
+def _first_holder(parallel: RankModel, buffer: str) -> int:
+    """The first pipeline rank that holds the module of this buffer."""
+    module = buffer.rpartition(".")[0] + "."
+    found = (where for name, where in parallel.placements.items() if name.startswith(module))
+    return next(found).holders[0]

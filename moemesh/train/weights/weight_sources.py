@@ -1,0 +1,236 @@
+"""Runs and folders of transformers whose weights a verb reads, looked at without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from moemesh.checkpoint.files import CheckpointError, file_size
+from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.huggingface.contents import FolderContents
+from moemesh.checkpoint.huggingface.logical import check_model_folder
+from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
+from moemesh.checkpoint.stored import candidates, read_manifest
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
+from moemesh.config.load import load_recorded, load_run
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.paths import nearest_path
+from moemesh.config.run import RunConfig
+from moemesh.config.suggest import nearest_choice
+from moemesh.config.trainable import refusals
+from moemesh.trace.memory_profile import format_bytes
+from moemesh.train.records.run_folder import CHECKPOINTS, checkpoints_of, names_in
+
+Target = Literal["huggingface", "moemesh"]
+ExpertLayout = Literal["per-expert", "fused"]
+#: What a conversion makes.
+Written = Literal["run", "folder", "adapter", "delta"]
+
+
+def config_of(source: Path, given: Sequence[str]) -> RunConfig:
+    """The configuration to use the model of `source` with: its tokenizer, on one device, and what
+    `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
+    if (source / CONFIG).exists():
+        config = load_run([], [f"model.path={source}", *given]).config
+    elif (source / "config.toml").exists():
+        sections = ("model", "data", "train", "lora")
+        config = load_recorded(source / "config.toml", given, sections=sections)
+    else:
+        raise neither(source)
+    if problems := refusals(config):
+        raise ConfigError(problems)
+    return config
+
+
+def neither(source: Path) -> ConfigError:
+    """The refusal of a path that holds no model."""
+    is_there = "is" if source.exists() else "does not exist: it is"
+    message = f"{source} {is_there} neither a run nor a folder of transformers"
+    fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
+    if not source.exists():
+        fix += f"; {nearest_path(source)}"
+    return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
+
+
+def check_weights(source: Path) -> None:
+    """Raises a UserError where `source` (a run, one of its checkpoints, or a folder of
+    transformers) cannot hold weights; the files themselves are checked when they are opened."""
+    if (source / MANIFEST).exists():
+        return
+    if (source / CONFIG).exists():
+        check_folder(source)
+    elif not (source / "config.toml").exists():
+        raise neither(source)
+    elif not candidates(checkpoints_of(source)):
+        raise CheckpointError(
+            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet"
+        )
+
+
+def check_folder(source: Path) -> None:
+    """Raises CheckpointError for a folder of transformers without weights, or without one of the
+    files that its index names."""
+    if not has_weights(source):
+        raise CheckpointError(f"{source} holds no weights: neither {SINGLE} nor {INDEX}")
+    if (source / SINGLE).exists():
+        return
+    try:
+        index: Any = json.loads((source / INDEX).read_text(encoding="utf-8"))
+        files = sorted({str(file) for file in index["weight_map"].values()})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # what is wrong with it is told when the folder is opened
+    if missing := [file for file in files if not (source / file).exists()]:
+        raise CheckpointError(
+            f"{source / missing[0]} is missing, which {INDEX} names "
+            f"({len(missing)} of {len(files)} files are not there)"
+        )
+
+
+def check_headers(config: RunConfig) -> None:
+    """Raises a UserError where the weights that a run starts from are here, and are not those of
+    its model, or damaged: by their headers alone. What is not here is :func:`check_folder`'s."""
+    if config.model_path is None:
+        return
+    path = Path(config.model_path)
+    try:
+        check_folder(path)
+    except CheckpointError:
+        return
+    check_model_folder(path, config.model)
+
+
+def check_adapters(path: Path) -> None:
+    """Raises CheckpointError for a folder without the two files of PEFT."""
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    if missing := [name for name in files if not (path / name).exists()]:
+        state = f"holds no {missing[0]}" if path.is_dir() else "is no folder"
+        near = "" if path.exists() else f" ({nearest_path(path)})"
+        raise CheckpointError(
+            f"lora.path {path} {state}: name one with {' and '.join(files)}{near}"
+        )
+
+
+def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
+    """Raises a UserError where `out`, into which `source` is to be converted, holds more than an
+    interrupted conversion of this `kind` leaves: nothing that is there is replaced or mixed."""
+    begun = {"run": CHECKPOINTS, "folder": r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"}
+    left = rf"\..*|{begun.get(kind, '')}"
+    held = sorted(name for name in names_in(out) if not re.fullmatch(left, name))
+    held += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
+    if held:
+        shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
+        message = f"{out} holds {shown}; what is made of {source} would be mixed with it"
+        raise refused("OUT", str(out), message, "choose a new folder")
+
+
+def written_text(out: Path, kind: Written) -> str:
+    """A summary of what a conversion wrote into `out`, and a command that uses it."""
+    held: list[tuple[str, int]] = []
+    if kind == "run":
+        for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
+            held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
+    elif kind == "adapter":
+        file = out / ADAPTER_WEIGHTS
+        names = {name: key for key, name in DTYPES.items()}
+        found = read_header(file, file_size(file)).values()
+        held += [(names[entry.dtype], entry.num_bytes) for entry in found]
+    else:
+        for tensor in FolderContents(out).stored.values():
+            held.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
+    dtypes = Counter(dtype for dtype, _ in held)
+    follow = {
+        "run": f"moemesh train {out / 'config.toml'} --out {out}",
+        "folder": f"moemesh generate {out} --prompt TEXT",
+        "adapter": f"moemesh train CONFIG.toml --set lora.path={out}",
+        "delta": f"moemesh convert BASE NEW_FOLDER --apply {out}",
+    }[kind]
+    size = format_bytes(sum(number for _, number in held))
+    kinds = ", ".join(f"{count:,} of {dtype}" for dtype, count in dtypes.most_common())
+    if len(dtypes) == 1:
+        kinds = next(iter(dtypes))
+    return f"wrote {len(held):,} tensors ({kinds}), {size}, into {out}\nnext: {follow}"
+
+
+def target_of(
+    source: Path, to: Target | None, dtype: str | None, expert_layout: ExpertLayout | None
+) -> Target:
+    """The format that `moemesh convert` writes. Raises ConfigError for a `source` that is neither a
+    run, nor one of its checkpoints, nor a folder of transformers, and for a format it is in."""
+    check_weights(source)
+    is_huggingface = (source / CONFIG).exists()
+    changes = dtype is not None or expert_layout is not None
+    if to is None:
+        to = "moemesh" if is_huggingface and expert_layout is None else "huggingface"
+    if to == "moemesh" and expert_layout is not None:
+        raise refused("--expert-layout", expert_layout, "runs have one layout", "leave it out")
+    if is_huggingface == (to == "huggingface") and not (is_huggingface and changes):
+        fix = "--expert-layout or --dtype for another folder of transformers"
+        raise refused("--to", to, f"{source} is in this format already", fix)
+    return to
+
+
+def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError:
+    """An option of `moemesh convert` that cannot be carried out."""
+    problem = Problem(code="conflict", key=option, value=value, message=message, fix=fix)
+    return ConfigError([problem])
+
+
+# The recipe of `moemesh convert --upcycle`: which experts a dense model gets.
+
+
+class UpcycleRecipe(NamedTuple):
+    """The values of ``--upcycle``: `experts` in every `every`-th layer, of which a token takes `k`,
+    and the numbers of :class:`moemesh.checkpoint.huggingface.derived.Upcycling`."""
+
+    experts: int = 8
+    k: int = 2
+    every: int = 1
+    noise: float = 0.0
+    drop: float = 0.0
+    seed: int = 0
+
+
+def read_recipe(text: str) -> UpcycleRecipe:
+    """From ``experts=8,k=2,noise=0.01``. Raises ConfigError for anything else."""
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in UpcycleRecipe._fields:
+            fix = nearest_choice(key, UpcycleRecipe._fields)
+            raise refused("--upcycle", text, f"there is no {key} in a recipe", fix)
+        if key in values:
+            raise refused("--upcycle", text, f"{key} is given twice", f"{key}={values[key]}")
+        usual = UpcycleRecipe._field_defaults[key]
+        kind = type(usual)
+        try:
+            values[key] = kind(value)
+        except ValueError:
+            wanted = "an integer" if kind is int else "a number"
+            raise refused(
+                "--upcycle", text, f"{key} must be {wanted}, not {value!r}", f"{key}={usual}"
+            ) from None
+    recipe = UpcycleRecipe(**values)
+    for key, low, high in (
+        ("experts", 2, None),
+        ("k", 1, recipe.experts),
+        ("every", 1, None),
+        ("noise", 0, None),
+        ("drop", 0, 1),
+        ("seed", 0, None),
+    ):
+        value = getattr(recipe, key)
+        if not (low <= value and (high is None or value <= high)):
+            range_ = f"at least {low}" if high is None else f"from {low} to {high}"
+            nearest = low if not low <= value else high
+            raise refused(
+                "--upcycle", text, f"{key} must be {range_}, not {value}", f"{key}={nearest}"
+            )
+    return recipe
