@@ -248,7 +248,7 @@ class StepSettings(Settings):
     width: Annotated[int, "Width of an expert.", {"min": 1}] = 256
     experts: Annotated[int, "Experts of a layer.", {"min": 2}] = 16
     top_k: Annotated[int, "Experts per token.", {"min": 1}] = 4
-    vocabulary: Annotated[int, "Entries of the vocabulary.", {"min": 2}] = 1024
+    vocabulary: Annotated[int, "Entries of the vocabulary.", {"min": 256}] = 1024
     sequences: Annotated[int, "Sequences of a step.", {"min": 1}] = 8
     seq_len: Annotated[int, "Tokens of a sequence.", {"tokens": True}] = 256
     #: Both take turns, or one is alone in its ranks: their memory.
