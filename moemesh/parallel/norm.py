@@ -93,14 +93,14 @@ def gradient_squares(
         start += size
     squares = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
     if pieces:
-        squares[constant(places, mesh.device)] = _sums_of_squares(pieces)
+        squares[constant(places, mesh.device)] = sums_of_squares(pieces)
     if others is not None and len(squares):
         # Nothing is added for numbers that are finite: 0 x is 0, 0 NaN and 0 infinity are NaN.
         squares[:1] += (0.0 * others.double()).sum()
     return squares
 
 
-def _sums_of_squares(pieces: list[Tensor]) -> Tensor:
+def sums_of_squares(pieces: list[Tensor]) -> Tensor:
     """The sum of squares of each piece, float64."""
     if pieces[0].device.type != "cpu":
         # All in one kernel, where these would be three for each.

@@ -27,7 +27,7 @@ def test_both_do_the_same_work() -> None:
     )
     assert memory["peak_bytes"]["moemesh"] > 0
     for result in found["results"]:
-        result["peak_bytes"] = {name: 2**30 for name in ("moemesh", "transformers")}
+        result["peak_bytes"] = dict.fromkeys(("moemesh", "transformers"), 2**30)
     lines = step_text(found).splitlines()
     assert len(lines) == 4 and "plan dp=2,ep=2" in lines[0] and "1.0 GiB" in lines[2]
 

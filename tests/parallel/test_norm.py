@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from moemesh.parallel.norm import _SPAN, _sums_of_squares, clip_gradients
+from moemesh.parallel.norm import _SPAN, clip_gradients, sums_of_squares
 
 
 @pytest.mark.parametrize("limit", [0.5, 4.0, 6.0])
@@ -34,6 +34,6 @@ def test_squares_of_gradients_of_any_size_are_summed(scale: float) -> None:
     sizes = ((0,), (3,), (_SPAN,), (2, _SPAN), (3, _SPAN // 2 + 1))
     pieces = [scale * torch.randn(size) for size in sizes]
     exact = torch.stack([piece.double().square().sum() for piece in pieces])
-    torch.testing.assert_close(_sums_of_squares(pieces), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums_of_squares(pieces), exact, rtol=1e-5, atol=0)
     pieces[1][0] = torch.inf
-    assert _sums_of_squares(pieces).isfinite().tolist() == [True, False, True, True, True]
+    assert sums_of_squares(pieces).isfinite().tolist() == [True, False, True, True, True]

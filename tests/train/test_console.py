@@ -61,7 +61,11 @@ def test_short_runs_have_a_line_in_a_quarter() -> None:
 @pytest.mark.parametrize(("validation", "is_told"), [(3.1, False), (3.2, True), (5.0, True)])
 def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_told: bool) -> None:
     ended = SimpleNamespace(
-        config=RunConfig(), folder=SimpleNamespace(path="run"), _validation=validation, _unigram=3.2
+        config=RunConfig(),
+        folder=SimpleNamespace(path="run"),
+        _validation=validation,
+        _unigram=3.2,
+        _recent=(),
     )
     text = Artifacts.summary(cast("Artifacts", ended))
     assert f"validation loss     {validation:.4f} nats a byte" in text
