@@ -166,6 +166,30 @@ class Schedule(Shown):
         return tuple(found)
 
 
+def one_pipe(
+    name: str,
+    placement: tuple[int, ...],
+    orders: tuple[tuple[Entry, ...], ...],
+    num_microbatches: int,
+    *,
+    num_slices: int = 1,
+    update: UpdateRule | None = None,
+    parameters: Mapping[str, int | float | str] | None = None,
+) -> Schedule:
+    """A schedule in which all microbatches go one way, through the stages of `placement`."""
+    return Schedule(
+        name=name,
+        num_ranks=len(orders),
+        num_stages=len(placement),
+        placement=(placement,),
+        orders=orders,
+        num_microbatches=(num_microbatches,),
+        num_slices=num_slices,
+        update=update,
+        parameters=parameters or {},
+    )
+
+
 def single(*ops: Op) -> tuple[Entry, ...]:
     """Entries of one operation each."""
     return tuple((op,) for op in ops)

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, one_pipe, single
 from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least, require
 
 CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
@@ -113,13 +113,11 @@ def ampnet(
         for rank in range(num_ranks)
     ]
     _run(policies, cost or (lambda op: 1 if op.kind == "F" else 2), latency)
-    return Schedule(
-        name="ampnet",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=tuple(single(*policy.order) for policy in policies),
-        num_microbatches=(num_microbatches,),
+    return one_pipe(
+        "ampnet",
+        linear(num_ranks),
+        tuple(single(*policy.order) for policy in policies),
+        num_microbatches,
         update=UpdateRule(kind="newest", window=window),
         parameters={"max_in_flight": in_flight},
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from moemesh.schedule.action import Entry, Kind, Op, Schedule, mirrored, v_shape
+from moemesh.schedule.action import Entry, Kind, Op, Schedule, mirrored, one_pipe, v_shape
 from moemesh.schedule.conditions import ALWAYS, at_least, divisible, require
 
 DUALPIPE = (
@@ -66,19 +66,11 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1: .  F0 f0 F1 f1 F2 b0--- f2+B0--- F3+b1--- f3+B1--- b2--- B2--- .  i3 I3 w3 W3
     """
     require("dualpipe_v", DUALPIPE_V, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="dualpipe_v",
-        num_ranks=num_ranks,
-        num_stages=2 * num_ranks,
-        placement=(v_shape(num_ranks),),
-        orders=tuple(
-            _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank)).phases(
-                num_ranks, rank, num_microbatches
-            )
-            for rank in range(num_ranks)
-        ),
-        num_microbatches=(num_microbatches,),
-    )
+    orders: list[tuple[Entry, ...]] = []
+    for rank in range(num_ranks):
+        entries = _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank))
+        orders.append(entries.phases(num_ranks, rank, num_microbatches))
+    return one_pipe("dualpipe_v", v_shape(num_ranks), tuple(orders), num_microbatches)
 
 
 class _RankEntries:
