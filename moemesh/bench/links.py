@@ -88,7 +88,7 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
     mesh = Mesh.create(Layout(dp=world, ranks_per_node=settings.node), device)
     collectives.barrier(mesh["world"])
     rates = measure_device(mesh.device, settings.node, settings.rounds)
-    told = collectives.gather_json(rates.to_json(), mesh.control)
+    told = collectives.gather_json(rates, mesh.control)
     return {
         "settings": settings.to_json(),
         "links": [
@@ -178,24 +178,9 @@ def _seconds(run: Callable[[], object], mesh: Mesh, rounds: int) -> float:
     return median(max(samples) for samples in zip(*ranks, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRates:
-    """Rates of one rank's device: operations/s of the largest products by dtype, what few rows and
-    narrow sides lose of it (in 16 bit), bytes/s read and written, bytes."""
-
-    peak_flops: dict[str, float]
-    row_loss: float
-    width_loss: float
-    memory_bandwidth: float
-    memory_bytes: int
-    name: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> DeviceRates:
-    """Medians of `rounds` on the device of this rank.
+def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> dict[str, Any]:
+    """Rates of this rank's device, medians of `rounds`: operations/s of the largest products by
+    dtype, what few rows and narrow sides lose of it (in 16 bit), bytes/s read and written, bytes.
 
     A product of [M, K] and [K, N] is taken to run at peak / ((1 + r 64/M) (1 + n 64/N)
     (1 + n 64/K)), as the planner's time model has it: three measured shapes give the peak, r and n.
@@ -224,14 +209,14 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> De
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
-    return DeviceRates(
-        peak_flops={name: found * lost for name, found in rates.items()},
-        row_loss=row_loss,
-        width_loss=width_loss,
-        memory_bandwidth=bandwidth,
-        memory_bytes=memory_bytes,
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-    )
+    return {
+        "peak_flops": {name: found * lost for name, found in rates.items()},
+        "row_loss": row_loss,
+        "width_loss": width_loss,
+        "memory_bandwidth": bandwidth,
+        "memory_bytes": memory_bytes,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    }
 
 
 def side_loss(full: float, narrow: float, side: int) -> float:

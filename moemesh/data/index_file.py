@@ -170,7 +170,7 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.nd
 
 
 def offsets_of(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> np.ndarray:
-    """Where each sequence begins, in tokens, and the end: int64 [n + 1]."""
+    """Begin of each sequence, in tokens, and the end: int64 [n + 1]."""
     if (lengths < 0).any():
         number = int(np.argmax(lengths < 0))
         raise DataError(f"{path}: sequence {number} has {int(lengths[number])} tokens")

@@ -72,7 +72,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 class Interleaving:
-    """Which source each position of a run draws from.
+    """The source that each position of a run draws from.
 
     A period of positions repeats; in it, source s is drawn ``counts[s]`` times, as evenly spaced as
     whole numbers allow. So the shares are those of the weights exactly over every period, and
@@ -104,13 +104,13 @@ class Interleaving:
             self._draw[self._source == source] = np.arange(count)
 
     def draws(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each position [n]: its source, and how often that one was drawn before; int64 [n]."""
+        """Source of each position [n], and how often that one was drawn before; int64 [n]."""
         periods, places = np.divmod(positions, self.period)
         sources = self._source[places]
         return sources, periods * self.counts[sources] + self._draw[places]
 
     def drawn(self, position: int) -> np.ndarray:
-        """How often each source is drawn before `position`, int64 [sources]."""
+        """Draws of each source before `position`, int64 [sources]."""
         periods, place = divmod(position, self.period)
         rest = np.bincount(self._source[:place], minlength=len(self.counts))
         return periods * self.counts + rest

@@ -128,7 +128,7 @@ def open_source(
 
 
 def check(data: DataConfig, vocab_size: int) -> list[Exception]:
-    """What is wrong with the tokenizer and with each source, whose files are looked for, and read
+    """Faults of the tokenizer and of each source, whose files are looked for, and read
     at their first bytes only: each a DataError that :func:`open_samples` would raise."""
     reader: Tokenizer | None = None
 

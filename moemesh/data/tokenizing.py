@@ -73,7 +73,7 @@ class TokenizeJob:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, as they are on disk."""
+        """Bytes of all files, as they are on disk."""
         return sum(part.size for part in self.parts)
 
     def run(
@@ -143,7 +143,7 @@ class TokenizeJob:
         return self._facts()
 
     def _made_from(self) -> dict[str, Any]:
-        """What the result depends on: digests of the settings, and of names and sizes."""
+        """Facts that the result depends on: digests of the settings, and of names and sizes."""
         template = [
             (self.tokenizer.folder / name).read_bytes().hex()
             for name in (TEMPLATE, SETTINGS)

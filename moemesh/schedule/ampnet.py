@@ -18,7 +18,7 @@ CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 
 
 class OldestFirst:
-    """What one rank does next: the oldest waiting backward, else the oldest waiting forward.
+    """Policy of one rank: the oldest waiting backward, else the oldest waiting forward.
 
     Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are under way;
     the last rank queues its own backward after each forward. The executor's loop::
@@ -54,7 +54,7 @@ class OldestFirst:
         (self._forwards if op.kind == "F" else self._backwards).append(op)
 
     def next(self) -> Op | None:
-        """What to run now; None when there is nothing before the next message."""
+        """The operation to run now; None when there is nothing before the next message."""
         for waiting in (self._backwards, self._forwards):
             if waiting:
                 self.order.append(waiting.popleft())

@@ -158,7 +158,7 @@ _Found = tuple[Schedule, tuple[str, ...], float | None]
 
 
 def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Found:
-    """From a file, by search or by name; what is wrong besides is added to `problems`."""
+    """A schedule by file, search or name; what is wrong besides is added to `problems`."""
     path = Path(request.name)
     known = request.name in RECIPES or request.name == "search"
     looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
@@ -351,8 +351,7 @@ class Compared:
 
     @property
     def sent(self) -> float:
-        """What the busiest rank sends to others, in activations of a microbatch: a slice is its
-        share of one."""
+        """Most that a rank sends to others, in activations of a microbatch, or slices of one."""
         assert self.answer is not None
         schedule = self.answer.schedule
         count = Counter(message.source for message in messages(schedule).values())

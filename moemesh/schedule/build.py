@@ -17,7 +17,7 @@ LARGEST_NUM_OPERATIONS = 2_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """How a schedule is made: its generator, its conditions, what else it can be told.
+    """Recipe of a schedule: its generator, its conditions, what else it can be told.
 
     `stages_per_rank` are the legal numbers of chunks, empty where any will do; 1 stands for "not
     said" and is always among them. `options` are named as in :func:`build`.

@@ -59,7 +59,7 @@ class Posted(NamedTuple):
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
-    """What blocks when channels are shared like this; empty when everything arrives.
+    """The blocked sends and ranks when channels are shared like this; empty without any.
 
     Expects a complete schedule, in order and free of deadlock with eager sends.
     """
@@ -190,8 +190,8 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckReport(Shown):
-    """What was proved. Per rank: the peaks of memory, and the most messages that can sit received
-    but unused, however late the rank is. `channels` are the ways to share rendezvous channels that
+    """Proof of a schedule. Per rank: the peaks of memory, and the most messages that can sit there
+    unused, however late the rank is. `channels` are the ways to share rendezvous channels that
     do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""
 
     peaks: tuple[HeldActivations, ...]
@@ -324,34 +324,19 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
             for op in entry:
                 first.setdefault(op, index)
         for op, index in first.items():
-            for needed, why in _needed_before(schedule, op):
-                at = first.get(needed)
+            # Of the same stage first: its forward, and its neighbour among the slices.
+            needs = sorted(schedule.dependencies(op), key=lambda other: other.stage != op.stage)
+            for needed in needs:
+                at, why = first.get(needed), "needs"
+                if needed.slice != op.slice:
+                    way = "ascend in F" if op.kind == "F" else "descend in backward"
+                    why = f"slices {way}: needs"
                 if at is not None and at > index:
                     yield ScheduleFault(
                         f"{why} {needed}, which comes later, at {at}", rank, index, op
                     )
                 elif at == index:
                     yield ScheduleFault(f"needs {needed} of the same block", rank, index, op)
-
-
-def _needed_before(schedule: Schedule, op: Op) -> Iterable[tuple[Op, str]]:
-    """Operations that must come before `op` if they stand on the same rank."""
-    kind, stage, microbatch, pipe, part = op
-    if kind == "W":
-        yield op._replace(kind="I"), "needs"
-        return
-    if kind == "F":
-        if part > 0:
-            yield op._replace(slice=part - 1), "slices ascend in F: needs"
-        if stage > 0:
-            yield op._replace(stage=stage - 1), "needs"
-        return
-    yield op._replace(kind="F"), "needs"
-    if part < schedule.num_slices - 1:
-        later = schedule.backward(stage, microbatch, pipe, part + 1)
-        yield later, "slices descend in backward: needs"
-    if stage < schedule.num_stages - 1:
-        yield schedule.backward(stage + 1, microbatch, pipe, part), "needs"
 
 
 def _bounds(

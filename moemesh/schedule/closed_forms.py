@@ -40,8 +40,8 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the formulas are evaluated for. `held` is M_w / M_a, `slice_share` the longest slice's
-    share of a sequence."""
+    """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the longest
+    slice's share of a sequence."""
 
     ranks: int
     microbatches: int

@@ -110,7 +110,7 @@ class PipelineStep(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """By how many microbatches a step grows."""
+        """Microbatches by which a step grows."""
         if self.schedule in ("interleaved_1f1b", "chimera"):
             return self.ranks
         return 2 if self.schedule == "dualpipe" else 1
@@ -130,7 +130,7 @@ def duration(
     weight_gradient: Sequence[float],
     message: float = 0.0,
 ) -> Duration:
-    """How long a step takes when stage s needs so many seconds a microbatch for each part.
+    """Seconds of a step when stage s needs so many seconds a microbatch for each part.
 
     A message between two ranks (of a slice, where there are slices) occupies its sender. Raises
     ValueError when there is no such schedule.

@@ -71,7 +71,7 @@ def best_slices(
     num_sequences: int,
     num_slices: int | None = None,
 ) -> Slicing:
-    """Where to cut a sequence of `length` tokens, at multiples of `granularity`.
+    """The best cuts of a sequence of `length` tokens, at multiples of `granularity`.
 
     ``cost(n, c)`` is the time (forward plus backward) of `n` tokens after a context of `c`, on one
     stage. Least ``num_sequences * sum + (num_stages - 1) * max`` over all ways to cut, or over

@@ -23,7 +23,7 @@ from moemesh.schedule.action import Op, Schedule, UpdateRule
 
 
 class StageVersions(NamedTuple):
-    """What one stage of one pipe saw: the version of each ``F``, ``B`` and ``I``, the largest
+    """Weights of one stage of one pipe: the version of each ``F``, ``B`` and ``I``, the largest
     number of updates between a microbatch's forward and the use of its gradient, the most copies
     alive at once, and how many updates were made."""
 
@@ -34,7 +34,7 @@ class StageVersions(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """Where a schedule and its update rule contradict each other; `entry` is an index in the
+    """An operation that contradicts the update rule of its schedule; `entry` is an index in the
     rank's list."""
 
     rank: int

@@ -17,7 +17,7 @@ from moemesh.trace.loads import LayerLoads
 def neighbours(
     widths: Sequence[int], most: int, borders: AbstractSet[int] = frozenset()
 ) -> list[slice]:
-    """Which of the bins of `widths` steps to sum, so that at most `most` remain, of widths as even
+    """Bins of `widths` steps to sum, so that at most `most` remain, of widths as even
     as may be: slices that cover all of them, in order.
 
     Behind the bins at the positions `borders` a slice always ends; so many more may remain.

@@ -155,7 +155,7 @@ class LayerLoads:
 
 
 def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Of both, the shorter one padded with zeros."""
+    """Element-wise sum; the shorter one is padded with zeros."""
     return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 

@@ -29,7 +29,7 @@ class Offset(NamedTuple):
 
 
 def offset_of(reference: Readings, other: Readings) -> Offset:
-    """How far the clock of `other` is ahead of that of `reference`.
+    """Time by which the clock of `other` is ahead of that of `reference`.
 
     Nobody leaves an exchange before everybody has begun it, so every exchange bounds the offset:
     other's begin lies before reference's end, and reference's begin before other's end. The answer
@@ -68,7 +68,7 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All ranks, ordered. `num_steps` were profiled."""
+    """Profiles of all ranks, ordered. `num_steps` were profiled."""
 
     ranks: Sequence[RankProfile]
     num_steps: int

@@ -21,7 +21,7 @@ from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import ROUNDING, Amount, peak_memory
-from moemesh.schedule.search.bound import Shortest, lower_bound, shortest_times
+from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import State, evaluated, improve
@@ -68,7 +68,7 @@ class SearchResult(Shown):
 
     @property
     def gap(self) -> float:
-        """How far `cost` may be above the optimum, as a share of the lower bound."""
+        """The most by which `cost` exceeds the optimum, as a share of the lower bound."""
         return self.cost / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -187,7 +187,17 @@ def _search_placement(
     question: _Question, problem: SearchProblem, known: Sequence[_FittingSchedule], effort: float
 ) -> tuple[_FittingSchedule | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
-    bound = lower_bound(problem, _shortest(question, problem))
+    # Shortest times, with the full backwards and blocks that hand-made schedules may use.
+    costs = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
+    full = [
+        min(costs.op(Op("B", stage, microbatch)) for microbatch in range(problem.num_microbatches))
+        for stage in range(problem.num_stages)
+    ]
+    block, overlapped = math.inf, question.costs.overlapped
+    if overlapped is not None and problem.num_stages > problem.num_ranks:
+        # Nothing is known of a function's smallest value.
+        block = 0 if callable(overlapped) else costs.entry((Op("F", 0, 0), Op("B", 0, 0)))
+    bound = lower_bound(problem, shortest_times(problem, full, block))
     states: list[tuple[str, State]] = []
     for one in known:
         letters = problem.letters(one.schedule)
@@ -290,19 +300,3 @@ def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]
                 continue  # Its conditions on ranks and microbatches do not hold.
             if question.fits(schedule):
                 yield schedule
-
-
-def _shortest(question: _Question, problem: SearchProblem) -> Shortest:
-    """Shortest times, with the full backwards and blocks that hand-made schedules may use."""
-    bound = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
-    microbatches = range(problem.num_microbatches)
-    full = [
-        min(bound.op(Op("B", stage, microbatch)) for microbatch in microbatches)
-        for stage in range(problem.num_stages)
-    ]
-    block = math.inf
-    overlapped = question.costs.overlapped
-    if overlapped is not None and problem.num_stages > problem.num_ranks:
-        # Nothing is known of a function's smallest value.
-        block = 0 if callable(overlapped) else bound.entry((Op("F", 0, 0), Op("B", 0, 0)))
-    return shortest_times(problem, full, block)

@@ -112,7 +112,7 @@ def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
 
 
 def _forwards(times: Shortest, first: int, last: int) -> float:
-    """From the start of stage `first`'s forward to the end of stage `last`'s."""
+    """Time from the start of stage `first`'s forward to the end of stage `last`'s."""
     path = times.forward[first]
     for stage in range(first + 1, last + 1):
         path += times.to_forward[stage] + times.forward[stage]
@@ -120,7 +120,7 @@ def _forwards(times: Shortest, first: int, last: int) -> float:
 
 
 def _backwards(times: Shortest, first: int, last: int) -> float:
-    """From the start of stage `first`'s input gradient down to the end of stage `last`'s."""
+    """Time from the start of stage `first`'s input gradient down to the end of stage `last`'s."""
     path = times.inner[first]
     for stage in range(first - 1, last - 1, -1):
         path += times.to_inner[stage] + times.inner[stage]
@@ -128,7 +128,7 @@ def _backwards(times: Shortest, first: int, last: int) -> float:
 
 
 def _round_trip(times: Shortest, stage: int, stages: int) -> float:
-    """From the end of a stage's forward to the start of its input gradient."""
+    """Time from the end of a stage's forward to the start of its input gradient."""
     path: float = 0
     for other in range(stage + 1, stages):
         path += times.to_forward[other] + times.forward[other]

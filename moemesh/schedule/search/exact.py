@@ -43,14 +43,11 @@ def applies(problem: SearchProblem) -> bool:
 
 def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> ExactSearch:
     """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
-    m, stages, ranks = problem.num_microbatches, problem.num_stages, problem.num_ranks
-    left = [0.0] * ranks
-    for op, cost in enumerate(problem.cost):
-        left[problem.placement[op // m % stages]] += cost
+    m, stages = problem.num_microbatches, problem.num_stages
     arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
-    zeros = (0.0,) * ranks
+    zeros = (0.0,) * problem.num_ranks
     tree = _Tree(problem, best)
-    stack = [_Node((0,) * 3 * stages, zeros, zeros, tuple(left), arrivals, None, -1)]
+    stack = [_Node((0,) * 3 * stages, zeros, zeros, problem.busy, arrivals, None, -1)]
     while stack and tree.nodes < max_nodes:
         node = stack.pop()
         tree.nodes += 1

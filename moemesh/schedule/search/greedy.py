@@ -18,7 +18,7 @@ from moemesh.schedule.search.problem import Letters, SearchProblem
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyPolicy:
-    """How a rank chooses. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
+    """Choice of a rank. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
     forward and an input gradient that are both ready; "alternate" takes the other of the last.
     `gap`: while the next input is on its way, a weight gradient runs if the wait is at least that
     share of its time. `deepest`: among stages of a rank, take the one nearest to the end of the
@@ -31,11 +31,11 @@ class GreedyPolicy:
 
 
 def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
-    """All flag settings, the likelier ones first."""
+    """Policies with all flag settings, the likelier ones first."""
     chunks = [len(stages) for stages in problem.stages]
     ranks, most = problem.num_ranks, problem.num_microbatches
     # One microbatch enters a rank in the time that the slowest rank works on one.
-    pace = max(busy(problem)) / most
+    pace = max(problem.busy) / most
     away = [math.ceil(trip / pace) if pace else 1 for trip in round_trips(problem)]
     # How many microbatches each rank may have in flight.
     profiles: list[list[int]] = []
@@ -55,15 +55,6 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
             for prefer in ("I", "alternate", "F"):
                 for limits in limit_settings:
                     yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
-
-
-def busy(problem: SearchProblem) -> list[float]:
-    """Time that every rank works."""
-    m, stages = problem.num_microbatches, problem.num_stages
-    total: list[float] = [0] * problem.num_ranks
-    for op, cost in enumerate(problem.cost):
-        total[problem.placement[op // m % stages]] += cost
-    return total
 
 
 def round_trips(problem: SearchProblem) -> list[float]:

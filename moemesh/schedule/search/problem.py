@@ -75,6 +75,14 @@ class SearchProblem:
         )
 
     @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time that every rank works."""
+        total: list[float] = [0] * self.num_ranks
+        for op, cost in enumerate(self.cost):
+            total[self.placement[op // self.num_microbatches % self.num_stages]] += cost
+        return tuple(total)
+
+    @cached_property
     def origins(self) -> tuple[float, ...]:
         """Subtracted from each rank's last end: its first start, or 0 for the makespan.
 
