@@ -20,8 +20,7 @@ import numpy as np
 
 from moemesh.config.data import BadRecords
 from moemesh.data.documents import between, encoded
-from moemesh.data.index_file import HashedFile, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import HashedFile, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile
 from moemesh.data.records import BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer

@@ -21,8 +21,7 @@ import numpy as np
 from moemesh.config.data import Documents, LongConversations
 from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
-from moemesh.data.ids import IdRanges
-from moemesh.data.order import Epochs, Interleaving, held_out_blocks
+from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
 from moemesh.data.packing import PADDING, packed
 from moemesh.data.tokenizer import DataError
 

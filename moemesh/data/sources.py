@@ -11,8 +11,7 @@ from pathlib import Path
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import found_by, refuse_together
 from moemesh.data.corpus import Corpus, is_whole_file
-from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
-from moemesh.data.indexed import IndexedTokens
+from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, beside, prefix_of
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
 from moemesh.data.records import BadRecordLog
 from moemesh.data.samples import Samples, SampleSource

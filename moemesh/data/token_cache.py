@@ -20,8 +20,7 @@ from moemesh.config.data import BadRecords
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.corpus import check_ids, documents_of
 from moemesh.data.documents import between
-from moemesh.data.index_file import IDX, SUFFIXES, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import IDX, SUFFIXES, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile, reading
 from moemesh.data.records import BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer

@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.data.chat import TEMPLATE
-from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import (
+    IDX,
+    SUFFIXES,
+    HashedFile,
+    IndexedTokens,
+    IndexedWriter,
+    beside,
+    prefix_of,
+    read_sidecar,
+)
 from moemesh.data.input_files import CHECKED_FILES, check_head, find
 from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
 from moemesh.data.records import NAMED, BadRecordLog

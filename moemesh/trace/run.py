@@ -23,8 +23,7 @@ from moemesh.config.paths import nearest_path
 from moemesh.config.shown import Shown
 from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.load_bins import LoadBins
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import ProvenancePart, parts_of
 from moemesh.trace.strict_json import finite

@@ -37,8 +37,7 @@ from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule
-from moemesh.trace.load_bins import neighbours
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import LayerLoads, neighbours
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder

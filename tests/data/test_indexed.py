@@ -12,8 +12,7 @@ import pytest
 
 from moemesh.data import index_file, indexed
 from moemesh.data.corpus import Corpus
-from moemesh.data.index_file import BIN, IDX, MASK, META, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import BIN, IDX, MASK, META, IndexedTokens, IndexedWriter, beside
 from moemesh.data.samples import Windows
 from moemesh.data.tokenizer import DataError
 
