@@ -1,5 +1,4 @@
-"""The answer to ``moemesh schedule``: a schedule by name, from a file or searched, simulated; or
-all schedules on the same ranks, microbatches and costs, in one table."""
+"""The answer to ``moemesh schedule``: a schedule simulated, or all of them in one table."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.schedule.slicing import slice_lengths
+from moemesh.schedule.terapipe import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.artifacts import measure_saved, state_bytes
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
