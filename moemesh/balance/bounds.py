@@ -1,4 +1,4 @@
-"""Below which load no placement can get: mean, quotients, pigeonholes and their linear programs.
+"""Lower bounds of the largest load: mean, quotients, pigeonholes and their linear programs.
 
 For a trial load T, a weight function p is chosen such that no legal content of a GPU (exactly k
 replicas, together at most T) weighs more than some `room`. If the lightest choice of replica counts

@@ -115,7 +115,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def _cache_folder(numba: Any) -> Path | None:
-    """Where compiled code is kept; None if nowhere.
+    """The folder in which compiled code is kept; None if nowhere.
 
     The folder's name holds a hash of all sources of this package: numba itself looks only at the
     file of a function, and would keep an old version of what that calls.

@@ -97,9 +97,7 @@ def rebalance_incremental(
         limit = bounds[layer] * (1.0 + tolerance)
         aim = bounds[layer] * (1.0 + tolerance * (1.0 - margin))
         slots[layer] = _replan(weights[layer], old[layer], shape, limit, aim, tolerance)
-    return _describe(
-        loads, given, old, slots, bounds / np.maximum(weights.mean(axis=1), 1e-300), shape
-    )
+    return _describe(loads, given, old, slots, bounds, shape)
 
 
 def replan_from_scratch(
@@ -119,22 +117,20 @@ def replan_from_scratch(
     slots = solve(weights, shape, "quality")
     for layer in range(len(slots)):
         relabel(slots[layer], old[layer], shape.num_nodes, num_gpus)
-    bounds = bounds_of(weights, shape)
-    return _describe(
-        loads, given, old, slots, bounds / np.maximum(weights.mean(axis=1), 1e-300), shape
-    )
+    return _describe(loads, given, old, slots, bounds_of(weights, shape), shape)
 
 
 def _describe(
     kind: Any, loads: Floats, old: Ints, slots: Ints, bounds: Floats, shape: Shape
 ) -> Replan:
     num_gpus = shape.num_gpus
+    mean = np.maximum(scaled(loads).mean(axis=1), 1e-300)
     transfers = tuple(
         schedule_transfers(before.tolist(), after.tolist(), num_gpus, shape.num_nodes)
         for before, after in zip(old, slots, strict=True)
     )
     maps = like(kind, *maps_of(slots, shape.num_experts))
-    bound = np.maximum(bounds * num_gpus / shape.num_experts, 1.0)
+    bound = np.maximum(bounds / mean * num_gpus / shape.num_experts, 1.0)
     return Replan(
         physical_to_logical=maps[0],
         logical_to_physical=maps[1],

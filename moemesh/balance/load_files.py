@@ -22,11 +22,7 @@ PLACEMENT_KEYS = ("physical_to_logical",)
 _ROW_NAMES = ("", "layer", "layers", "layer_id", "layer_index", "layer_idx", "index", "idx", "id")
 
 
-def _ignore(text: str) -> None:
-    """Nobody is warned."""
-
-
-def load_table(path: Path, warn: Callable[[str], None] = _ignore) -> np.ndarray[Any, Any]:
+def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.ndarray[Any, Any]:
     """Loads [layers, experts] of a file, or of a run's folder (tokens over all its steps).
 
     One row (or one list) is one layer. `warn` is told of a first column that names the rows and is
@@ -40,7 +36,7 @@ def load_table(path: Path, warn: Callable[[str], None] = _ignore) -> np.ndarray[
 def load_placement(path: Path) -> np.ndarray[Any, Any]:
     """Slots [layers, slots] of a file, as `moemesh balance --json` writes it."""
     # Slots that only count are as good as others.
-    return _read(path, PLACEMENT_KEYS, _ignore)
+    return _read(path, PLACEMENT_KEYS, lambda _: None)
 
 
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
@@ -56,7 +52,6 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
         raise BalanceError(f"{path}: not a file of a known kind ({', '.join(readers)})")
     try:
         found = reader(path, keys)
-        _check_rows(path, found)
         table = _as_numbers(path, found)
     except BalanceError:
         raise
@@ -71,11 +66,10 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     return table[None] if table.ndim == 1 else table
 
 
-def _check_rows(path: Path, table: Any) -> None:
-    """Lists in a list must be equally long. Raises BalanceError with the first that is not."""
-    if not isinstance(table, list) or not table:
-        return
-    rows = cast("list[object]", table)
+def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
+    """An array of numbers. Raises BalanceError with the first row of another length than the first,
+    or the first cell that is no number."""
+    rows = cast("list[object]", table if isinstance(table, list) else [])
     lengths = [len(cast("list[object]", row)) if isinstance(row, list) else None for row in rows]
     for number, length in enumerate(lengths):
         if length != lengths[0]:
@@ -84,16 +78,11 @@ def _check_rows(path: Path, table: Any) -> None:
                 f"{path}: row {number} has {names[number]}, row 0 has {names[0]}: every row is a "
                 "layer with a load for each expert"
             )
-
-
-def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
-    """An array of numbers. Raises BalanceError with the first cell that is none."""
     array = np.asarray(table)
     if array.dtype.kind in "iufb":
         return array
     if not isinstance(table, list):
         raise BalanceError(f"{path}: holds {array.dtype}, and not numbers")
-    rows = cast("list[object]", table)
     for number, row in enumerate(rows if isinstance(rows[0], list) else [rows]):
         for cell in cast("list[object]", row):
             if isinstance(cell, bool) or not isinstance(cell, (int, float)):
@@ -131,11 +120,23 @@ def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) ->
             f"{path}: its rows are experts (the first column is {header[0]!r}); "
             "every row is a layer, with a load for each expert"
         )
-    if _numbers_rows(header, rows):
+    named = header is not None and header[0].strip().lower() in _ROW_NAMES
+    # Words in every row are names, too ("1,000" is a number that we do not read, and no word).
+    named |= not any(_is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
+    if len(rows[0]) > 1 and named:
         rows = [row[1:] for row in rows]
         warn(f"{path}: the first column names the rows: it is no expert's load")
     elif header is None:
-        _warn_of_counting(path, rows, warn)
+        # A first column or row that only counts cannot be told from loads without a header.
+        column = [row[0].strip() for row in rows]
+        for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
+            counted = [str(number) for number in range(len(cells))]
+            from_one = [str(number) for number in range(1, len(cells) + 1)]
+            if len(cells) > 2 and [cell.strip() for cell in cells] in (counted, from_one):
+                warn(
+                    f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is "
+                    f"taken for loads; if it is none, write a header that begins with {name}"
+                )
     table: list[list[float]] = []
     for number, row in enumerate(rows):
         wrong = [cell for cell in row if not _is_number(cell)]
@@ -143,30 +144,6 @@ def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) ->
             raise BalanceError(f"{path}: row {number} holds {wrong[0]!r}, which is no number")
         table.append([float(cell) for cell in row])
     return table
-
-
-def _numbers_rows(header: list[str] | None, rows: list[list[str]]) -> bool:
-    """Whether the first column names the rows: by its header, or by words in every row ("1,000" is
-    a number that we do not read, and no word)."""
-    if len(rows[0]) < 2:
-        return False
-    if header is not None and header[0].strip().lower() in _ROW_NAMES:
-        return True
-    return not any(_is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
-
-
-def _warn_of_counting(path: Path, rows: list[list[str]], warn: Callable[[str], None]) -> None:
-    """Say so when a first column or row only counts: without a header that cannot be told from
-    loads."""
-    column = [row[0].strip() for row in rows]
-    for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
-        counted = [str(number) for number in range(len(cells))]
-        from_one = [str(number) for number in range(1, len(cells) + 1)]
-        if len(cells) > 2 and [cell.strip() for cell in cells] in (counted, from_one):
-            warn(
-                f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is taken "
-                f"for loads; if it is none, write a header that begins with {name}"
-            )
 
 
 def _is_number(cell: str) -> bool:

@@ -162,7 +162,7 @@ def price_splits(
     gain: Floats,
     cost: Floats,
 ) -> None:
-    """What one replica more (`gain`, <= 0) or less (`cost`, >= 0) of an expert does elsewhere.
+    """Effects elsewhere of one replica more (`gain`, <= 0) or less (`cost`, >= 0) of an expert.
 
     An expert that cannot get (or lose) a replica has an infinite price.
     """

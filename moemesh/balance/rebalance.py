@@ -38,9 +38,8 @@ class ExpertPlacement(Shown, _Maps):
     def gpu_loads(self) -> tuple[Floats, Floats]:
         """Load of each GPU [layers, GPUs] with the experts in order, and with these replicas."""
         slots = np.asarray(self.physical_to_logical)
-        return loads_in_order(self.loads, self.num_gpus), gpu_loads(
-            self.loads, slots, self.num_gpus
-        )
+        placed = gpu_loads(self.loads, slots, self.num_gpus)
+        return loads_in_order(self.loads, self.num_gpus), placed
 
     def facts(self) -> dict[str, object]:
         (layers, slots), experts = np.shape(self.physical_to_logical), self.loads.shape[1]

@@ -1,4 +1,4 @@
-"""From loads to slots: first packings, and deeper searches where the gap is wide."""
+"""Search from loads to slots: first packings, and deeper searches where the gap is wide."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEW_SLOTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SearchEffort:
-    """How long to search: `enough` ends it, `tolerance` is aimed for (both relative to the bound).
+    """Length of a search: `enough` ends it, `tolerance` is aimed for (both relative to the bound).
 
     `kept` numbers of slots are kept for light experts, from `places` places on; `polished` packings
     are polished, with `moves` moves each; `pair_steps` is the length of a search over counts, with
@@ -288,7 +288,7 @@ def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tu
 
 
 def _keep_up(layers: _Layers) -> None:
-    """Where the published placement is better, take that, mended, or search until ours is as good.
+    """Take the published placement where it is better, mended, or search until ours is as good.
 
     Only if all that fails, a second copy of an expert stays on a GPU: a smaller largest load counts
     more than a wasted slot.
@@ -310,8 +310,14 @@ def _keep_up(layers: _Layers) -> None:
             layers.slots[layer] = again.slots[0]
             continue
         mended = _mend(weight, shape, theirs, float(limit))
-        if mended is None:
-            mended = _rescue(weight, shape, float(limit))
+        for seed in range(NUM_RESCUES):
+            if mended is not None:
+                break
+            effort = THOROUGH if seed else QUALITY
+            trial = _Layers(weight[None], shape, effort)
+            trial.search(0, effort, THOROUGH.enough, seed)
+            if trial.tops.max() <= float(limit) * (1.0 + SAME):
+                mended = trial.slots[0]
         layers.slots[layer] = theirs if mended is None else mended
 
 
@@ -332,17 +338,6 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
             return None
         part[:] = experts[local]
     return mended
-
-
-def _rescue(weight: Floats, shape: Shape, limit: float) -> Ints | None:
-    """Slots without second copies and within `limit`, searched for anew; None if not found."""
-    for seed in range(NUM_RESCUES):
-        effort = THOROUGH if seed else QUALITY
-        trial = _Layers(weight[None], shape, effort)
-        trial.search(0, effort, THOROUGH.enough, seed)
-        if trial.tops.max() <= limit * (1.0 + SAME):
-            return trial.slots[0]
-    return None
 
 
 @compiled

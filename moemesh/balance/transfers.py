@@ -38,9 +38,11 @@ def schedule_transfers(
         # Longest queues first, so that few rounds are needed: each GPU's queue is its degree.
         degree: Counter[int] = Counter()
         for (low, high), transfers in waiting.items():
-            pair = _exchanges(transfers)
-            degree[low] += pair
-            degree[high] += pair
+            # A pair needs as many rounds as the longer of its two directions.
+            upwards = sum(transfer.source_gpu == low for transfer in transfers)
+            rounds_needed = max(upwards, len(transfers) - upwards)
+            degree[low] += rounds_needed
+            degree[high] += rounds_needed
         order = sorted(
             waiting,
             key=lambda pair: (
@@ -54,7 +56,12 @@ def schedule_transfers(
         for pair in order:
             if busy.isdisjoint(pair):
                 busy.update(pair)
-                chosen += _take(waiting[pair])
+                for source in pair:  # one transfer of each direction
+                    queue = waiting[pair]
+                    first = next((one for one in queue if one.source_gpu == source), None)
+                    if first is not None:
+                        chosen.append(first)
+                        queue.remove(first)
                 if not waiting[pair]:
                     del waiting[pair]
         rounds.append(tuple(chosen))
@@ -64,7 +71,7 @@ def schedule_transfers(
 def _choose_sources(
     previous: list[int], slots: list[int], num_gpus: int, num_nodes: int
 ) -> dict[tuple[int, int], list[ReplicaTransfer]]:
-    """All transfers, by their pair of GPUs (the lower number first)."""
+    """Transfers by their pair of GPUs (the lower number first)."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
     holders: defaultdict[int, list[int]] = defaultdict(list)
@@ -98,21 +105,3 @@ def _choose_sources(
             transfer = ReplicaTransfer(expert, source, gpu, source_slot, slot)
             found[min(source, gpu), max(source, gpu)].append(transfer)
     return dict(found)
-
-
-def _exchanges(transfers: list[ReplicaTransfer]) -> int:
-    """Rounds that a pair needs: the longer of its two directions."""
-    upwards = sum(transfer.source_gpu < transfer.target_gpu for transfer in transfers)
-    return max(upwards, len(transfers) - upwards)
-
-
-def _take(transfers: list[ReplicaTransfer]) -> list[ReplicaTransfer]:
-    """Remove and return one transfer of each direction."""
-    taken: list[ReplicaTransfer] = []
-    for upwards in (True, False):
-        for transfer in transfers:
-            if (transfer.source_gpu < transfer.target_gpu) == upwards:
-                taken.append(transfer)
-                transfers.remove(transfer)
-                break
-    return taken

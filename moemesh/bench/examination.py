@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moemesh.bench import environment
+from moemesh.comm.slurm import SlurmError, ranks_of_slurm
+from moemesh.config.sources import ENVIRONMENT_PREFIX, read_environment
 from moemesh.trace.machine import SHARED_MEMORY
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.watch.devices import signs_of_gpus
@@ -38,6 +39,23 @@ DISK_FAIL, DISK_WARN = GIB, 20 * GIB
 SHARED_MEMORY_WARN = 256 << 20
 #: Seconds by which a file server's clock may be off.
 CLOCK_SECONDS = 2.0
+#: warn or fail, what is so of the environment, and the fix.
+_Remark = tuple[Literal["warn", "fail"], str, str]
+#: Variable -> the values that hurt (none named: any), and what they do.
+HURTFUL: dict[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel is waited for: nothing overlaps"),
+    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked by another one"),
+    "NCCL_P2P_DISABLE": (("1",), "GPUs of a node talk through the host"),
+    "NCCL_IB_DISABLE": (("1",), "nodes talk through TCP, not InfiniBand"),
+    "NCCL_SHM_DISABLE": (("1",), "ranks of a node talk through the network"),
+    "NCCL_DEBUG": (("TRACE",), "every call is logged"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is allocated by the driver"),
+    "PYTORCH_JIT": (("0",), "compiled functions run in Python"),
+    "NUMBA_DISABLE_JIT": (("1",), "the balancer is not compiled"),
+}
+#: Variables that name network interfaces.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Diagnosis(NamedTuple):
@@ -56,7 +74,7 @@ def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     yield from _shared_memory()
     yield from _limits()
     yield from _names_and_ports(environ)
-    remarks = list(environment.remarks(environ))
+    remarks = list(_environment(environ))
     yield from (Diagnosis("environment", *remark) for remark in remarks)
     if not remarks:
         yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
@@ -109,25 +127,23 @@ def _keeps(version: str, wanted: str) -> bool:
 def _folder(folder: Path) -> Iterator[Diagnosis]:
     """Disk, locks, renames and clock of the file system that runs are written to."""
     home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    fixes = {
+        "fail": "make room, or write elsewhere with --out",
+        "warn": "a checkpoint has 12 bytes a parameter, and train.checkpoints_kept of them stay",
+    }
     try:
         with tempfile.TemporaryDirectory(prefix=".moemesh-doctor-", dir=home) as scratch:
-            yield _disk(home)
+            free = shutil.disk_usage(home).free
+            text = f"{format_bytes(free)} free for runs under {home}"
+            verdict: Verdict = (
+                "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "pass"
+            )
+            yield Diagnosis("disk", verdict, text, fixes.get(verdict, ""))
             yield _locks(Path(scratch) / "lease")
             yield _clock(Path(scratch) / "clock")
     except OSError as error:
         text = f"{home}: cannot be written ({error.strerror or error})"
         yield Diagnosis("run folder", "fail", text, "choose another with --out")
-
-
-def _disk(home: Path) -> Diagnosis:
-    free = shutil.disk_usage(home).free
-    text = f"{format_bytes(free)} free for runs under {home}"
-    if free < DISK_FAIL:
-        return Diagnosis("disk", "fail", text, "make room, or write elsewhere with --out")
-    if free < DISK_WARN:
-        fix = "a checkpoint has 12 bytes a parameter, and train.checkpoints_kept of them stay"
-        return Diagnosis("disk", "warn", text, fix)
-    return Diagnosis("disk", "pass", text)
 
 
 def _locks(file: Path) -> Diagnosis:
@@ -228,6 +244,50 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         )
     else:
         yield Diagnosis("ports", "pass", f"port {wanted} is free")
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
+    """Variables that change a run, or stop it."""
+    for name, (values, effect) in HURTFUL.items():
+        if environ.get(name, "").upper() in values:
+            yield "warn", f"{name}={environ[name]}: {effect}", f"unset {name}"
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
+    if threads.isdecimal() and int(threads) > cores:
+        text = f"OMP_NUM_THREADS={threads} on {cores} core(s): threads wait for each other"
+        yield "warn", text, "unset OMP_NUM_THREADS: each rank takes its share of the cores"
+    known = [name for _, name in socket.if_nameindex()]
+    for variable in INTERFACES:
+        # NCCL also knows prefixes, "^" for all but these, and "=" for exactly these.
+        asked = environ.get(variable, "")
+        names = [] if asked.startswith("^") else asked.lstrip("=").split(",")
+        wrong = [one for one in filter(None, names) if not any(n.startswith(one) for n in known)]
+        if wrong:
+            text = f"{variable}={asked} names no interface of this machine"
+            yield "fail", text, f"one of {', '.join(known)}"
+    source = read_environment(environ)
+    for problem in source.problems:
+        yield "fail", f"{problem.origin}: {problem.message}", problem.fix
+    if source.leaves:
+        names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
+        text = f"{', '.join(names)} set keys of every run from this shell"
+        yield "warn", text, "unset what is not meant: `moemesh config show` names its origins"
+    there = [name for name in _RANK if name in environ]
+    try:
+        slurm = ranks_of_slurm(environ)
+    except SlurmError as error:
+        yield "fail", str(error), "srun --distribution=block"
+        return
+    if "RANK" in there and len(there) < len(_RANK):
+        missing = ", ".join(name for name in _RANK if name not in environ)
+        text = f"{', '.join(there)} are set as for a rank, but not {missing}"
+        yield "fail", text, "unset them, or start ranks with torchrun"
+    elif len(there) == len(_RANK):
+        text = f"this is rank {environ['RANK']} of {environ['WORLD_SIZE']} of torchrun"
+        fix = "outside of a job unset RANK and WORLD_SIZE: train would wait for others"
+        yield "warn", text, fix
+    elif slurm:
+        text = f"this is task {slurm['RANK']} of {slurm['WORLD_SIZE']} of srun"
+        yield "warn", text, "srun --ntasks=1 examines a node by itself"
 
 
 def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:

@@ -89,25 +89,21 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
         names: list[str] = []
         for host in range(num_hosts):
             names.append(namespace(f"{prefix}-host{host}"))
-            _connect(names[-1], switch, host)
-            _shape(names[-1], INTERFACE, rate)
+            # A pair of interfaces between host and bridge, born inside their namespaces: nothing
+            # ever appears in the machine's own.
+            name, port = names[-1], f"port{host}"
+            _ip(
+                *("-n", name, "link", "add", INTERFACE),
+                *("type", "veth", "peer", "name", port, "netns", switch),
+            )
+            _ip("-n", name, "addr", "add", f"{_SUBNET}.{host + 1}/24", "dev", INTERFACE)
+            _ip("-n", switch, "link", "set", port, "master", "bridge0")
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+            _ip("-n", switch, "link", "set", port, "up")
+            _shape(name, INTERFACE, rate)
             if num_hosts > 2:  # of two hosts, one receives what the other sends
-                _shape(switch, f"port{host}", rate)
+                _shape(switch, port, rate)
         yield names
-
-
-def _connect(name: str, switch: str, host: int) -> None:
-    """A pair of interfaces between a host and the bridge."""
-    port = f"port{host}"
-    # Born inside their namespaces: nothing ever appears in the machine's own.
-    _ip(
-        *("-n", name, "link", "add", INTERFACE),
-        *("type", "veth", "peer", "name", port, "netns", switch),
-    )
-    _ip("-n", name, "addr", "add", f"{_SUBNET}.{host + 1}/24", "dev", INTERFACE)
-    _ip("-n", switch, "link", "set", port, "master", "bridge0")
-    _ip("-n", name, "link", "set", INTERFACE, "up")
-    _ip("-n", switch, "link", "set", port, "up")
 
 
 def _shape(name: str, device: str, rate: float) -> None:
@@ -144,41 +140,30 @@ def run_ranks(
                     "MASTER_PORT": _PORT,
                     "GLOO_SOCKET_IFNAME": INTERFACE,
                 }
-                ranks.append(_start(names[host], variables, command, Path(folder), rank))
-            _wait(ranks, time.monotonic() + timeout, timeout, Path(folder))
+                # `ip` and `env` replace themselves by the rank, so the process is the rank.
+                assigned = [f"{key}={value}" for key, value in variables.items()]
+                words = ["ip", "netns", "exec", names[host], "env", *assigned, *command]
+                outputs = (Path(folder) / f"{rank}.{kind}" for kind in ("out", "err"))
+                with next(outputs).open("wb") as out, next(outputs).open("wb") as errors:
+                    ranks.append(subprocess.Popen(words, stdout=out, stderr=errors))
+            deadline = time.monotonic() + timeout
+            codes = [process.poll() for process in ranks]
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                codes = [process.poll() for process in ranks]
+            for rank, code in enumerate(codes):
+                if code:
+                    said = (Path(folder) / f"{rank}.err").read_text(errors="replace").splitlines()
+                    tail = "\n".join(said[-_TAIL_LINES:])
+                    raise HostsError(f"rank {rank} failed with exit code {code}:\n{tail}")
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            if running:
+                raise HostsError(f"rank(s) {running} did not finish within {timeout:.0f} s")
             return (Path(folder) / "0.out").read_text()
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-
-
-def _start(
-    name: str, variables: dict[str, object], command: Sequence[str], folder: Path, rank: int
-) -> subprocess.Popen[bytes]:
-    """Start one rank; `ip` and `env` replace themselves by it, so the process is the rank."""
-    assigned = [f"{key}={value}" for key, value in variables.items()]
-    with open(folder / f"{rank}.out", "wb") as out, open(folder / f"{rank}.err", "wb") as errors:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", name, "env", *assigned, *command], stdout=out, stderr=errors
-        )
-
-
-def _wait(
-    ranks: Sequence[subprocess.Popen[bytes]], deadline: float, timeout: float, folder: Path
-) -> None:
-    codes = [process.poll() for process in ranks]
-    while None in codes and not any(codes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        codes = [process.poll() for process in ranks]
-    for rank, code in enumerate(codes):
-        if code:
-            words = (folder / f"{rank}.err").read_text(errors="replace").splitlines()
-            tail = "\n".join(words[-_TAIL_LINES:])
-            raise HostsError(f"rank {rank} failed with exit code {code}:\n{tail}")
-    running = [rank for rank, code in enumerate(codes) if code is None]
-    if running:
-        raise HostsError(f"rank(s) {running} did not finish within {timeout:.0f} s")
 
 
 def bytes_on_link() -> int | None:

@@ -8,6 +8,7 @@ table becomes a Cluster file, with what the devices compute and α, β where not
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 
-from moemesh.bench.device import measure_device, synchronize
 from moemesh.bench.link_cluster import fit
 from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import LinksSettings
@@ -30,6 +30,13 @@ from moemesh.config.layout import Layout
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20
 _SAID = {"phase": "bench", "caller": "bench.links"}
 _NUMBER_BYTES = 4
+#: The side length in units of which products lose efficiency; the least loss (0 is no constant).
+TILE = 64
+_LEAST_LOSS = 1e-3
+#: Numbers of a side of the products and of the copied tensor, on a CPU and on an accelerator.
+_SIDE = {"cpu": 1024, "cuda": 8192}
+_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 28}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +88,13 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
     mesh = Mesh.create(Layout(dp=world, ranks_per_node=settings.node), device)
     collectives.barrier(mesh["world"])
     rates = measure_device(mesh.device, settings.node, settings.rounds)
-    told = collectives.gather_json(rates.to_json(), mesh.control)
+    told = collectives.gather_json(rates, mesh.control)
     return {
         "settings": settings.to_json(),
-        "links": [row | _fitted(row) for row in table],
+        "links": [
+            row | {"fit": asdict(fit(row["operation"], row["ranks"], row["bytes"], row["seconds"]))}
+            for row in table
+        ],
         "device": {
             "name": told[0]["name"],
             "memory_bytes": min(rank["memory_bytes"] for rank in told),
@@ -98,10 +108,6 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
             },
         },
     }
-
-
-def _fitted(row: dict[str, Any]) -> dict[str, Any]:
-    return {"fit": asdict(fit(row["operation"], row["ranks"], row["bytes"], row["seconds"]))}
 
 
 def measure_shape(
@@ -145,16 +151,10 @@ def _operation(name: str, axis: Axis, numbers: int) -> Callable[[], object]:
             return lambda: transfers.reduce_scatter(whole, axis, **_SAID)
         case "all_to_all":
             return lambda: transfers.all_to_all(whole, axis, **_SAID)
+        case _ if axis.index == 0:
+            return lambda: point_to_point.send(whole, axis, 1, **_SAID)
         case _:
-            return lambda: _message(whole, axis)
-
-
-def _message(x: torch.Tensor, axis: Axis) -> None:
-    """From the first of two to the second."""
-    if axis.index == 0:
-        point_to_point.send(x, axis, 1, **_SAID)
-    else:
-        point_to_point.receive(x, axis, 0, **_SAID)
+            return lambda: point_to_point.receive(whole, axis, 0, **_SAID)
 
 
 def _seconds(run: Callable[[], object], mesh: Mesh, rounds: int) -> float:
@@ -176,3 +176,70 @@ def _seconds(run: Callable[[], object], mesh: Mesh, rounds: int) -> float:
     own = [timed(repeats) for _ in range(rounds)]
     ranks = collectives.gather_json(own, mesh.control)
     return median(max(samples) for samples in zip(*ranks, strict=True))
+
+
+def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> dict[str, Any]:
+    """Rates of this rank's device, medians of `rounds`: operations/s of the largest products by
+    dtype, what few rows and narrow sides lose of it (in 16 bit), bytes/s read and written, bytes.
+
+    A product of [M, K] and [K, N] is taken to run at peak / ((1 + r 64/M) (1 + n 64/N)
+    (1 + n 64/K)), as the planner's time model has it: three measured shapes give the peak, r and n.
+    All ranks measure at the same time, as they compute in training: on a machine that they share,
+    each gets its part.
+    """
+    side = _SIDE[device.type]
+
+    def rate(dtype: torch.dtype, rows: int, columns: int) -> float:
+        left = torch.randn(rows, side, device=device).to(dtype)
+        right = torch.randn(side, columns, device=device).to(dtype)
+        seconds = median_seconds(lambda: torch.mm(left, right), device, rounds)
+        return 2 * rows * columns * side / seconds
+
+    rates = {name: rate(dtype, side, side) for name, dtype in DTYPES.items()}
+    full = rates["bfloat16"]
+    row_loss = side_loss(full, rate(torch.bfloat16, TILE, side), side)
+    width_loss = side_loss(full, rate(torch.bfloat16, side, TILE), side)
+    # What the large product itself still loses.
+    lost = (1 + row_loss * TILE / side) * (1 + width_loss * TILE / side) ** 2
+    source = torch.zeros(_NUMBERS[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds(lambda: target.copy_(source), device, rounds)
+    bandwidth = 2 * source.numel() * source.element_size() / seconds
+    # Of the device, or this rank's part of the machine's.
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
+    if device.type == "cuda":
+        memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    return {
+        "peak_flops": {name: found * lost for name, found in rates.items()},
+        "row_loss": row_loss,
+        "width_loss": width_loss,
+        "memory_bandwidth": bandwidth,
+        "memory_bytes": memory_bytes,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    }
+
+
+def side_loss(full: float, narrow: float, side: int) -> float:
+    """l of rate = peak / (1 + l 64 / side), from the rates with a full side and one of 64."""
+    ratio = full / narrow
+    # Beyond this ratio not even an infinite loss explains the times.
+    ratio = min(max(ratio, 1.0), 0.99 * side / TILE)
+    return max((ratio - 1) / (1 - ratio * TILE / side), _LEAST_LOSS)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median time of one call, once warm."""
+    taken: list[float] = []
+    for number in range(rounds + 2):
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        if number >= 2:
+            taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

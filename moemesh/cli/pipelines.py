@@ -88,7 +88,7 @@ def show_schedule(
 
 
 def _compare_all(request: ScheduleRequest, as_json: bool) -> None:
-    from moemesh.schedule.comparison import compare, comparison_rows
+    from moemesh.schedule.answer import compare, comparison_rows
 
     with progress("comparing schedules", quiet=as_json):
         found = compare(request)

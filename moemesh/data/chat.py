@@ -54,7 +54,7 @@ class Rendered(NamedTuple):
     learned: tuple[range, ...]
 
     def mask(self, offsets: np.ndarray) -> np.ndarray:
-        """Which tokens carry loss, bool [n]: those that hold a character that does, and those
+        """The tokens that carry loss, bool [n]: those with a character that does, and those
         between; `offsets` [n, 2] are the characters of each."""
         found = np.zeros(len(offsets), dtype=bool)
         for span in self.learned:
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @cached_property
     def stop(self) -> str:
-        """Where an answer ends: the text of its end-of-turn token, which may be empty."""
+        """The end of an answer: the text of its end-of-turn token, which may be empty."""
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARKS[0]}]
         return self._end_of_turn(self._rendering(None, CHAT)(asked).rpartition(MARKS[0])[2])
 
@@ -165,7 +165,7 @@ class _Rendering:
         self._places: dict[int, tuple[int, int]] = {}
 
     def marked_spans(self) -> list[range]:
-        """What the template marks."""
+        """The characters that the template marks."""
         marked = self._render(self._messages, **{BEGIN: self._mark, END: self._mark})
         ends = np.cumsum([len(piece) for piece in marked.split(self._mark)]).tolist()
         return [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
@@ -198,7 +198,7 @@ class _Rendering:
         return self._places[turn]
 
     def _start(self, turn: int, first: int) -> int:
-        """Behind the header of the turn whose content begins at `first`."""
+        """The place behind the header of the turn whose content begins at `first`."""
         earlier = self._messages[:turn]
         try:
             prompt = self._render(earlier, add_generation_prompt=True) if earlier else None
@@ -215,7 +215,7 @@ class _Rendering:
         return before + _shared(self.text[before:first], header)
 
     def _stop_at(self, turn: int, last: int, stop: str, end_of_turn: Callable[[str], str]) -> int:
-        """Behind the end-of-turn token of the turn whose content ends at `last`."""
+        """The place behind the end-of-turn token of the turn whose content ends at `last`."""
         calls = self._messages[turn].get("tool_calls")
         if not calls and self.text.startswith(stop, last):
             return last + len(stop)
@@ -230,7 +230,7 @@ class _Rendering:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Number of characters that both begin with."""
     known, most = 0, min(len(one), len(other))
     while known < most:
         middle = (known + most + 1) // 2

@@ -64,7 +64,7 @@ class DataFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """On the disk; unknown of the Hub and taken for large."""
+        """Bytes on the disk; unknown of the Hub and taken for large."""
         if self.is_on_hub:
             return 1 << 40
         with reading(self.path):
@@ -155,25 +155,20 @@ def check_head(file: DataFile) -> None:
     if found is None and b"\x00" in head:
         found = f"binary data (a zero byte at {head.index(0)})"
     if found is not None:
-        raise DataError(
-            f"{path} holds {found}, which is no {'text' if format == 'text' else 'JSON'}: "
-            f"{_advice(found)}"
+        endings = {"gzip data": ".gz", "zstd data": ".zst", "parquet data": ".parquet"}
+        advice = (
+            f"let its name end in {endings[found]}, or leave it out"
+            if found in endings
+            else "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes "
+            'as they are with data.format = "bytes"'
         )
+        kind = "text" if format == "text" else "JSON"
+        raise DataError(f"{path} holds {found}, which is no {kind}: {advice}")
     if format == "text" and not named and _looks_like_json(path, head):
         raise DataError(
             f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '
             'to "text" to train on the JSON as it stands'
         )
-
-
-def _advice(found: str) -> str:
-    for name, ending in (("gzip", ".gz"), ("zstd", ".zst"), ("parquet", ".parquet")):
-        if found.startswith(name):
-            return f"let its name end in {ending}, or leave it out"
-    return (
-        "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes as they "
-        'are with data.format = "bytes"'
-    )
 
 
 def _looks_like_json(path: Path, head: bytes) -> bool:

@@ -20,8 +20,7 @@ import numpy as np
 
 from moemesh.config.data import BadRecords
 from moemesh.data.documents import between, encoded
-from moemesh.data.index_file import HashedFile, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import HashedFile, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile
 from moemesh.data.records import BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -40,7 +39,7 @@ Advance: TypeAlias = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSettings:
-    """How text becomes tokens.
+    """Rules by which text becomes tokens.
 
     Behind each text but the last document stands a newline, as in a corpus that a run reads; with
     `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token instead,
@@ -141,7 +140,7 @@ class TokenPart(NamedTuple):
         done = HashedFile(self.facts_path)
         done.write(json.dumps(facts).encode())
         done.commit()
-        meter.finish()
+        meter.tell(self.size, files=1)
         return facts
 
 
@@ -160,13 +159,10 @@ class _Meter:
             if not where.continues:
                 log.total += 1
             if self._part.file.compression == "none" and where.byte is not None:
-                self._tell(where.byte)
+                self.tell(where.byte)
             yield where, record
 
-    def finish(self) -> None:
-        self._tell(self._part.size, files=1)
-
-    def _tell(self, place: int, files: int = 0) -> None:
+    def tell(self, place: int, files: int = 0) -> None:
         if files or place - self._told_bytes >= REPORT_BYTES:
             self._advance(place - self._told_bytes, self.tokens - self._told_tokens, files)
             self._told_bytes, self._told_tokens = place, self.tokens

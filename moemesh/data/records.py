@@ -132,11 +132,9 @@ def read(
     """
     check_head(file)
     match file.format:
-        case "text":
-            with open_stream(file.path, file.compression) as stream:
-                yield from _texts(stream, file.path)
-        case "bytes":
-            with open_stream(file.path) as stream:
+        case "text" | "bytes":
+            compression = file.compression if file.format == "text" else "none"
+            with open_stream(file.path, compression) as stream:
                 yield from _texts(stream, file.path)
         case "jsonl":
             with open_stream(file.path, file.compression) as stream:
@@ -178,8 +176,8 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
 
 
 def _last_cut(piece: bytes) -> int:
-    """Behind the last newline before a character that is no blank; before the last character where
-    there is none, so that no UTF-8 sequence is cut in two."""
+    """The place behind the last newline before a character that is no blank; else before the last
+    character, so that no UTF-8 sequence is cut in two."""
     end = len(piece) - 1
     while (newline := piece.rfind(b"\n", 0, end)) >= 0:
         if piece[newline + 1] not in b" \t\r\n\f\v":

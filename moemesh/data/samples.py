@@ -21,8 +21,7 @@ import numpy as np
 from moemesh.config.data import Documents, LongConversations
 from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
-from moemesh.data.ids import IdRanges
-from moemesh.data.order import Epochs, Interleaving, held_out_blocks
+from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
 from moemesh.data.packing import PADDING, packed
 from moemesh.data.tokenizer import DataError
 
@@ -90,7 +89,7 @@ class Windows:
 
     @property
     def num_tokens(self) -> int:
-        """Of all streams."""
+        """Tokens of all streams."""
         return sum(len(corpus.tokens) for corpus in self.corpora)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +103,7 @@ class Windows:
         return self._numbers(ids, self._masked) if any(self._masked) else None
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        """Which tokens of the samples `ids` [B] are no padding, bool [B, seq_len]; None: all."""
+        """Tokens of the samples `ids` [B] that are no padding, bool [B, seq_len]; None: all."""
         return self.places(ids)[1][:, :-1] >= 0 if any(self.packed) else None
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
@@ -253,8 +252,23 @@ class Samples(Windows):
         self.splits: list[WindowSplit] = []
         first = 0
         for source in sources:
-            last = first + len(source.corpora)
-            self.splits.append(self._split(source, first, last, None if validation else held_out))
+            last, number = first + len(source.corpora), len(self.splits)
+            usable = IdRanges(self.firsts[first : first + 1], self.firsts[last : last + 1])
+            count = 0 if validation else max(1, round(len(usable) * held_out))
+            blocks = held_out_blocks(len(usable), min(count, len(usable)), seed, number)
+            held, training = usable.divided(blocks)
+            chats = [one for one in self.packed[first:last] if one is not None]
+            texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
+            plain = sum(len(corpus.tokens) for corpus, one in texts if one is None)
+            self.splits.append(
+                WindowSplit(
+                    source=source,
+                    training=Epochs(training, seed, number),
+                    held_out=held,
+                    num_learned=plain + sum(one.num_learned for one in chats) if chats else None,
+                    without_loss=sum(one.without_loss for one in chats),
+                )
+            )
             first = last
         self.long = long
         if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
@@ -310,26 +324,6 @@ class Samples(Windows):
         """The validation samples of all sources, int64, ascending."""
         return self._held_out.all()
 
-    def _split(
-        self, source: SampleSource, first: int, last: int, held_out: float | None
-    ) -> WindowSplit:
-        """Of streams first..last-1; `held_out` None keeps nothing from training."""
-        usable = IdRanges(self.firsts[first : first + 1], self.firsts[last : last + 1])
-        number = len(self.splits)
-        count = 0 if held_out is None else max(1, round(len(usable) * held_out))
-        blocks = held_out_blocks(len(usable), min(count, len(usable)), self.seed, number)
-        held, training = usable.divided(blocks)
-        chats = [one for one in self.packed[first:last] if one is not None]
-        texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
-        plain = sum(len(corpus.tokens) for corpus, one in texts if one is None)
-        return WindowSplit(
-            source=source,
-            training=Epochs(training, self.seed, number),
-            held_out=held,
-            num_learned=plain + sum(one.num_learned for one in chats) if chats else None,
-            without_loss=sum(one.without_loss for one in chats),
-        )
-
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""
         positions = np.arange(position, position + count, dtype=np.int64)
@@ -351,7 +345,7 @@ class Samples(Windows):
         return np.concatenate(parts)
 
     def epochs(self, num_samples: int) -> list[float]:
-        """How often a run of `num_samples` reads the training samples of each source."""
+        """Times that a run of `num_samples` reads the training samples of each source."""
         drawn = self.interleaving.drawn(num_samples).tolist()
         return [n / len(split.training) for n, split in zip(drawn, self.splits, strict=True)]
 
@@ -375,7 +369,7 @@ class Samples(Windows):
         return max(1, UNIGRAM_TOKENS // self.seq_len)
 
     def _count_targets(self, ids: np.ndarray) -> np.ndarray:
-        """How often each token is a target that carries loss in the samples `ids`, int64 [V]."""
+        """Counts of each token as a target that carries loss in the samples `ids`, int64 [V]."""
         counts_V = np.zeros(self.corpora[0].vocab_size, dtype=np.int64)
         rows = max(1, CHUNK_TOKENS // self.seq_len)
         for start in range(0, len(ids), rows):

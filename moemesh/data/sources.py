@@ -11,8 +11,7 @@ from pathlib import Path
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import found_by, refuse_together
 from moemesh.data.corpus import Corpus, is_whole_file
-from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
-from moemesh.data.indexed import IndexedTokens
+from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, beside, prefix_of
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
 from moemesh.data.records import BadRecordLog
 from moemesh.data.samples import Samples, SampleSource
@@ -128,7 +127,7 @@ def open_source(
 
 
 def check(data: DataConfig, vocab_size: int) -> list[Exception]:
-    """What is wrong with the tokenizer and with each source, whose files are looked for, and read
+    """Faults of the tokenizer and of each source, whose files are looked for, and read
     at their first bytes only: each a DataError that :func:`open_samples` would raise."""
     reader: Tokenizer | None = None
 

@@ -20,8 +20,7 @@ from moemesh.config.data import BadRecords
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.corpus import check_ids, documents_of
 from moemesh.data.documents import between
-from moemesh.data.index_file import IDX, SUFFIXES, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import IDX, SUFFIXES, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile, reading
 from moemesh.data.records import BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
@@ -55,7 +54,21 @@ def cached_tokens(
     """The tokens of `files`, from the entry for them in `folder`, which is written first where
     there is none or it is damaged. Raises DataError for whatever is wrong with the files, and for a
     folder that cannot be written."""
-    name = _name(files, reader, text_key, bad_records)
+    stats: list[object] = []
+    for file in files:
+        with reading(file.path):
+            parts = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
+            if file.is_on_hub:  # the entry of a name stays, so that later starts need no network
+                parts = []
+            sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
+        stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
+    beside_tokenizer = [
+        hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        for name in (TEMPLATE, SETTINGS)
+        if reader.folder is not None and (path := reader.folder / name).is_file()
+    ]
+    facts = [VERSION, stats, reader.fingerprint, beside_tokenizer, text_key, bad_records]
+    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
     prefix = folder / name
     with _locked(folder / f".{name}.lock", source, say):
         found = None
@@ -110,26 +123,6 @@ def _write(
         if note := log.note():
             notes.write_text(note + "\n", encoding="utf-8")
     say(f"tokens   {count:,} of {source} in {time.monotonic() - start:.1f} s")
-
-
-def _name(
-    files: Sequence[DataFile], reader: Tokenizer, text_key: str, bad_records: BadRecords
-) -> str:
-    stats: list[object] = []
-    for file in files:
-        with reading(file.path):
-            parts = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
-            if file.is_on_hub:  # the entry of a name stays, so that later starts need no network
-                parts = []
-            sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
-        stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
-    beside_tokenizer = [
-        hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-        for name in (TEMPLATE, SETTINGS)
-        if reader.folder is not None and (path := reader.folder / name).is_file()
-    ]
-    facts = [VERSION, stats, reader.fingerprint, beside_tokenizer, text_key, bad_records]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class Tokenizer:
         return [np.array(one.ids, dtype=np.int32) for one in found]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each text its ids [n], and the characters that each stands for, from and to, int64
+        """Ids [n] of each text, and the characters that each stands for, from and to, int64
         [n, 2]."""
         if self._loaded is None:
             found: list[tuple[np.ndarray, np.ndarray]] = []

@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.data.chat import TEMPLATE
-from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import (
+    IDX,
+    SUFFIXES,
+    HashedFile,
+    IndexedTokens,
+    IndexedWriter,
+    beside,
+    prefix_of,
+    read_sidecar,
+)
 from moemesh.data.input_files import CHECKED_FILES, check_head, find
 from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
 from moemesh.data.records import NAMED, BadRecordLog
@@ -73,7 +81,7 @@ class TokenizeJob:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, as they are on disk."""
+        """Bytes of all files, as they are on disk."""
         return sum(part.size for part in self.parts)
 
     def run(
@@ -143,7 +151,7 @@ class TokenizeJob:
         return self._facts()
 
     def _made_from(self) -> dict[str, Any]:
-        """What the result depends on: digests of the settings, and of names and sizes."""
+        """Facts that the result depends on: digests of the settings, and of names and sizes."""
         template = [
             (self.tokenizer.folder / name).read_bytes().hex()
             for name in (TEMPLATE, SETTINGS)

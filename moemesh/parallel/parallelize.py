@@ -50,7 +50,7 @@ from moemesh.parallel.tensor.tokens import ShardedTokens
 from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
-from moemesh.schedule.slicing import slice_lengths
+from moemesh.schedule.terapipe import slice_lengths
 
 # Chosen experts: where some of a layer train and others do not, they are stacks of their own.
 #

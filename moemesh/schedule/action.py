@@ -46,7 +46,7 @@ Entry = tuple[Op, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """How an asynchronous schedule updates weights while microbatches are under way.
+    """Rule by which an asynchronous schedule updates weights while microbatches are under way.
 
     ``stash``: every backward updates; it uses the version its forward used (PipeDream).
     ``two_versions``: every `window` backwards update once; both directions use the version before
@@ -106,7 +106,7 @@ class Schedule(Shown):
         return sum(self.num_microbatches)
 
     def sample(self, op: Op) -> int:
-        """Which microbatch of the step: data, seeds and weights go by this number, so that a
+        """Number of the microbatch in the step: data, seeds and weights go by it, so that a
         two-pipe schedule sees the samples of a one-pipe schedule."""
         return self.first_sample[op.pipe] + op.microbatch
 
@@ -125,7 +125,7 @@ class Schedule(Shown):
         return tuple((pipe, stage) for stage, pipe in sorted(found))
 
     def ops(self, rank: int) -> Iterator[Op]:
-        """All operations of `rank` in order, blocks flattened."""
+        """Operations of `rank` in order, blocks flattened."""
         for entry in self.orders[rank]:
             yield from entry
 
@@ -142,7 +142,7 @@ class Schedule(Shown):
         return Op("I" if key in self.split_backwards else "B", *key)
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
-        """What must have ended before `op` can start, its rank's earlier entries apart.
+        """Operations that must have ended before `op` can start, its rank's earlier entries apart.
 
         A forward needs the stage before, and the slice before (keys and values); a backward needs
         its forward, the backward of the stage behind, and of the slice behind (gradients of keys
@@ -164,6 +164,30 @@ class Schedule(Shown):
         if slice < self.num_slices - 1:
             found.append(self.backward(stage, microbatch, pipe, slice + 1))
         return tuple(found)
+
+
+def one_pipe(
+    name: str,
+    placement: tuple[int, ...],
+    orders: tuple[tuple[Entry, ...], ...],
+    num_microbatches: int,
+    *,
+    num_slices: int = 1,
+    update: UpdateRule | None = None,
+    parameters: Mapping[str, int | float | str] | None = None,
+) -> Schedule:
+    """A schedule in which all microbatches go one way, through the stages of `placement`."""
+    return Schedule(
+        name=name,
+        num_ranks=len(orders),
+        num_stages=len(placement),
+        placement=(placement,),
+        orders=orders,
+        num_microbatches=(num_microbatches,),
+        num_slices=num_slices,
+        update=update,
+        parameters=parameters or {},
+    )
 
 
 def single(*ops: Op) -> tuple[Entry, ...]:

@@ -11,14 +11,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, one_pipe, single
 from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least, require
 
 CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 
 
 class OldestFirst:
-    """What one rank does next: the oldest waiting backward, else the oldest waiting forward.
+    """Policy of one rank: the oldest waiting backward, else the oldest waiting forward.
 
     Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are under way;
     the last rank queues its own backward after each forward. The executor's loop::
@@ -54,7 +54,7 @@ class OldestFirst:
         (self._forwards if op.kind == "F" else self._backwards).append(op)
 
     def next(self) -> Op | None:
-        """What to run now; None when there is nothing before the next message."""
+        """The operation to run now; None when there is nothing before the next message."""
         for waiting in (self._backwards, self._forwards):
             if waiting:
                 self.order.append(waiting.popleft())
@@ -113,13 +113,11 @@ def ampnet(
         for rank in range(num_ranks)
     ]
     _run(policies, cost or (lambda op: 1 if op.kind == "F" else 2), latency)
-    return Schedule(
-        name="ampnet",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=tuple(single(*policy.order) for policy in policies),
-        num_microbatches=(num_microbatches,),
+    return one_pipe(
+        "ampnet",
+        linear(num_ranks),
+        tuple(single(*policy.order) for policy in policies),
+        num_microbatches,
         update=UpdateRule(kind="newest", window=window),
         parameters={"max_in_flight": in_flight},
     )

@@ -1,12 +1,13 @@
-"""The answer to ``moemesh schedule``: a schedule by name, from a file or searched, simulated."""
+"""The answer to ``moemesh schedule``: a schedule simulated, or all of them in one table."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import UserError
@@ -16,6 +17,7 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import one_f_one_b
+from moemesh.schedule.messages import messages
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.stage_times import costs_of_run
@@ -24,6 +26,9 @@ from moemesh.schedule.versions import versions
 
 #: A cost on the command line: one number for all stages, or one for each with commas.
 Cost = float | tuple[float, ...]
+#: Chunks of a rank where all schedules are compared, one is made for several, and the request says
+#: nothing.
+CHUNKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +92,7 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
     try:
         schedule, notes, bound = _schedule(request, costs, held, problems)
         if problems:
-            raise UserError(_joined(problems))
+            raise UserError("\n".join(problems))
         simulation = simulate(
             schedule,
             costs,
@@ -97,18 +102,23 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
         )
     except ValueError as error:
         # Costs for another number of stages, say: all of these are the user's to mend.
-        if problems and str(error) != _joined(problems):
-            raise UserError(_joined([*problems, str(error)])) from error
+        if problems and str(error) != "\n".join(problems):
+            raise UserError("\n".join([*problems, str(error)])) from error
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
+    block = "" if request.block is None else f", block {request.block}"
+    told = f"forward {request.forward}, input gradient {request.dgrad}, "
+    told += f"weight gradient {request.wgrad}{block}, message {request.comm}"
+    if request.run is not None:
+        told = f"seconds of each stage measured by {request.run}, message {request.comm}"
     return ScheduleAnswer(
         schedule=schedule,
         simulation=simulation,
         closed=_closed(request, schedule, costs, held) if request.name in RECIPES else None,
         copies=weight_copies(schedule),
         held=held,
-        costs=_costs_text(request),
+        costs=told,
         notes=notes,
         bound=bound,
     )
@@ -142,21 +152,17 @@ def weight_copies(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-class _Found(NamedTuple):
-    """A schedule, what to say of it, and a lower bound of its span when it was searched."""
-
-    schedule: Schedule
-    notes: tuple[str, ...] = ()
-    bound: float | None = None
+#: A schedule, what to say of it, and a lower bound of its span when it was searched.
+_Found = tuple[Schedule, tuple[str, ...], float | None]
 
 
 def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Found:
-    """From a file, by search or by name; what is wrong besides is added to `problems`."""
+    """A schedule by file, search or name; what is wrong besides is added to `problems`."""
     path = Path(request.name)
     known = request.name in RECIPES or request.name == "search"
     looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
     if not known and (looks_like_a_file or path.is_file()):
-        return _Found(read(path, request), ("read from a file and checked",))
+        return read(path, request), ("read from a file and checked",), None
     given = {"ranks": request.ranks, "microbatches": request.microbatches}
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if missing and known:
@@ -171,19 +177,18 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     if request.memory_cap is not None:
         problems.append("--memory-cap belongs to search")
     ampnet = request.name == "ampnet" and ranks >= 1 and not problems
-    return _Found(
-        build(
-            request.name,
-            ranks,
-            microbatches,
-            stages_per_rank=1 if request.stages_per_rank is None else request.stages_per_rank,
-            num_slices=request.num_slices,
-            window=request.window,
-            max_in_flight=request.max_in_flight,
-            cost=costs.bind(one_f_one_b(ranks, 1)).op if ampnet else None,
-            latency=_number("--comm", request.comm, []) if ampnet else None,
-        )
+    schedule = build(
+        request.name,
+        ranks,
+        microbatches,
+        stages_per_rank=1 if request.stages_per_rank is None else request.stages_per_rank,
+        num_slices=request.num_slices,
+        window=request.window,
+        max_in_flight=request.max_in_flight,
+        cost=costs.bind(one_f_one_b(ranks, 1)).op if ampnet else None,
+        latency=_number("--comm", request.comm, []) if ampnet else None,
     )
+    return schedule, (), None
 
 
 def _searched(
@@ -202,11 +207,10 @@ def _searched(
         ("--relaxed", request.relaxed or None),
     )
     problems += [f"search has no {name}" for name, value in others if value is not None]
-    cap = None
-    if request.memory_cap is not None:
-        cap = _number("--memory-cap", request.memory_cap, problems)
+    cap = request.memory_cap
+    memory_cap = None if cap is None else _number("--memory-cap", cap, problems)
     if problems:
-        raise UserError(_joined(problems))
+        raise UserError("\n".join(problems))
     # Brings numpy along, which nothing else here needs.
     from moemesh.schedule.search import search
 
@@ -214,7 +218,7 @@ def _searched(
         ranks,
         microbatches,
         costs,
-        memory_cap=cap,
+        memory_cap=memory_cap,
         weight_memory=held,
         stages_per_rank=(1, 2) if request.stages_per_rank is None else request.stages_per_rank,
     )
@@ -224,7 +228,7 @@ def _searched(
         + ("the optimum" if found.proven else f"at most {found.gap:.2%} above the optimum"),
         f"hand-made schedules that fit: {made or 'none'}",
     )
-    return _Found(found.schedule, notes, found.lower_bound)
+    return found.schedule, notes, found.lower_bound
 
 
 def read(path: Path, request: ScheduleRequest) -> Schedule:
@@ -256,9 +260,7 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
 
 def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]:
     """The costs and M_w / M_a; what cannot be read is noted and stands as the default."""
-    block = None
-    if request.block is not None:
-        block = _number("--block", request.block, problems)
+    block = None if request.block is None else _number("--block", request.block, problems)
     held = _number("--weight-memory", request.weight_memory, problems)
     if held > 1:
         problems.append(f"--weight-memory {held} is a share of the activations: at most 1")
@@ -292,9 +294,8 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
 
 
 def _numbers(option: str, given: str, problems: list[str]) -> Cost:
-    if "," not in given:
-        return _number(option, given, problems)
-    return tuple(_number(option, part, problems) for part in given.split(","))
+    found = tuple(_number(option, part, problems) for part in given.split(","))
+    return found if len(found) > 1 else found[0]
 
 
 def _number(option: str, given: str, problems: list[str]) -> float:
@@ -310,10 +311,6 @@ def _number(option: str, given: str, problems: list[str]) -> float:
         problems.append(f"{option} {given!r} is no number from 0 to 1e15")
         return 1
     return number
-
-
-def _joined(problems: Sequence[str]) -> str:
-    return "\n".join(problems)
 
 
 def _closed(
@@ -332,16 +329,95 @@ def _closed(
     return closed_forms.closed_form(schedule, times, held=held)
 
 
-def _costs_text(request: ScheduleRequest) -> str:
-    if request.run is not None:
-        return f"seconds of each stage measured by {request.run}, message {request.comm}"
-    block = "" if request.block is None else f", block {request.block}"
-    return (
-        f"forward {request.forward}, input gradient {request.dgrad}, "
-        f"weight gradient {request.wgrad}{block}, message {request.comm}"
-    )
-
-
 def short(value: float) -> str:
     """A number with at most six digits, without needless zeros."""
     return f"{value:.6g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One schedule of the comparison: its `answer`, or in `refused` why it has none."""
+
+    name: str
+    answer: ScheduleAnswer | None
+    refused: str = ""
+
+    @property
+    def peak_activation(self) -> float:
+        """Most activation of any rank, in microbatches on a rank's share of the layers."""
+        assert self.answer is not None
+        return max(self.answer.simulation.peak_activation)
+
+    @property
+    def sent(self) -> float:
+        """Most that a rank sends to others, in activations of a microbatch, or slices of one."""
+        assert self.answer is not None
+        schedule = self.answer.schedule
+        count = Counter(message.source for message in messages(schedule).values())
+        return max(count.values(), default=0) / schedule.num_slices
+
+    @property
+    def gradients(self) -> str:
+        """Whether the gradients of a step are all of one version of the weights."""
+        assert self.answer is not None
+        return "one version" if self.answer.schedule.update is None else "of older weights"
+
+    def to_json(self) -> dict[str, Any]:
+        if self.answer is None:
+            return {"name": self.name, "refused": self.refused}
+        simulation = self.answer.simulation
+        return {
+            "name": self.name,
+            "makespan": simulation.makespan,
+            "bubble_rate": simulation.bubble_rate,
+            "peak_activation": self.peak_activation,
+            "weight_copies": max(self.answer.copies),
+            "sent": self.sent,
+            "synchronous": self.answer.schedule.update is None,
+        }
+
+
+def compare(request: ScheduleRequest) -> list[Compared]:
+    """Every schedule that has a name, as `request` asks for them (its own name is not read). Raises
+    UserError when no schedule can be made of the request."""
+    found: list[Compared] = []
+    for name in RECIPES:
+        # Without the options that this schedule does not have.
+        options = RECIPES[name].options
+        chunks = request.stages_per_rank
+        if "stages_per_rank" not in options:
+            chunks = None
+        elif chunks is None and (request.ranks or 0) > 1:
+            chunks = CHUNKS
+        asked = replace(
+            request,
+            name=name,
+            stages_per_rank=chunks,
+            num_slices=request.num_slices if "num_slices" in options else None,
+            window=request.window if "window" in options else None,
+            max_in_flight=request.max_in_flight if "max_in_flight" in options else None,
+        )
+        try:
+            found.append(Compared(name=name, answer=answer(asked)))
+        except UserError as error:
+            found.append(Compared(name=name, answer=None, refused=str(error).replace("\n", "; ")))
+    if all(one.answer is None for one in found):
+        raise UserError(found[0].refused)
+    return found
+
+
+def comparison_rows(found: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """A row of text for each: name, makespan, bubble rate, activation, weight copies, sent."""
+    return [
+        (
+            one.name,
+            short(one.answer.simulation.makespan),
+            f"{one.answer.simulation.bubble_rate:.4f}",
+            short(one.peak_activation),
+            str(max(one.answer.copies)),
+            short(one.sent),
+            one.gradients,
+        )
+        for one in found
+        if one.answer is not None
+    ]

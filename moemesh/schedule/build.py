@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemesh.config.errors import UserError
-from moemesh.schedule import ampnet, conditions, dualpipe, generators, terapipe
+from moemesh.schedule import ampnet, conditions, generators, terapipe
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
 
@@ -17,7 +17,7 @@ LARGEST_NUM_OPERATIONS = 2_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """How a schedule is made: its generator, its conditions, what else it can be told.
+    """Recipe of a schedule: its generator, its conditions, what else it can be told.
 
     `stages_per_rank` are the legal numbers of chunks, empty where any will do; 1 stands for "not
     said" and is always among them. `options` are named as in :func:`build`.
@@ -45,9 +45,9 @@ RECIPES: dict[str, Generator] = {
     "zb_h1": Generator(make=generators.zb_h1),
     "zb_h2": Generator(make=generators.zb_h2),
     "zb_v": Generator(make=generators.zb_v, stages_per_rank=(1, 2)),
-    "dualpipe": Generator(make=dualpipe.dualpipe, conditions=dualpipe.DUALPIPE),
+    "dualpipe": Generator(make=generators.dualpipe, conditions=generators.DUALPIPE),
     "dualpipe_v": Generator(
-        make=dualpipe.dualpipe_v, conditions=dualpipe.DUALPIPE_V, stages_per_rank=(1, 2)
+        make=generators.dualpipe_v, conditions=generators.DUALPIPE_V, stages_per_rank=(1, 2)
     ),
     "pipedream": Generator(make=generators.pipedream),
     "pipedream_2bw": Generator(

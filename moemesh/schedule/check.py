@@ -59,15 +59,22 @@ class Posted(NamedTuple):
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
-    """What blocks when channels are shared like this; empty when everything arrives.
+    """The blocked sends and ranks when channels are shared like this; empty without any.
 
     Expects a complete schedule, in order and free of deadlock with eager sends.
     """
     if channels not in get_args(ChannelKind):
         raise ValueError(f"channels {channels!r} are none of {', '.join(get_args(ChannelKind))}")
     machine = _Machine(schedule, channels)
-    machine.run()
-    heads = [f"rank {rank} at {op}" for rank, op in enumerate(machine.standing()) if op]
+    while machine.awake:
+        rank = machine.awake.pop()
+        while machine.advance(rank):
+            pass
+    heads = [
+        f"rank {rank} at {'+'.join(map(str, order[at]))}"
+        for rank, (at, order) in enumerate(zip(machine.heads, schedule.orders, strict=True))
+        if at < len(order)
+    ]
     if not heads:
         return ""
     blocked = [str(queue[0]) for queue in machine.queues.values() if queue]
@@ -92,17 +99,6 @@ class _Machine:
         self.completed: dict[tuple[int, int], int] = dict.fromkeys(self.sequence, 0)
         self.awake = list(range(schedule.num_ranks))
 
-    def run(self) -> None:
-        while self.awake:
-            rank = self.awake.pop()
-            while self.advance(rank):
-                pass
-
-    def standing(self) -> list[str]:
-        """The entry at which each rank stands; empty for a rank that has finished."""
-        pairs = zip(self.heads, self.schedule.orders, strict=True)
-        return ["+".join(map(str, order[at])) if at < len(order) else "" for at, order in pairs]
-
     def advance(self, rank: int) -> bool:
         """Run the head entry of `rank`, or post what it waits for; whether it ran."""
         order = self.schedule.orders[rank]
@@ -125,20 +121,11 @@ class _Machine:
         return True
 
     def post(self, item: Posted) -> None:
+        """Put `item` in its channel; when it heads it, complete it and what follows it in either
+        channel, as long as both ends are up."""
         queue = self.queues[self.channel(item)]
         queue.append(item)
-        if len(queue) == 1:
-            self.match(item)
-
-    def channel(self, item: Posted) -> tuple[int, int, int]:
-        """The rank, and what of it shares a queue with `item`."""
-        if self.channels == "rank":
-            return item.rank, -1, 0
-        return item.rank, item.peer, int(item.send and self.channels == "ordered_pair")
-
-    def match(self, item: Posted) -> None:
-        """Complete `item`, and what follows it in either channel, as long as both ends are up."""
-        pending = [item]
+        pending = [item] if len(queue) == 1 else []
         while pending:
             item = pending.pop()
             other = Posted(item.peer, item.rank, not item.send, item.producer)
@@ -151,6 +138,12 @@ class _Machine:
             receiver = other if item.send else item
             self.completed[receiver.peer, receiver.rank] += 1
             self.awake.append(receiver.rank)
+
+    def channel(self, item: Posted) -> tuple[int, int, int]:
+        """The rank, and what of it shares a queue with `item`."""
+        if self.channels == "rank":
+            return item.rank, -1, 0
+        return item.rank, item.peer, int(item.send and self.channels == "ordered_pair")
 
 
 #: Findings shown in full; a broken generator may cause thousands.
@@ -167,14 +160,9 @@ class ScheduleFault(NamedTuple):
     op: Op | None = None
 
     def __str__(self) -> str:
-        place: list[str] = []
-        if self.rank is not None:
-            place.append(f"rank {self.rank}")
-        if self.entry is not None:
-            place.append(f"entry {self.entry}")
-        if self.op is not None:
-            place.append(str(self.op))
-        return f"{', '.join(place)}: {self.message}" if place else self.message
+        parts = (("rank ", self.rank), ("entry ", self.entry), ("", self.op))
+        place = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
+        return f"{place}: {self.message}" if place else self.message
 
 
 class ScheduleError(UserError):
@@ -202,8 +190,8 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckReport(Shown):
-    """What was proved. Per rank: the peaks of memory, and the most messages that can sit received
-    but unused, however late the rank is. `channels` are the ways to share rendezvous channels that
+    """Proof of a schedule. Per rank: the peaks of memory, and the most messages that can sit there
+    unused, however late the rank is. `channels` are the ways to share rendezvous channels that
     do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""
 
     peaks: tuple[HeldActivations, ...]
@@ -238,7 +226,8 @@ def check(
         program = lower(schedule)
         order = issue_order(program)
     except Deadlock as deadlock:
-        findings += _deadlock(deadlock)
+        if deadlock.cycle:  # Without a ring it is a missing producer, found as such.
+            findings.append(ScheduleFault(f"deadlock: {deadlock.ring}"))
     except ValueError:
         pass  # Operations outside the schedule: found above.
     else:
@@ -335,40 +324,19 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
             for op in entry:
                 first.setdefault(op, index)
         for op, index in first.items():
-            for needed, why in _needed_before(schedule, op):
-                at = first.get(needed)
+            # Of the same stage first: its forward, and its neighbour among the slices.
+            needs = sorted(schedule.dependencies(op), key=lambda other: other.stage != op.stage)
+            for needed in needs:
+                at, why = first.get(needed), "needs"
+                if needed.slice != op.slice:
+                    way = "ascend in F" if op.kind == "F" else "descend in backward"
+                    why = f"slices {way}: needs"
                 if at is not None and at > index:
                     yield ScheduleFault(
                         f"{why} {needed}, which comes later, at {at}", rank, index, op
                     )
                 elif at == index:
                     yield ScheduleFault(f"needs {needed} of the same block", rank, index, op)
-
-
-def _needed_before(schedule: Schedule, op: Op) -> Iterable[tuple[Op, str]]:
-    """Operations that must come before `op` if they stand on the same rank."""
-    kind, stage, microbatch, pipe, part = op
-    if kind == "W":
-        yield op._replace(kind="I"), "needs"
-        return
-    if kind == "F":
-        if part > 0:
-            yield op._replace(slice=part - 1), "slices ascend in F: needs"
-        if stage > 0:
-            yield op._replace(stage=stage - 1), "needs"
-        return
-    yield op._replace(kind="F"), "needs"
-    if part < schedule.num_slices - 1:
-        later = schedule.backward(stage, microbatch, pipe, part + 1)
-        yield later, "slices descend in backward: needs"
-    if stage < schedule.num_stages - 1:
-        yield schedule.backward(stage + 1, microbatch, pipe, part), "needs"
-
-
-def _deadlock(deadlock: Deadlock) -> Iterable[ScheduleFault]:
-    # Without a ring it is a missing producer, found as such.
-    if deadlock.cycle:
-        yield ScheduleFault(f"deadlock: {deadlock.ring}")
 
 
 def _bounds(
@@ -434,7 +402,8 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
         for op, (_, message) in zip(program.entries[entry], program.makes[entry], strict=True):
             if message >= 0:
                 under_way[message] = clock.copy()
-                sources[message] = int(clock[_receiver(program.schedule, op)])
+                stage = op.stage + (1 if op.kind == "F" else -1)
+                sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
     most: list[int] = []
     for found in changes:
         now = peak = 0
@@ -444,10 +413,6 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
             peak = max(peak, now)
         most.append(peak)
     return tuple(most)
-
-
-def _receiver(schedule: Schedule, op: Op) -> int:
-    return schedule.placement[op.pipe][op.stage + (1 if op.kind == "F" else -1)]
 
 
 def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[ScheduleFault]:

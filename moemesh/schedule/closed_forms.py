@@ -40,8 +40,8 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the formulas are evaluated for. `held` is M_w / M_a, `slice_share` the longest slice's
-    share of a sequence."""
+    """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the longest
+    slice's share of a sequence."""
 
     ranks: int
     microbatches: int
@@ -60,15 +60,15 @@ class Form:
     """
 
     bubble_text: str
-    where_text: str
+    where_text: str = "always"
     peak_text: str
-    copies_text: str
+    copies_text: str = "1"
     metric: Metric = "rank_idle"
-    bubble: Callable[[Numbers], float]
-    bubble_holds: Callable[[Numbers], bool]
+    bubble: Callable[[Numbers], float] = lambda n: 0.0
+    bubble_holds: Callable[[Numbers], bool] = lambda n: True
     peak: Callable[[Numbers, int], float]
-    peak_holds: Callable[[Numbers], bool]
-    copies: Callable[[Numbers, int], int]
+    peak_holds: Callable[[Numbers], bool] = lambda n: True
+    copies: Callable[[Numbers, int], int] = lambda n, rank: 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +82,6 @@ class ClosedForm:
     weight_copies: tuple[int, ...]
 
 
-def _always(_: Numbers) -> bool:
-    return True
-
-
-def _never(_: Numbers) -> bool:
-    return False
-
-
-def _one(_: Numbers, rank: int) -> int:
-    return 1
-
-
 def _filling(n: Numbers) -> float:
     """Every stage waits once for the forward and once for the backward of the others."""
     return (n.ranks - 1) * (n.times.forward + n.times.backward)
@@ -101,11 +89,6 @@ def _filling(n: Numbers) -> float:
 
 def _in_flight(n: Numbers, rank: int) -> float:
     return min(n.microbatches, n.ranks - rank)
-
-
-def _interleaved_peak(n: Numbers, rank: int) -> float:
-    warm_up = 2 * (n.ranks - 1 - rank) + (n.chunks - 1) * n.ranks
-    return min(n.microbatches * n.chunks, warm_up + 1) / n.chunks
 
 
 def _dualpipe_holds(n: Numbers) -> bool:
@@ -123,47 +106,30 @@ def _dualpipe_gap(n: Numbers) -> float:
 FORMS: Mapping[str, Form] = {
     "gpipe": Form(
         bubble_text="(p-1)(tF+tB)",
-        where_text="always",
         peak_text="m",
-        copies_text="1",
         bubble=_filling,
-        bubble_holds=_always,
         peak=lambda n, rank: n.microbatches,
-        peak_holds=_always,
-        copies=_one,
     ),
     "1f1b": Form(
         bubble_text="(p-1)(tF+tB)",
-        where_text="always",
         peak_text="min(m, p-r)",
-        copies_text="1",
         bubble=_filling,
-        bubble_holds=_always,
         peak=_in_flight,
-        peak_holds=_always,
-        copies=_one,
     ),
     "interleaved_1f1b": Form(
         bubble_text="(p-1)(tF+tB)/v",
-        where_text="always",
         peak_text="min(mv, 2(p-1-r)+(v-1)p+1)/v",
-        copies_text="1",
         bubble=lambda n: _filling(n) / n.chunks,
-        bubble_holds=_always,
-        peak=_interleaved_peak,
-        peak_holds=_always,
-        copies=_one,
+        peak=lambda n, rank: (
+            min(n.microbatches * n.chunks, 2 * (n.ranks - 1 - rank) + (n.chunks - 1) * n.ranks + 1)
+            / n.chunks
+        ),
     ),
     "terapipe": Form(
         bubble_text="(p-1)(max tF + max tB) over the slices",
-        where_text="always",
         peak_text="m (every slice of every sequence)",
-        copies_text="1",
         bubble=lambda n: _filling(n) * n.slice_share,
-        bubble_holds=_always,
         peak=lambda n, rank: n.microbatches,
-        peak_holds=_always,
-        copies=_one,
     ),
     "chimera": Form(
         bubble_text="(p-2) tF",
@@ -173,26 +139,22 @@ FORMS: Mapping[str, Form] = {
         bubble=lambda n: (n.ranks - 2) * n.times.forward,
         bubble_holds=lambda n: n.times.forward == n.times.backward,
         peak=lambda n, rank: n.ranks / 2 + 1 + min(rank, n.ranks - 1 - rank),
-        peak_holds=_always,
         copies=lambda n, rank: 2,
     ),
     "zb_h1": Form(
         bubble_text="(p-1)(tF+tI-tW)",
         where_text="m >= p, tW <= tF",
         peak_text="(p-r) + r M_w/M_a",
-        copies_text="1",
         metric="span",
         bubble=lambda n: (n.ranks - 1) * (n.times.forward + n.times.dgrad - n.times.wgrad),
         bubble_holds=lambda n: n.microbatches >= n.ranks and n.times.wgrad <= n.times.forward,
         peak=lambda n, rank: n.ranks - rank + rank * n.held,
         peak_holds=lambda n: n.microbatches >= n.ranks,
-        copies=_one,
     ),
     "zb_h2": Form(
         bubble_text="(p-1)(tF+tI-2tW)",
         where_text="m >= 2p-1, tW <= min(tF, tI)",
         peak_text="(2p-2r-1) + 2r M_w/M_a",
-        copies_text="1",
         metric="span",
         bubble=lambda n: (n.ranks - 1) * (n.times.forward + n.times.dgrad - 2 * n.times.wgrad),
         bubble_holds=lambda n: (
@@ -201,21 +163,17 @@ FORMS: Mapping[str, Form] = {
         ),
         peak=lambda n, rank: 2 * (n.ranks - rank) - 1 + 2 * rank * n.held,
         peak_holds=lambda n: n.microbatches >= 2 * n.ranks - 1,
-        copies=_one,
     ),
     "zb_v": Form(
         bubble_text="0",
         where_text="m >= 2p-1, tF = tI = tW",
         peak_text="p",
-        copies_text="1",
         metric="span",
-        bubble=lambda n: 0.0,
         bubble_holds=lambda n: (
             n.microbatches >= 2 * n.ranks - 1 and n.times.forward == n.times.dgrad == n.times.wgrad
         ),
         peak=lambda n, rank: n.ranks,
         peak_holds=lambda n: n.microbatches >= 2 * n.ranks - 1,
-        copies=_one,
     ),
     "dualpipe": Form(
         bubble_text="(p/2-1)(tFB+tB-3tW)",
@@ -225,29 +183,23 @@ FORMS: Mapping[str, Form] = {
         bubble=lambda n: (n.ranks / 2 - 1) * _dualpipe_gap(n),
         bubble_holds=_dualpipe_holds,
         peak=lambda n, rank: n.ranks + 1,
-        peak_holds=_always,
         copies=lambda n, rank: 2,
     ),
     "dualpipe_v": Form(
         bubble_text="(p-1)/2 (tFB+tB-3tW)",
         where_text="tF = tI, tW <= tI, tB <= tFB <= tF+tB",
         peak_text="p + 1/2",
-        copies_text="1",
         bubble=lambda n: (n.ranks - 1) / 2 * _dualpipe_gap(n),
         bubble_holds=_dualpipe_holds,
         peak=lambda n, rank: n.ranks + 0.5,
-        peak_holds=_always,
-        copies=_one,
     ),
     "pipedream": Form(
         bubble_text="0 in the steady state",
         where_text="an endless stream",
         peak_text="p-r",
         copies_text="p-r",
-        bubble=lambda n: 0.0,
-        bubble_holds=_never,
+        bubble_holds=lambda n: False,
         peak=_in_flight,
-        peak_holds=_always,
         copies=lambda n, rank: min(n.microbatches, n.ranks - rank),
     ),
     "pipedream_2bw": Form(
@@ -255,10 +207,8 @@ FORMS: Mapping[str, Form] = {
         where_text="an endless stream",
         peak_text="p-r",
         copies_text="2",
-        bubble=lambda n: 0.0,
-        bubble_holds=_never,
+        bubble_holds=lambda n: False,
         peak=_in_flight,
-        peak_holds=_always,
         copies=lambda n, rank: 2,
     ),
     "ampnet": Form(
@@ -266,11 +216,9 @@ FORMS: Mapping[str, Form] = {
         where_text="-",
         peak_text="<= K",
         copies_text="1, inconsistent",
-        bubble=lambda n: 0.0,
-        bubble_holds=_never,
+        bubble_holds=lambda n: False,
         peak=lambda n, rank: 0.0,
-        peak_holds=_never,
-        copies=_one,
+        peak_holds=lambda n: False,
     ),
 }
 

@@ -10,7 +10,7 @@ from moemesh.config.errors import UserError
 Numbers = Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Condition:
     """A rule over the numbers it names: how it is written, whether it holds, what was found."""
 
@@ -32,20 +32,20 @@ def at_least(name: str, bound: int, of: str = "") -> Condition:
         return bound * (numbers[of] if of else 1)
 
     return Condition(
-        text=f"{name} >= {limit}",
-        names=(name, of) if of else (name,),
-        holds=lambda numbers: numbers[name] >= least(numbers),
-        found=lambda numbers: f"{numbers[name]} < {least(numbers)}",
+        f"{name} >= {limit}",
+        (name, of) if of else (name,),
+        lambda numbers: numbers[name] >= least(numbers),
+        lambda numbers: f"{numbers[name]} < {least(numbers)}",
     )
 
 
 def at_most(name: str, bound: int) -> Condition:
     """``name <= bound``."""
     return Condition(
-        text=f"{name} <= {bound}",
-        names=(name,),
-        holds=lambda numbers: numbers[name] <= bound,
-        found=lambda numbers: f"{numbers[name]} > {bound}",
+        f"{name} <= {bound}",
+        (name,),
+        lambda numbers: numbers[name] <= bound,
+        lambda numbers: f"{numbers[name]} > {bound}",
     )
 
 
@@ -61,26 +61,19 @@ def divisible(name: str, by: int | str) -> Condition:
 
     def found(numbers: Numbers) -> str:
         value, of = numbers[name], divisor(numbers)
-        return f"{value} % {of} == {value % of}"
+        return str(value) if by == 2 else f"{value} % {of} == {value % of}"
 
-    if by == 2:
-        return Condition(
-            text=f"an even number of {name}",
-            names=(name,),
-            holds=holds,
-            found=lambda numbers: str(numbers[name]),
-        )
-    names = (name, by) if isinstance(by, str) else (name,)
-    return Condition(text=f"{name} % {by} == 0", names=names, holds=holds, found=found)
+    text = f"an even number of {name}" if by == 2 else f"{name} % {by} == 0"
+    return Condition(text, (name, by) if isinstance(by, str) else (name,), holds, found)
 
 
 def one_of(name: str, *values: int) -> Condition:
     """``name`` is one of `values`."""
     return Condition(
-        text=f"{name} == {' or '.join(map(str, values))}",
-        names=(name,),
-        holds=lambda numbers: numbers[name] in values,
-        found=lambda numbers: str(numbers[name]),
+        f"{name} == {' or '.join(map(str, values))}",
+        (name,),
+        lambda numbers: numbers[name] in values,
+        lambda numbers: str(numbers[name]),
     )
 
 

@@ -100,7 +100,7 @@ class BoundCosts:
 
     @property
     def _parts(self) -> float:
-        """Into how many pieces a rank's share of a microbatch is cut: chunks times slices."""
+        """Pieces that a rank's share of a microbatch is cut into: chunks times slices."""
         schedule = self.schedule
         pieces = schedule.num_stages * schedule.num_slices
         whole, rest = divmod(pieces, schedule.num_ranks)

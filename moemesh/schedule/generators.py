@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import Literal
 
@@ -14,6 +15,7 @@ from moemesh.schedule.action import (
     linear,
     looped,
     mirrored,
+    one_pipe,
     single,
     v_shape,
 )
@@ -42,31 +44,22 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
     """
     require("1f1b", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="1f1b",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=orders(num_ranks, num_microbatches),
-        num_microbatches=(num_microbatches,),
-    )
+    orders = one_f_one_b_orders(num_ranks, num_microbatches)
+    return one_pipe("1f1b", linear(num_ranks), orders, num_microbatches)
 
 
-def orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Entry, ...], ...]:
-    """The order of every rank."""
-    return tuple(
-        single(*_one_f_one_b_order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)
-    )
-
-
-def _one_f_one_b_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
-    warm_up = min(num_microbatches, num_ranks - 1 - rank)
-    found = [Op("F", rank, microbatch) for microbatch in range(warm_up)]
-    for microbatch in range(num_microbatches):
-        if microbatch + warm_up < num_microbatches:
-            found.append(Op("F", rank, microbatch + warm_up))
-        found.append(Op("B", rank, microbatch))
-    return found
+def one_f_one_b_orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Entry, ...], ...]:
+    """The order of every rank, with or without an end."""
+    found: list[tuple[Entry, ...]] = []
+    for rank in range(num_ranks):
+        warm_up = min(num_microbatches, num_ranks - 1 - rank)
+        ops = [Op("F", rank, microbatch) for microbatch in range(warm_up)]
+        for microbatch in range(num_microbatches):
+            if microbatch + warm_up < num_microbatches:
+                ops.append(Op("F", rank, microbatch + warm_up))
+            ops.append(Op("B", rank, microbatch))
+        found.append(single(*ops))
+    return tuple(found)
 
 
 # Interleaved 1F1B: several chunks of layers per rank, so that the pipeline fills sooner.
@@ -97,38 +90,24 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
         microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
     )
-    return Schedule(
-        name="interleaved_1f1b",
-        num_ranks=num_ranks,
-        num_stages=num_ranks * stages_per_rank,
-        placement=(looped(num_ranks, stages_per_rank),),
-        orders=tuple(
-            single(*_interleaved_order(rank, num_ranks, num_microbatches, stages_per_rank))
-            for rank in range(num_ranks)
-        ),
-        num_microbatches=(num_microbatches,),
-    )
-
-
-def _interleaved_order(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[Op]:
-    """1F1B over the rank's numbered forwards and backwards."""
-    total = num_microbatches * chunks
-
-    def numbered(kind: str, number: int) -> Op:
-        group, place = divmod(number, num_ranks * chunks)
-        chunk = place // num_ranks
-        microbatch = group * num_ranks + place % num_ranks
-        if kind == "F":
-            return Op("F", chunk * num_ranks + rank, microbatch)
-        return Op("B", (chunks - 1 - chunk) * num_ranks + rank, microbatch)
-
-    warm_up = min(total, 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
-    found = [numbered("F", number) for number in range(warm_up)]
-    for number in range(total):
-        if number + warm_up < total:
-            found.append(numbered("F", number + warm_up))
-        found.append(numbered("B", number))
-    return found
+    chunks, total = stages_per_rank, num_microbatches * stages_per_rank
+    # 1F1B over each rank's numbered forwards and backwards.
+    orders: list[tuple[Entry, ...]] = []
+    for rank in range(num_ranks):
+        forwards: list[Op] = []
+        backwards: list[Op] = []
+        for number in range(total):
+            group, place = divmod(number, num_ranks * chunks)
+            chunk, microbatch = place // num_ranks, group * num_ranks + place % num_ranks
+            forwards.append(Op("F", chunk * num_ranks + rank, microbatch))
+            backwards.append(Op("B", (chunks - 1 - chunk) * num_ranks + rank, microbatch))
+        warm_up = min(total, 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
+        ops = forwards[:warm_up]
+        for number, backward in enumerate(backwards):
+            ops += [*forwards[warm_up + number : warm_up + number + 1], backward]
+        orders.append(single(*ops))
+    placement = looped(num_ranks, chunks)
+    return one_pipe("interleaved_1f1b", placement, tuple(orders), num_microbatches)
 
 
 # PipeDream-2BW: 1F1B that never drains, with two versions of the weights.
@@ -171,15 +150,9 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, *, window: int | None =
         microbatches=num_microbatches,
         window=window,
     )
-    return Schedule(
-        name="pipedream_2bw",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=orders(num_ranks, num_microbatches),
-        num_microbatches=(num_microbatches,),
-        update=UpdateRule(kind="two_versions", window=window),
-    )
+    orders = one_f_one_b_orders(num_ranks, num_microbatches)
+    rule = UpdateRule(kind="two_versions", window=window)
+    return one_pipe("pipedream_2bw", linear(num_ranks), orders, num_microbatches, update=rule)
 
 
 # Evaluation: the forwards of any number of microbatches through the first pipe of a schedule.
@@ -244,15 +217,8 @@ def gpipe(
         )
         for rank in range(num_ranks)
     )
-    return Schedule(
-        name="gpipe",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=orders,
-        num_microbatches=(num_microbatches,),
-        parameters={} if backward_order == "last_first" else {"backward_order": backward_order},
-    )
+    told = {} if backward_order == "last_first" else {"backward_order": backward_order}
+    return one_pipe("gpipe", linear(num_ranks), orders, num_microbatches, parameters=told)
 
 
 # PipeDream: 1F1B that never drains, every backward updates, weights are stashed.
@@ -277,15 +243,9 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
     """
     require("pipedream", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="pipedream",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=orders(num_ranks, num_microbatches),
-        num_microbatches=(num_microbatches,),
-        update=UpdateRule(kind="stash"),
-    )
+    orders = one_f_one_b_orders(num_ranks, num_microbatches)
+    rule = UpdateRule(kind="stash")
+    return one_pipe("pipedream", linear(num_ranks), orders, num_microbatches, update=rule)
 
 
 # Chimera: two pipes from both ends, each filling the other's bubbles.
@@ -356,17 +316,11 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
     require("zb_h1", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="zb_h1",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=tuple(
-            put_off(rank, num_microbatches, warm_up=num_ranks - rank, delay=rank)
-            for rank in range(num_ranks)
-        ),
-        num_microbatches=(num_microbatches,),
+    orders = tuple(
+        put_off(rank, num_microbatches, warm_up=num_ranks - rank, delay=rank)
+        for rank in range(num_ranks)
     )
+    return one_pipe("zb_h1", linear(num_ranks), orders, num_microbatches)
 
 
 def put_off(stage: int, num_microbatches: int, *, warm_up: int, delay: int) -> tuple[Entry, ...]:
@@ -404,17 +358,11 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     require("zb_h2", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="zb_h2",
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        placement=(linear(num_ranks),),
-        orders=tuple(
-            put_off(rank, num_microbatches, warm_up=2 * (num_ranks - rank) - 1, delay=2 * rank)
-            for rank in range(num_ranks)
-        ),
-        num_microbatches=(num_microbatches,),
+    orders = tuple(
+        put_off(rank, num_microbatches, warm_up=2 * (num_ranks - rank) - 1, delay=2 * rank)
+        for rank in range(num_ranks)
     )
+    return one_pipe("zb_h2", linear(num_ranks), orders, num_microbatches)
 
 
 # ZB-V: two chunks a rank, up and back, no bubble at the memory of 1F1B.
@@ -435,69 +383,194 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1: .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     """
     require("zb_v", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
-    return Schedule(
-        name="zb_v",
-        num_ranks=num_ranks,
-        num_stages=2 * num_ranks,
-        placement=(v_shape(num_ranks),),
-        orders=tuple(_zb_v_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)),
-        num_microbatches=(num_microbatches,),
-    )
+    orders = tuple(_Chunks(rank, num_ranks, num_microbatches).order() for rank in range(num_ranks))
+    return one_pipe("zb_v", v_shape(num_ranks), orders, num_microbatches)
 
 
-class _Order:
-    """Operations of one rank, each kind and chunk in order of its microbatches."""
+class _Chunks:
+    """One rank of ZB-V: each kind of operation of both chunks in order of its microbatches."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
-        self.stages = (rank, 2 * num_ranks - 1 - rank)
-        self.total = num_microbatches
+        self.rank, self.num_ranks, self.total = rank, num_ranks, num_microbatches
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         self.issued = {(kind, chunk): 0 for kind in kinds for chunk in (0, 1)}
         self.ops: list[Op] = []
 
-    def put(self, kind: Kind, chunk: int) -> None:
-        """The next operation of that kind and chunk; nothing when it is not yet possible."""
-        microbatch = self.issued[kind, chunk]
+    def put(self, chunk: int, *kinds: Kind) -> None:
+        """The next operation of the chunk, of each kind of which one is possible."""
         before: dict[Kind, Kind] = {"I": "F", "W": "I"}
-        limit = self.issued[before[kind], chunk] if kind in before else self.total
-        if microbatch < limit:
-            self.ops.append(Op(kind, self.stages[chunk], microbatch))
-            self.issued[kind, chunk] += 1
-
-    def put_all(self, chunk: int) -> None:
-        """One forward, one input gradient and one weight gradient."""
-        self.put("F", chunk)
-        self.put("I", chunk)
-        self.put("W", chunk)
+        for kind in kinds:
+            microbatch = self.issued[kind, chunk]
+            limit = self.issued[before[kind], chunk] if kind in before else self.total
+            if microbatch < limit:
+                stage = 2 * self.num_ranks - 1 - self.rank if chunk else self.rank
+                self.ops.append(Op(kind, stage, microbatch))
+                self.issued[kind, chunk] += 1
 
     def left(self, kind: Kind) -> bool:
         """Whether an operation of that kind is still to be issued."""
         return any(self.issued[kind, chunk] < self.total for chunk in (0, 1))
 
+    def order(self) -> tuple[Entry, ...]:
+        # Warm-up: chunk 0 fills, then chunk 1 as its microbatches come back.
+        for _ in range(2 * (self.num_ranks - self.rank) - 1):
+            self.put(0, "F")
+        for _ in range(self.rank):
+            self.put(1, "F")
+            self.put(0, "F")
+        for _ in range(self.num_ranks - self.rank):
+            self.put(1, "F", "I", "W")
+        # Stable phase.
+        while self.left("F"):
+            self.put(0, "F", "I", "W")
+            self.put(1, "F", "I", "W")
+        # Drain: input gradients first, others wait for them.
+        for _ in range(self.rank):
+            self.put(0, "I")
+            self.put(1, "I")
+        while self.left("I"):
+            self.put(1, "I")
+            self.put(0, "I", "W")
+        for chunk in (1, 0):
+            for _ in range(self.total):
+                self.put(chunk, "W")
+        return single(*self.ops)
 
-def _zb_v_order(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Entry, ...]:
-    order = _Order(rank, num_ranks, num_microbatches)
-    # Warm-up: chunk 0 fills, then chunk 1 as its microbatches come back.
-    for _ in range(2 * (num_ranks - rank) - 1):
-        order.put("F", 0)
-    for _ in range(rank):
-        order.put("F", 1)
-        order.put("F", 0)
-    for _ in range(num_ranks - rank):
-        order.put_all(1)
-    # Stable phase.
-    while order.left("F"):
-        order.put_all(0)
-        order.put_all(1)
-    # Drain: input gradients first, others wait for them.
-    for _ in range(rank):
-        order.put("I", 0)
-        order.put("I", 1)
-    while order.left("I"):
-        order.put("I", 1)
-        order.put("I", 0)
-        order.put("W", 0)
-    for chunk in (1, 0):
-        for _ in range(num_microbatches):
-            order.put("W", chunk)
-    return single(*order.ops)
+
+# DualPipe and its V form: forward and backward of two microbatches run as one block.
+#
+# DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437 (DualPipe, two pipes from both
+# ends); Sea AI Lab, "DualPipe could be better without the Dual", 2025,
+# https://huggingface.co/blog/ufotalent/cut-in-half (DualPipeV: folded to one pipe, without the
+# second copy of the weights). In a block one microbatch's exchange of tokens runs under the other's
+# compute.
+
+
+DUALPIPE = (
+    *ALWAYS,
+    divisible("ranks", 2),
+    divisible("microbatches", 2),
+    at_least("microbatches", 2, "ranks"),
+)
+DUALPIPE_V = (*ALWAYS, at_least("microbatches", 2, "ranks"))
+
+
+def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage s of pipe 0 on rank s, of pipe 1 on rank p-1-s; half of the microbatches through each.
+
+    Rank idle (p/2-1)(tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds p+1
+    microbatches and two copies of weights, whose gradients are summed. Raises ValueError unless p
+    and m are even and m >= 2p. Pipe 1 is drawn in small letters:
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(dualpipe(2, 4)).timeline))
+    rank 0: F0 f0 F1 b0--- f1+B0--- b1--- I1 W1
+    rank 1: f0 F0 f1 B0--- F1+b0--- B1--- i1 w1
+    """
+    require("dualpipe", DUALPIPE, ranks=num_ranks, microbatches=num_microbatches)
+    half, orders = num_ranks // 2, list[tuple[Entry, ...]]()
+    for rank in range(num_ranks):
+        # (pipe, stage) of the pipe that enters at this rank's end comes first.
+        ends = [(0, rank), (1, num_ranks - 1 - rank)]
+        near, far = ends if rank < half else reversed(ends)
+        depth = min(rank, num_ranks - 1 - rank)
+        orders.append(_RankEntries(near, far).phases(half, depth, num_microbatches // 2))
+    return Schedule(
+        name="dualpipe",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=mirrored(num_ranks),
+        orders=tuple(orders),
+        num_microbatches=(num_microbatches // 2,) * 2,
+    )
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last layers meet on rank 0.
+
+    Rank idle (p-1)/2 (tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds
+    p + 1/2 microbatches. Raises ValueError unless m >= 2p. Chunk 1 is drawn in small letters:
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(dualpipe_v(2, 4)).timeline))
+    rank 0: F0 F1 F2 f0 i0 w0 f1 F3+b1--- .  f2+B0--- b2--- .  f3+B1--- b3--- I2 W2 I3 W3
+    rank 1: .  F0 f0 F1 f1 F2 b0--- f2+B0--- F3+b1--- f3+B1--- b2--- B2--- .  i3 I3 w3 W3
+    """
+    require("dualpipe_v", DUALPIPE_V, ranks=num_ranks, microbatches=num_microbatches)
+    orders: list[tuple[Entry, ...]] = []
+    for rank in range(num_ranks):
+        entries = _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank))
+        orders.append(entries.phases(num_ranks, rank, num_microbatches))
+    return one_pipe("dualpipe_v", v_shape(num_ranks), tuple(orders), num_microbatches)
+
+
+class _RankEntries:
+    """One rank's entries. A direction is the (pipe, stage) its microbatches pass on this rank."""
+
+    def __init__(self, near: tuple[int, int], far: tuple[int, int]) -> None:
+        self.near, self.far = near, far
+        self.forwards = {near: 0, far: 0}
+        self.backwards = {near: 0, far: 0}
+        self.pending: deque[Op] = deque()
+        self.entries: list[Entry] = []
+
+    def forward(self, direction: tuple[int, int]) -> Op:
+        """The next forward of a direction."""
+        pipe, stage = direction
+        self.forwards[direction] += 1
+        return Op("F", stage, self.forwards[direction] - 1, pipe)
+
+    def backward(self, direction: tuple[int, int], kind: Kind = "B") -> Op:
+        """The next backward of a direction, whole or its input-gradient half."""
+        pipe, stage = direction
+        op = Op(kind, stage, self.backwards[direction], pipe)
+        self.backwards[direction] += 1
+        if kind == "I":
+            self.pending.append(op)
+        return op
+
+    def put(self, *ops: Op) -> None:
+        """One entry: a block when there are several operations."""
+        self.entries.append(ops)
+
+    def weight_gradient(self) -> None:
+        """The oldest deferred weight gradient."""
+        self.put(self.pending.popleft()._replace(kind="W"))
+
+    def phases(self, num_half: int, depth: int, num_each: int) -> tuple[Entry, ...]:
+        """The eight phases; `depth` counts from the end where the near direction enters, which
+        meets the far one after `num_half` ranks; `num_each` microbatches pass each way."""
+        near, far = self.near, self.far
+        to_middle = num_half - depth - 1
+        for _ in range(2 * to_middle):
+            self.put(self.forward(near))
+        for _ in range(depth + 1):
+            self.put(self.forward(near))
+            self.put(self.forward(far))
+        for _ in range(to_middle):
+            self.put(self.backward(far, "I"))
+            self.weight_gradient()
+            self.put(self.forward(far))
+        for index in range(num_each - 2 * num_half + depth + 1):
+            if index == 0 and to_middle == 0:
+                # Here the first block would wait for the middle rank's own forward.
+                self.put(self.forward(near))
+                self.put(self.backward(far))
+            else:
+                self.put(self.forward(near), self.backward(far))
+            self.put(self.forward(far), self.backward(near))
+        for _ in range(to_middle):
+            self.put(self.backward(far))
+            self.put(self.forward(far), self.backward(near))
+        for index in range(2 * (depth + 1)):
+            direction = near if index % 2 else far
+            self.put(self.backward(direction, "B" if index <= depth else "I"))
+        for _ in range(to_middle):
+            self.weight_gradient()
+            self.put(self.backward(near, "I"))
+        for _ in range(depth + 1):
+            self.weight_gradient()
+        assert not self.pending, "a weight gradient was left over"
+        return tuple(self.entries)

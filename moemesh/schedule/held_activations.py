@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.costs import exact
 
 #: A number for a microbatch on one rank's whole share of layers (a chunk holds 1/v), or a list
@@ -39,7 +39,36 @@ def peak_memory(
     Raises ValueError for lists of another length than the stages, and for amounts below 0.
     """
     whole, kept, parts = amounts(schedule, activation, weight_memory)
-    return tuple(_peak(schedule, rank, whole, kept, parts) for rank in range(len(schedule.orders)))
+    peaks: list[HeldActivations] = []
+    for order in schedule.orders:
+        contexts = backlog = most_contexts = most_backlog = 0
+        held = most_held = 0.0
+        for entry in order:
+            # Of a block the forwards first.
+            ops = entry if len(entry) == 1 else sorted(entry, key=lambda op: op.kind != "F")
+            for op in ops:
+                kind, stage = op.kind, op.stage
+                if kind == "F":
+                    contexts += 1
+                    held += whole[stage]
+                    if contexts > most_contexts:
+                        most_contexts = contexts
+                    if held > most_held:
+                        most_held = held
+                elif kind == "B":
+                    contexts -= 1
+                    held -= whole[stage]
+                elif kind == "I":
+                    contexts -= 1
+                    backlog += 1
+                    held -= whole[stage] - kept[stage]
+                    if backlog > most_backlog:
+                        most_backlog = backlog
+                else:
+                    backlog -= 1
+                    held -= kept[stage]
+        peaks.append(HeldActivations(most_contexts, most_held / parts, most_backlog))
+    return tuple(peaks)
 
 
 def amounts(
@@ -68,40 +97,3 @@ def _per_stage(schedule: Schedule, name: str, amount: Amount) -> list[float]:
     if len(amount) != schedule.num_stages:
         raise ValueError(f"{name} has {len(amount)} amounts for {schedule.num_stages} stages")
     return [exact(item, name) for item in amount]
-
-
-def _peak(
-    schedule: Schedule, rank: int, whole: list[float], kept: list[float], parts: float
-) -> HeldActivations:
-    contexts = backlog = most_contexts = most_backlog = 0
-    held = most_held = 0.0
-    for entry in schedule.orders[rank]:
-        ops: Sequence[Op] = entry
-        if len(entry) > 1:
-            ops = sorted(entry, key=_forward_first)
-        for op in ops:
-            kind, stage = op.kind, op.stage
-            if kind == "F":
-                contexts += 1
-                held += whole[stage]
-                if contexts > most_contexts:
-                    most_contexts = contexts
-                if held > most_held:
-                    most_held = held
-            elif kind == "B":
-                contexts -= 1
-                held -= whole[stage]
-            elif kind == "I":
-                contexts -= 1
-                backlog += 1
-                held -= whole[stage] - kept[stage]
-                if backlog > most_backlog:
-                    most_backlog = backlog
-            else:
-                backlog -= 1
-                held -= kept[stage]
-    return HeldActivations(most_contexts, most_held / parts, most_backlog)
-
-
-def _forward_first(op: Op) -> bool:
-    return op.kind != "F"

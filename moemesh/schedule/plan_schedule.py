@@ -66,15 +66,13 @@ def _named(plan: Plan) -> Schedule:
 
 def _options(plan: Plan) -> dict[str, Any]:
     """Options of the schedule that a plan names, as in :func:`build`."""
-    options: dict[str, Any] = {}
+    options = {
+        "num_slices": plan.num_slices,
+        "window": plan.num_update_microbatches,
+        "max_in_flight": plan.max_in_flight,
+    }
     takes = recipe_of(plan.schedule).options
-    if "num_slices" in takes:
-        options["num_slices"] = plan.num_slices
-    if "window" in takes:
-        options["window"] = plan.num_update_microbatches
-    if "max_in_flight" in takes:
-        options["max_in_flight"] = plan.max_in_flight
-    return options
+    return {key: value for key, value in options.items() if key in takes}
 
 
 @lru_cache(maxsize=8)
@@ -152,7 +150,13 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
         for key, words, found, given in numbers
         if found != given
     ]
-    if schedule.num_pipes > 1 and not _is_mirrored(schedule):
+    # Two pipes over the same ranks from both ends, as gradients are summed.
+    is_mirrored = (
+        schedule.num_pipes == 2
+        and ranks % 2 == 0
+        and all(a + b == ranks - 1 for a, b in zip(*schedule.placement, strict=False))
+    )
+    if schedule.num_pipes > 1 and not is_mirrored:
         problems.append(
             f"{schedule.num_pipes} pipes; a run takes one, or two over an even number of ranks "
             "that meet end to end: stage s of the second on the rank opposite that of the first"
@@ -173,14 +177,6 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
     except UserError as error:
         raise UserError(f"{source} cannot run: {error}") from error
     return schedule
-
-
-def _is_mirrored(schedule: Schedule) -> bool:
-    """Whether two pipes run over the same ranks from both ends, as gradients are summed."""
-    if schedule.num_pipes != 2 or schedule.num_ranks % 2:
-        return False
-    first, second = schedule.placement
-    return all(a + b == schedule.num_ranks - 1 for a, b in zip(first, second, strict=False))
 
 
 def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> list[Problem]:

@@ -193,10 +193,8 @@ def issue_order(program: LoweredProgram) -> list[int]:
     return order
 
 
-def _blockers(
-    program: LoweredProgram, heads: Sequence[int], done: bytearray
-) -> dict[int, list[int]]:
-    """Head -> the heads behind which (or at which) stands what it waits for."""
+def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
+    """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
     at_rank = {program.rank[entry]: entry for entry in heads}
     wanted = {slot for entry in heads for slot in program.waits[entry] if not done[slot]}
     maker: dict[int, int] = {}
@@ -206,7 +204,8 @@ def _blockers(
                 for slot in made:
                     if slot in wanted:
                         maker.setdefault(slot, entry)
-    return {
+    # Head -> the heads behind which (or at which) stands what it waits for.
+    blockers = {
         entry: [
             at_rank[program.rank[maker[slot]]]
             for slot in program.waits[entry]
@@ -214,11 +213,6 @@ def _blockers(
         ]
         for entry in heads
     }
-
-
-def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
-    """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
-    blockers = _blockers(program, heads, done)
     best: list[int] = []
     for start in heads:
         came_from: dict[int, int] = {}
@@ -236,9 +230,8 @@ def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> li
         ring = [came_from[start]]
         while ring[-1] != start:
             ring.append(came_from[ring[-1]])
-        ring.reverse()
         if not best or len(ring) < len(best):
-            best = ring
+            best = ring[::-1]
     return best
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
-    """Which schedule to simulate. Costs are texts: a number, or one per stage with commas."""
+    """Schedule to simulate. Costs are texts: a number, or one per stage with commas."""
 
     name: Annotated[
         str,

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from moemesh.config.errors import public
 from moemesh.config.shown import Shown
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.held_activations import Amount, HeldActivations, peak_memory
 from moemesh.schedule.messages import successor
@@ -169,16 +169,20 @@ def entry_times(
 ) -> tuple[list[float], list[float], tuple[float, ...]]:
     """Starts and ends of all entries, busy time of all ranks."""
     waits, makes, rank_of = program.waits, program.makes, program.rank
-    costs = _entry_costs(program, bound)
-    carrier = _Carrier(program, bound, transport)
-    simple = transport == "latency"
-    flat = carrier.flat_delays()
-    entries = program.entries
+    schedule, entries = program.schedule, program.entries
+    # Without a call for each where costs and delays are per stage.
+    tables = {kind: table for kind, table in bound.by_kind.items() if not callable(table)}
+    flat = len(tables) == len(bound.by_kind)
+    costs = [
+        tables[entry[0].kind][entry[0].stage] if flat and len(entry) == 1 else bound.entry(entry)
+        for entry in entries
+    ]
+    delays = None if callable(bound.delays) else bound.delays
+    link_free: dict[tuple[int, int], float] = {}
     starts: list[float] = [0] * len(entries)
     ends: list[float] = [0] * len(entries)
-    clock: list[float] = [0] * len(program.schedule.orders)
+    clock: list[float] = [0] * len(schedule.orders)
     ready: list[float] = [0] * program.num_slots
-    blocking = transport == "blocking"
     for entry in program.issued:
         rank = rank_of[entry]
         start = clock[rank]
@@ -193,65 +197,26 @@ def entry_times(
             ready[slot] = end
             if message < 0:
                 continue
-            if simple or (blocking and flat is not None):
-                kind, stage, *_ = op = entries[entry][place]
-                delay = carrier.delay(op) if flat is None else flat[stage - (kind != "F")]
-                if simple:
-                    ready[message] = end + delay
-                else:
-                    ready[message] = clock[rank] = clock[rank] + delay
+            op = entries[entry][place]
+            if delays is None or transport == "link":
+                consumer = successor(schedule, op)
+                assert consumer is not None
+                delay = bound.message(op, consumer)
             else:
-                ready[message], clock[rank] = carrier.send(entries[entry][place], end, clock[rank])
-    first = program.first
-    slices = (costs[a:b] for a, b in pairwise(first))
-    return starts, ends, tuple(map(_total, slices))
-
-
-class _Carrier:
-    """Messages between ranks: when each arrives, and when its sender is free again."""
-
-    def __init__(self, program: LoweredProgram, bound: BoundCosts, transport: Transport) -> None:
-        self.schedule = program.schedule
-        self.bound = bound
-        self.transport = transport
-        self.link_free: dict[tuple[int, int], float] = {}
-
-    def flat_delays(self) -> list[float] | None:
-        """Delay per boundary, None when it depends on the operation."""
-        return None if callable(self.bound.delays) else self.bound.delays
-
-    def delay(self, op: Op) -> float:
-        consumer = successor(self.schedule, op)
-        assert consumer is not None
-        return self.bound.message(op, consumer)
-
-    def send(self, op: Op, end: float, free: float) -> tuple[float, float]:
-        """Arrival of the output of `op`, which ended at `end`, and when its rank, free at `free`
-        until now, goes on."""
-        delay = self.delay(op)
-        if self.transport == "blocking":
-            # The outputs of a block leave one after the other.
-            return free + delay, free + delay
-        consumer = successor(self.schedule, op)
-        assert consumer is not None
-        pair = self.schedule.rank_of(op), self.schedule.rank_of(consumer)
-        begin = max(end, self.link_free.get(pair, 0))
-        self.link_free[pair] = begin + self.bound.transfer(op, consumer)
-        return self.link_free[pair] + delay, free
-
-
-def _entry_costs(program: LoweredProgram, bound: BoundCosts) -> list[float]:
-    """Cost of every entry, without a call for each where costs are per stage."""
-    tables = bound.by_kind
-    flat = {kind: table for kind, table in tables.items() if not callable(table)}
-    if len(flat) < len(tables):
-        return [bound.entry(entry) for entry in program.entries]
-    return [
-        flat[entry[0].kind][entry[0].stage] if len(entry) == 1 else bound.entry(entry)
-        for entry in program.entries
-    ]
-
-
-def _total(costs: list[float]) -> float:
-    """Sum without rounding on the way; an integer for integers."""
-    return math.fsum(costs) if any(isinstance(cost, float) for cost in costs) else sum(costs)
+                consumer, delay = None, delays[op.stage - (op.kind != "F")]
+            if transport == "latency":
+                ready[message] = end + delay
+            elif transport == "blocking":
+                # The outputs of a block leave one after the other.
+                ready[message] = clock[rank] = clock[rank] + delay
+            else:
+                assert consumer is not None
+                pair = rank, schedule.rank_of(consumer)
+                link_free[pair] = max(end, link_free.get(pair, 0)) + bound.transfer(op, consumer)
+                ready[message] = link_free[pair] + delay
+    busy: list[float] = []
+    for a, b in pairwise(program.first):
+        # A sum without rounding on the way; an integer for integers.
+        rounds = any(isinstance(cost, float) for cost in costs[a:b])
+        busy.append(math.fsum(costs[a:b]) if rounds else sum(costs[a:b]))
+    return starts, ends, tuple(busy)

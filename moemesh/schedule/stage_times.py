@@ -14,7 +14,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.action import Entry, Kind, Op
 from moemesh.schedule.costs import Cost, Costs
-from moemesh.schedule.slicing import stage_costs
+from moemesh.schedule.terapipe import stage_costs
 from moemesh.trace.timeline import Timeline, WorkRecord
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

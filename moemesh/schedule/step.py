@@ -13,7 +13,8 @@ to see the slope once; where stages are so uneven that it comes late, twice as m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -109,7 +110,7 @@ class PipelineStep(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """By how many microbatches a step grows."""
+        """Microbatches by which a step grows."""
         if self.schedule in ("interleaved_1f1b", "chimera"):
             return self.ranks
         return 2 if self.schedule == "dualpipe" else 1
@@ -129,7 +130,7 @@ def duration(
     weight_gradient: Sequence[float],
     message: float = 0.0,
 ) -> Duration:
-    """How long a step takes when stage s needs so many seconds a microbatch for each part.
+    """Seconds of a step when stage s needs so many seconds a microbatch for each part.
 
     A message between two ranks (of a slice, where there are slices) occupies its sender. Raises
     ValueError when there is no such schedule.
@@ -140,16 +141,19 @@ def duration(
         weight_gradient=weight_gradient,
         message=message,
     )
-    busy, rank = _busiest(step, forward, input_gradient, weight_gradient, message)
-    whole = busy * step.microbatches
+    seconds: list[tuple[float, int]] = []  # a microbatch of the step, negative rank
+    for rank in range(step.ranks):
+        work = message * step.messages_of(rank) * step.slices
+        for stage in step.stages_of(rank):
+            work += forward[stage] + input_gradient[stage] + weight_gradient[stage]
+        seconds.append((work * step.share, -rank))
+    busy, rank = max(seconds)
+    rank, whole = -rank, busy * step.microbatches
     if step.is_stream:
         return Duration(whole, whole, whole, rank)
     count = step.settled(2 * step.ranks + 2 * step.unit)
     while count < step.microbatches:
-        before, after = (
-            _laid_out(step.of(count - step.unit), costs),
-            _laid_out(step.of(count), costs),
-        )
+        before, after = (_laid_out(step.of(n), costs) for n in (count - step.unit, count))
         slope = busy * step.unit
         grown = (after[0] - before[0], after[1] - before[1])
         if all(abs(more - slope) <= _ROUNDING * slope for more in grown):
@@ -157,24 +161,6 @@ def duration(
             return Duration(after[0] + rest, after[1] + rest, whole, rank)
         count = step.settled(2 * count)
     return Duration(*_laid_out(step, costs), whole, rank)
-
-
-def _busiest(
-    step: PipelineStep,
-    forward: Sequence[float],
-    input_gradient: Sequence[float],
-    weight_gradient: Sequence[float],
-    message: float,
-) -> tuple[float, int]:
-    """(seconds a microbatch of the step, rank)."""
-    found: list[tuple[float, int]] = []
-    for rank in range(step.ranks):
-        seconds = message * step.messages_of(rank) * step.slices
-        for stage in step.stages_of(rank):
-            seconds += forward[stage] + input_gradient[stage] + weight_gradient[stage]
-        found.append((seconds * step.share, -rank))
-    seconds, rank = max(found)
-    return seconds, -rank
 
 
 def _laid_out(step: PipelineStep, costs: Costs) -> tuple[float, float]:
@@ -228,10 +214,28 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     schedule = _schedule(step.of(count))
     found: list[tuple[tuple[float, ...], ...]] = []
     for rank in range(step.ranks):
-        moments = _moments(schedule, rank, step.stages_of(rank))
-        if not step.is_stream:
-            moments = {tuple(min(number, most) for number in one) for one in moments}
-        found.append(_undominated(moments))
+        place = {stage: index for index, stage in enumerate(step.stages_of(rank))}
+        held = [0] * len(place)
+        # What is alive after the forwards of each entry.
+        moments: set[tuple[float, ...]] = set()
+        for entry in schedule.orders[rank]:
+            for op in entry:
+                if op.kind == "F":
+                    held[place[op.stage]] += 1
+            limit = math.inf if step.is_stream else most
+            moments.add(tuple(min(count / schedule.num_slices, limit) for count in held))
+            for op in entry:
+                if op.kind in ("B", "W"):
+                    held[place[op.stage]] -= 1
+        assert schedule.num_pipes > 1 or not any(held)
+        kept: list[tuple[float, ...]] = []
+        for one in sorted(moments, reverse=True):
+            # In this order the first numbers fall, so that of pairs the last one kept has the
+            # largest second number.
+            others = kept[-1:] if len(one) <= 2 else kept
+            if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in others):
+                kept.append(one)
+        found.append(tuple(kept))
     return tuple(found)
 
 
@@ -249,33 +253,3 @@ def weight_copies(step: PipelineStep, rank: int) -> int:
         ranks=step.ranks, microbatches=count, chunks=step.chunks, times=MicrobatchTimes()
     )
     return FORMS[step.schedule].copies(numbers, rank)
-
-
-def _moments(schedule: Schedule, rank: int, stages: Sequence[int]) -> set[tuple[float, ...]]:
-    """What is alive after the forwards of each entry."""
-    mirrored = schedule.num_pipes > 1
-    place = {stage: index for index, stage in enumerate(stages)}
-    held = [0] * len(stages)
-    found: set[tuple[int, ...]] = set()
-    for entry in schedule.orders[rank]:
-        for op in entry:
-            if op.kind == "F":
-                held[place[op.stage]] += 1
-        found.add(tuple(held))
-        for op in entry:
-            if op.kind in ("B", "W"):
-                held[place[op.stage]] -= 1
-    assert mirrored or not any(held)
-    return {tuple(count / schedule.num_slices for count in one) for one in found}
-
-
-def _undominated(moments: Iterable[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
-    """Those that no other exceeds everywhere, in order."""
-    kept: list[tuple[float, ...]] = []
-    for one in sorted(moments, reverse=True):
-        # In this order the first numbers fall, so that of pairs the last one kept has the largest
-        # second number.
-        others = kept[-1:] if len(one) <= 2 else kept
-        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in others):
-            kept.append(one)
-    return tuple(kept)

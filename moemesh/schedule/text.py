@@ -29,9 +29,6 @@ from moemesh.config.errors import UserError
 from moemesh.config.paths import nearest_path
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
-# Schedules in files: text or CSV, read with care and written.
-
-
 #: Sizes from which on a file is no schedule that a person wrote.
 _LARGEST_FILE = 100_000_000
 
@@ -185,7 +182,11 @@ def _header(schedule: Schedule) -> list[str]:
     for name, value in sorted(schedule.parameters.items()):
         if not _PARAMETER.fullmatch(name):
             raise ValueError(f"parameter {name!r}: a name has letters, digits and underscores only")
-        header.append(f"parameter.{name}={_value(value)}")
+        if isinstance(value, str):
+            written = _quoted(value)
+        else:
+            written = str(int(value)) if isinstance(value, int) else repr(float(value))
+        header.append(f"parameter.{name}={written}")
     return header
 
 
@@ -206,12 +207,6 @@ def _quoted(text: str) -> str:
     return quoted.replace(" ", "\\u0020").replace("#", "\\u0023")
 
 
-def _value(value: int | float | str) -> str:
-    if isinstance(value, str):
-        return _quoted(value)
-    return str(int(value)) if isinstance(value, int) else repr(float(value))
-
-
 def _is_float(text: str) -> bool:
     try:
         float(text)
@@ -221,7 +216,7 @@ def _is_float(text: str) -> bool:
 
 
 def _parse_value(text: str) -> int | float | str | None:
-    """The inverse of :func:`_value`; None when `text` is none of its forms."""
+    """The value of a parameter; None when `text` is none of its forms."""
     if _INTEGER.fullmatch(text):
         return int(text)
     if _is_float(text):
@@ -266,11 +261,20 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
         missing = next((n for n in range(limit) if n not in parts[word]), None)
         if missing is not None:
             raise TextError(f"no line '{word} {missing}:'")
+    placement: list[tuple[int, ...]] = []
+    for pipe in range(len(counts)):
+        line = parts["place"][pipe]
+        for index, token in enumerate(line.tokens):
+            if not re.fullmatch(r"\d{1,9}", token, re.ASCII):
+                raise line.error("expected the rank of a stage", index)
+        if len(line.tokens) != stages:
+            raise line.error(f"has {len(line.tokens)} ranks for {stages} stages")
+        placement.append(tuple(map(int, line.tokens)))
     return Schedule(
         name=header.text("name"),
         num_ranks=ranks,
         num_stages=stages,
-        placement=tuple(_place(parts["place"][pipe], stages) for pipe in range(len(counts))),
+        placement=tuple(placement),
         orders=tuple(_entries(parts["rank"][rank]) for rank in range(ranks)),
         num_microbatches=counts,
         num_slices=slices,
@@ -341,15 +345,6 @@ class _Header:
                 raise self.line.error("expected parameter.<word>=<number, word or string>", index)
             found[name] = parsed
         return found
-
-
-def _place(line: _Line, stages: int) -> tuple[int, ...]:
-    for index, token in enumerate(line.tokens):
-        if not re.fullmatch(r"\d{1,9}", token, re.ASCII):
-            raise line.error("expected the rank of a stage", index)
-    if len(line.tokens) != stages:
-        raise line.error(f"has {len(line.tokens)} ranks for {stages} stages")
-    return tuple(map(int, line.tokens))
 
 
 def _entries(line: _Line) -> tuple[Entry, ...]:

@@ -23,7 +23,7 @@ from moemesh.schedule.action import Op, Schedule, UpdateRule
 
 
 class StageVersions(NamedTuple):
-    """What one stage of one pipe saw: the version of each ``F``, ``B`` and ``I``, the largest
+    """Weights of one stage of one pipe: the version of each ``F``, ``B`` and ``I``, the largest
     number of updates between a microbatch's forward and the use of its gradient, the most copies
     alive at once, and how many updates were made."""
 
@@ -34,7 +34,7 @@ class StageVersions(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """Where a schedule and its update rule contradict each other; `entry` is an index in the
+    """An operation that contradicts the update rule of its schedule; `entry` is an index in the
     rank's list."""
 
     rank: int
@@ -92,35 +92,27 @@ class _Stage:
 
     def run(self, op: Op) -> str:
         """Note what `op` uses and updates; what breaks the rule, or nothing."""
-        problem = ""
+        key, problem = (op.microbatch, op.slice), ""
         if op.kind == "F":
-            problem = self._forward(op)
+            version = self.newest
+            if self.kind == "stash":
+                declared = max(0, op.microbatch - self.distance)
+                if version != declared:
+                    problem = f"uses version {version}, the rule declares {declared}"
+            elif self.kind == "two_versions":
+                version = max(op.microbatch // self.window - 1, 0)
+                if version not in self.stored:
+                    there = ", ".join(map(str, sorted(self.stored)))
+                    problem = f"needs version {version} of the weights, there are {there}"
+            self.used[op] = self.held[key] = version
         if op.kind in ("B", "I"):
-            forward = self.held.get((op.microbatch, op.slice), self.newest)
+            forward = self.held.get(key, self.newest)
             self.used[op] = self.newest if self.kind == "newest" else forward
-        if op.kind in ("B", "W"):
-            problem = self._gradient(op)
-        return problem
-
-    def _forward(self, op: Op) -> str:
-        version, problem = self.newest, ""
-        if self.kind == "stash":
-            declared = max(0, op.microbatch - self.distance)
-            if version != declared:
-                problem = f"uses version {version}, the rule declares {declared}"
-        elif self.kind == "two_versions":
-            version = max(op.microbatch // self.window - 1, 0)
-            if version not in self.stored:
-                there = ", ".join(map(str, sorted(self.stored)))
-                problem = f"needs version {version} of the weights, there are {there}"
-        self.used[op] = self.held[op.microbatch, op.slice] = version
-        return problem
-
-    def _gradient(self, op: Op) -> str:
-        """The gradient of `op` is complete: it counts, and may update."""
-        lag = self.newest - self.held.pop((op.microbatch, op.slice), self.newest)
+        if op.kind not in ("B", "W"):
+            return problem
+        # The gradient is complete: it counts, and may update.
+        lag = self.newest - self.held.pop(key, self.newest)
         self.lag = max(self.lag, lag)
-        problem = ""
         if lag > self.allowed_lag:
             problem = f"comes {lag} updates after its forward, the rule allows {self.allowed_lag}"
         self.gradients += 1

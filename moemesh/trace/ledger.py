@@ -109,7 +109,7 @@ class Ledger:
             self._num_pauses -= 1
 
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """All entries, sorted by (axis, op, phase, caller)."""
+        """The entries, sorted by (axis, op, phase, caller)."""
         return tuple(
             LedgerEntry(axis=axis, op=op, phase=phase, caller=caller, **asdict(total))
             for (axis, op, phase, caller), total in sorted(self._totals.items())

@@ -8,21 +8,8 @@ which is counted at its own largest, or more, by what no part explains.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-#: The parts in the order in which they are drawn and printed.
-PARTS: tuple[str, ...] = (
-    "dense_weights",
-    "expert_weights",
-    "gathered_weights",
-    "weight_versions",
-    "gradients",
-    "optimizer",
-    "activations",
-    "buffers",
-    "snapshots",
-)
 
 #: What activations are made of: the residual stream at the ends of the model and before layers that
 #: are computed again, the parts of layers, head and loss, and what only deferred weight gradients
@@ -117,6 +104,14 @@ class MemoryProfile:
         return cls(**known, activation_kinds=kinds, peak_of=str(data.get("peak_of", "")))
 
 
+#: The parts in the order in which they are drawn and printed.
+PARTS: tuple[str, ...] = tuple(
+    one.name
+    for one in fields(MemoryProfile)
+    if one.type == "int" and one.name not in ("rank", "peak")
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfiles:
     """The profiles of all ranks, ordered by rank, and what was `predicted` for them. Raises
@@ -141,7 +136,7 @@ class MemoryProfiles:
 
     @property
     def peak_words(self) -> str:
-        """Which peak was measured, one of :data:`MEASURED_PEAKS`."""
+        """Name of the measured peak, one of :data:`MEASURED_PEAKS`."""
         whose = {profile.peak_of for profile in self.ranks}
         return MEASURED_PEAKS.get(whose.pop() if len(whose) == 1 else "", MEASURED_PEAKS[""])
 

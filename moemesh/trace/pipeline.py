@@ -24,15 +24,6 @@ class PipelineMessage(NamedTuple):
     consumer: WorkRecord
 
 
-class _Key(NamedTuple):
-    step: int | None
-    forward: bool
-    stage: int
-    microbatch: int | None
-    pipe: int
-    slice: int
-
-
 def flows(timeline: Timeline) -> tuple[PipelineMessage, ...]:
     """The messages between ranks, ordered by their producers.
 
@@ -40,24 +31,18 @@ def flows(timeline: Timeline) -> tuple[PipelineMessage, ...]:
     before. Where several ranks run one operation (data or tensor parallel peers), the first feeds
     the first and so on; operations that are missing on one side are left out.
     """
-    found: defaultdict[_Key, list[WorkRecord]] = defaultdict(list)
+    # By direction, stage, and what names the microbatch.
+    found: defaultdict[tuple[bool, int, object], list[WorkRecord]] = defaultdict(list)
     for record in timeline.records:
-        if (key := _key(record)) is not None:
-            found[key].append(record)
+        if record.stage is not None and record.kind in ("F", "B", "I"):
+            piece = (record.step, record.microbatch, record.pipe, record.slice)
+            found[record.kind == "F", record.stage, piece].append(record)
     pairs: list[PipelineMessage] = []
-    for key, producers in found.items():
-        consumers = found.get(key._replace(stage=key.stage + (1 if key.forward else -1)), [])
+    for (forward, stage, piece), producers in found.items():
+        consumers = found.get((forward, stage + (1 if forward else -1), piece), [])
         if len(consumers) == len(producers):
             pairs += map(PipelineMessage, producers, consumers)
     return tuple(flow for flow in pairs if flow.producer.rank != flow.consumer.rank)
-
-
-def _key(record: WorkRecord) -> _Key | None:
-    if record.stage is None or record.kind not in ("F", "B", "I"):
-        return None
-    forward = record.kind == "F"
-    rest = (record.microbatch, record.pipe, record.slice)
-    return _Key(record.step, forward, record.stage, *rest)
 
 
 def places(records: Iterable[WorkRecord]) -> dict[tuple[int, int], int]:
@@ -81,12 +66,7 @@ def activations(timeline: Timeline, *, held: float = 1.0) -> dict[int, Steps]:
     share `held`, which is given back by ``W``. A chunk counts 1/chunks, a slice 1/slices. Ranks
     without pipeline records are left out.
     """
-    changes = {
-        "F": (1.0, 0.0),
-        "B": (0.0, -1.0),
-        "I": (0.0, held - 1.0),
-        "W": (0.0, -held),
-    }
+    changes = {"F": (1.0, 0.0), "B": (0.0, -1.0), "I": (0.0, held - 1.0), "W": (0.0, -held)}
     return _summed(timeline, changes, whole=True)
 
 

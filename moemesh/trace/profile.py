@@ -7,8 +7,8 @@ threads stands a row with the phases of its steps.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,7 @@ class Offset(NamedTuple):
 
 
 def offset_of(reference: Readings, other: Readings) -> Offset:
-    """How far the clock of `other` is ahead of that of `reference`.
+    """Time by which the clock of `other` is ahead of that of `reference`.
 
     Nobody leaves an exchange before everybody has begun it, so every exchange bounds the offset:
     other's begin lies before reference's end, and reference's begin before other's end. The answer
@@ -68,7 +68,7 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All ranks, ordered. `num_steps` were profiled."""
+    """Profiles of all ranks, ordered. `num_steps` were profiled."""
 
     ranks: Sequence[RankProfile]
     num_steps: int
@@ -116,40 +116,30 @@ def read_profile(folder: Path) -> Profile:
         offset = None
         if note["boot"] != first["boot"]:
             offset = offset_of(first["readings"], note["readings"])
-        ranks.append(_rank(folder, note, offset))
-    return Profile(ranks=ranks, num_steps=int(first["num_steps"]))
-
-
-def _rank(folder: Path, note: Mapping[str, Any], offset: Offset | None) -> RankProfile:
-    trace = _object(folder / str(note["trace"]))
-    ahead = offset.seconds if offset else 0.0
-    shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
-    events: list[Event] = []
-    for event in cast("list[Event]", trace["traceEvents"]):
-        # A span of the profiler itself has a word in place of a process.
-        if event.get("ph") == "X" and isinstance(event.get("pid"), int):
-            events.append({**event, "ts": float(event["ts"]) + shift})
-    shift_seconds = float(note["epoch_minus_monotonic"]) - ahead
-    phases = [WorkRecord.from_json(record) for record in note["phases"]]
-    moved = [
-        WorkRecord.from_json(
-            {
-                **record.to_json(),
-                "start": record.start + shift_seconds,
-                "end": record.end + shift_seconds,
-            }
+        trace = _object(folder / str(note["trace"]))
+        ahead = offset.seconds if offset else 0.0
+        shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
+        events: list[Event] = []
+        for event in cast("list[Event]", trace["traceEvents"]):
+            # A span of the profiler itself has a word in place of a process.
+            if event.get("ph") == "X" and isinstance(event.get("pid"), int):
+                events.append({**event, "ts": float(event["ts"]) + shift})
+        later = float(note["epoch_minus_monotonic"]) - ahead
+        phases = [WorkRecord.from_json(record) for record in note["phases"]]
+        ranks.append(
+            RankProfile(
+                rank=int(note["rank"]),
+                host=str(note["host"]),
+                events=events,
+                phases=[
+                    replace(one, start=one.start + later, end=one.end + later) for one in phases
+                ],
+                plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
+                waited=note.get("waited"),
+                offset=offset,
+            )
         )
-        for record in phases
-    ]
-    return RankProfile(
-        rank=int(note["rank"]),
-        host=str(note["host"]),
-        events=events,
-        phases=moved,
-        plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
-        waited=note.get("waited"),
-        offset=offset,
-    )
+    return Profile(ranks=ranks, num_steps=int(first["num_steps"]))
 
 
 def _object(path: Path) -> dict[str, Any]:

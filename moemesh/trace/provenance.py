@@ -64,7 +64,7 @@ class ProvenancePart(NamedTuple):
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """Which start has taken which of the steps 1 to `last`: the newest one that has taken it.
+    """The start that has taken each of the steps 1 to `last`: the newest one that has taken it.
 
     Raises KeyError, TypeError or ValueError for a record that does not tell its first step.
     """
@@ -77,7 +77,7 @@ def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenanceP
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """In what two starts differ that may change a result: a line each, the first value first."""
+    """Differences of two starts that may change a result: a line each, the first value first."""
     lines: list[str] = []
     for place, name in _PLACES.items():
         for key, old, new in _differing(before.get(place), after.get(place)):

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,7 @@ from moemesh.config.paths import nearest_path
 from moemesh.config.shown import Shown
 from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.load_bins import LoadBins
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import ProvenancePart, parts_of
 from moemesh.trace.strict_json import finite
@@ -56,31 +55,8 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, Re
 #: one. A new key does not change it; another meaning of a key does.
 SCHEMA = 1
 
-#: Fields of a row of metrics: those that it must have, and those that may be missing.
-_REQUIRED = (
-    "step",
-    "tokens",
-    "loss",
-    "grad_norm",
-    "aux_loss",
-    "tokens_per_second",
-    "lr",
-    "seconds",
-)
-_OPTIONAL = (
-    "validation_loss",
-    "mtp_loss",
-    "data_seconds",
-    "communication_seconds",
-    "memory_bytes",
-    "tflops_per_rank",
-    "mfu",
-    "epoch",
-    "load_max_over_mean",
-    "dropped_share",
-)
-
-
+#: Fields that a row of metrics must have.
+_NEEDED = ("step", "tokens", "loss", "grad_norm", "aux_loss", "tokens_per_second", "lr", "seconds")
 #: Lines of a JSONL file that are read together.
 _BLOCK = 256
 #: Earlier failures that are read, at most.
@@ -137,10 +113,10 @@ class MetricsRow:
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"schema": SCHEMA}
-        row |= {item.name: finite(getattr(self, item.name)) for item in fields(self)}
-        for name in _OPTIONAL:
-            if getattr(self, name) is None:
-                del row[name]
+        for name in _STORES:
+            value = getattr(self, name)
+            if value is not None or name in _NEEDED:
+                row[name] = finite(value)
         return row
 
     def to_line(self) -> str:
@@ -156,7 +132,7 @@ class MetricsRow:
         """
         if (schema := int(data.get("schema", 0))) > SCHEMA:
             raise ValueError(f"the row has schema {schema}, this version reads up to {SCHEMA}")
-        for name in _REQUIRED:
+        for name in _NEEDED:
             if name not in data:
                 raise KeyError(name)
         # Not by __init__, and no call for what is a float already: of a long run that is half the
@@ -167,7 +143,7 @@ class MetricsRow:
             if name in _COUNTS:
                 value = int(data[name])
             elif type(value) is not float:
-                value = _number(value) if name in data else None
+                value = (math.nan if value is None else float(value)) if name in data else None
             store(row, value)
         return row
 
@@ -175,10 +151,6 @@ class MetricsRow:
 #: Sets each field of a row that is being made.
 _STORES = {item.name: getattr(MetricsRow, item.name).__set__ for item in fields(MetricsRow)}
 _COUNTS = ("step", "tokens")
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
@@ -322,6 +294,12 @@ class Run(Shown):
             loads.add(row)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
+        # Replay bundles stand in the same folder under other names.
+        numbers = [path.name for path in folder.glob("failures/*") if path.name.isdecimal()]
+        failures = [
+            reader.json(f"failures/{number}/failure.json", _object)
+            for number in sorted(numbers, key=int)[-_MOST_FAILURES:]
+        ]
         return cls(
             folder=folder,
             config_text=config_text,
@@ -335,10 +313,11 @@ class Run(Shown):
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
             loads=loads.all(),
-            starts=reader.json("provenance.json", _starts) or (),
+            starts=reader.json("provenance.json", lambda data: tuple(map(_object, data["starts"])))
+            or (),
             events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
-            earlier_failures=tuple(_earlier_failures(reader)),
+            earlier_failures=tuple(one for one in failures if one is not None),
             summary=reader.json("summary.json", _object) or {},
             warnings=tuple(reader.warnings),
         )
@@ -386,7 +365,7 @@ class _Reader:
         if not path.is_file():
             return
         bad: list[str] = []
-        number = 1
+        first = 1
         with path.open(encoding="utf-8", errors="replace") as file:
             # Blocks of lines are read together, which is quicker; one with damage line by line.
             while block := list(itertools.islice(file, _BLOCK)):
@@ -395,41 +374,18 @@ class _Reader:
                 except _MALFORMED:
                     rows = []
                 if len(rows) != len(block):
-                    rows = list(_one_by_one(block, number, parse, bad))
+                    rows = list[T]()
+                    for number, line in enumerate(block, start=first):
+                        try:
+                            rows += [parse(_object(json.loads(line)))] if line.strip() else []
+                        except _MALFORMED as error:
+                            half = "" if line.endswith("\n") else " (the last one, half-written)"
+                            bad.append(f"line {number}{half}: {_reason(error)}")
                 yield from rows
-                number += len(block)
+                first += len(block)
         if bad:
             lines = "1 line is" if len(bad) == 1 else f"{len(bad)} lines are"
             self.warnings.append(f"{name}: {lines} left out, first {bad[0]}")
-
-
-def _one_by_one(
-    lines: Iterable[str], first: int, parse: Callable[[dict[str, Any]], T], bad: list[str]
-) -> Iterator[T]:
-    """The objects of `lines`, the first of which has the number `first`; what is wrong with a
-    malformed one is added to `bad`."""
-    for number, line in enumerate(lines, start=first):
-        if not line.strip():
-            continue
-        try:
-            row = parse(_object(json.loads(line)))
-        except _MALFORMED as error:
-            half = "" if line.endswith("\n") else " (the last one, half-written)"
-            bad.append(f"line {number}{half}: {_reason(error)}")
-        else:
-            yield row
-
-
-def _earlier_failures(reader: _Reader) -> Iterator[Mapping[str, Any]]:
-    """The newest of them; replay bundles stand in the same folder under other names."""
-    numbers = [path.name for path in reader.folder.glob("failures/*") if path.name.isdecimal()]
-    for number in sorted(numbers, key=int)[-_MOST_FAILURES:]:
-        if (found := reader.json(f"failures/{number}/failure.json", _object)) is not None:
-            yield found
-
-
-def _starts(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_object(start) for start in data["starts"])
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ LEASE = "lease"
 
 
 def state_of(run: Run) -> State:
-    """From failure.json, summary.json, the newest step, and the lock that a run at work holds."""
+    """State by failure.json, summary.json, the newest step, and the lock of a run at work."""
     if run.failure is not None:
         return "failed"
     last = run.metrics[-1].step if run.metrics else None

@@ -157,8 +157,16 @@ class Timeline(Shown):
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """Span, busy, idle and waiting time of every rank, ascending."""
-        of_rank = self.by_rank()
-        return tuple(_rank_statistics(rank, of_rank[rank]) for rank in self.ranks)
+        found: list[RankStatistics] = []
+        for rank, records in self.by_rank().items():
+            start = min((record.start for record in records), default=0.0)
+            end = max((record.end for record in records), default=0.0)
+            busy = busy_time(records)
+            wait = sum(record.wait for record in records)
+            # Rounding may leave idle at -1e-17.
+            idle = max(end - start - busy, 0.0)
+            found.append(RankStatistics(rank, start, end, end - start, busy, idle, wait))
+        return tuple(found)
 
     def by_rank(self) -> dict[int, list[WorkRecord]]:
         """Records of every rank in their order, an empty list for a rank without any."""
@@ -231,16 +239,6 @@ def _order(record: WorkRecord) -> tuple[Any, ...]:
     )
     rest = (record.kind, record.name, record.pipe, record.slice, record.wait)
     return (record.rank, record.start, -record.end, *operation, *rest)
-
-
-def _rank_statistics(rank: int, records: list[WorkRecord]) -> RankStatistics:
-    start = min((record.start for record in records), default=0.0)
-    end = max((record.end for record in records), default=0.0)
-    busy = busy_time(records)
-    wait = sum(record.wait for record in records)
-    # Rounding may leave idle at -1e-17.
-    idle = max(end - start - busy, 0.0)
-    return RankStatistics(rank, start, end, end - start, busy, idle, wait)
 
 
 class Span:

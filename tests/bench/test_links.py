@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from moemesh.bench.device import side_loss
 from moemesh.bench.link_cluster import LinkFit, cluster_of, fit, hops_and_volume
-from moemesh.bench.links import GroupShape, measure_shape, shapes
+from moemesh.bench.links import GroupShape, measure_shape, shapes, side_loss
 from moemesh.bench.settings import OPERATIONS, LinksSettings
 from moemesh.cli.machine import links_text
 from moemesh.comm.mesh import Mesh

@@ -26,8 +26,7 @@ from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.store import CheckpointError, open_checkpoint
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
-from moemesh.data.index_file import IDX, META, beside
-from moemesh.data.indexed import IndexedTokens
+from moemesh.data.indexed import IDX, META, IndexedTokens, beside
 from moemesh.data.tokenizer import DataError
 from tests.checkpoint.simulate import cut, save_as_ranks
 from tests.data.test_indexed import writer

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.bench import environment, examination
+from moemesh.bench import examination
 from moemesh.bench.examination import Diagnosis
 from tests.test_cli import run_guarded
 
@@ -136,7 +136,7 @@ def test_names_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_environment(environ: Mapping[str, str], verdict: str | None, words: str) -> None:
-    found = list(environment.remarks(environ))
+    found = list(examination._environment(environ))
     assert [one[0] for one in found] == ([] if verdict is None else [verdict])
     assert not found or (words in found[0][1] and found[0][2])
 

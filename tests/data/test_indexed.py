@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moemesh.data import index_file, indexed
+from moemesh.data import indexed
 from moemesh.data.corpus import Corpus
-from moemesh.data.index_file import BIN, IDX, MASK, META, beside
-from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.indexed import BIN, IDX, MASK, META, IndexedTokens, IndexedWriter, beside
 from moemesh.data.samples import Windows
 from moemesh.data.tokenizer import DataError
 
@@ -134,7 +133,7 @@ def test_parts_give_the_file_of_one_writer(
 def test_long_documents_are_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_file, "MAX_SEQUENCE", 4)
+    monkeypatch.setattr(indexed, "MAX_SEQUENCE", 4)
     monkeypatch.setattr(indexed, "CHUNK", 3)
     with writer(tmp_path / "a") as made:
         for length in (9, 4, 1):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.data import order
-from moemesh.data.ids import IdRanges
 from moemesh.data.order import (
     LONGEST_PERIOD,
     Epochs,
+    IdRanges,
     Interleaving,
     Permutation,
     held_out_blocks,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moemesh.data import index_file
+from moemesh.data import indexed
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.parts import TokenPart, TokenSettings
@@ -165,7 +165,7 @@ def test_a_run_goes_on_after_any_end(
             if place == "parts":
                 patched.setattr(TokenPart, "make", ending_after(calls, TokenPart.make))
             else:
-                patched.setattr(index_file.os, "replace", ending_after(calls, os.replace))
+                patched.setattr(indexed.os, "replace", ending_after(calls, os.replace))
                 # A process that is killed removes nothing behind itself.
                 patched.setattr("moemesh.data.indexed.IndexedWriter.abandon", lambda _: None)
             try:

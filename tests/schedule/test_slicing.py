@@ -7,7 +7,7 @@ import pytest
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
-from moemesh.schedule.slicing import MOST_PLACES, even_lengths, slice_lengths, stage_costs
+from moemesh.schedule.terapipe import MOST_PLACES, even_lengths, slice_lengths, stage_costs
 
 MODEL = ModelConfig(num_layers=8)
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from moemesh.trace.load_bins import LoadBins, neighbours, total
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import LayerLoads, LoadBins, neighbours, total
 
 
 def step_loads(step: int, layer: int = 0, experts: int = 4) -> LayerLoads:

@@ -6,8 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from moemesh.trace.load_bins import neighbours
-from moemesh.trace.loads import LayerLoads
+from moemesh.trace.loads import LayerLoads, neighbours
 from moemesh.trace.run import MetricsRow
 
 CONFIG = """\

@@ -22,7 +22,7 @@ from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.schedule.slicing import slice_lengths
+from moemesh.schedule.terapipe import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer

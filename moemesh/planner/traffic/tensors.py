@@ -23,7 +23,7 @@ from moemesh.config.tuning import (
 )
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
-from moemesh.schedule.slicing import slice_lengths
+from moemesh.schedule.terapipe import slice_lengths
 
 
 class StagePlacement:

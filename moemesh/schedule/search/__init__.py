@@ -21,7 +21,7 @@ from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import ROUNDING, Amount, peak_memory
-from moemesh.schedule.search.bound import Shortest, lower_bound, shortest_times
+from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import State, evaluated, improve
@@ -68,7 +68,7 @@ class SearchResult(Shown):
 
     @property
     def gap(self) -> float:
-        """How far `cost` may be above the optimum, as a share of the lower bound."""
+        """The most by which `cost` exceeds the optimum, as a share of the lower bound."""
         return self.cost / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -116,11 +116,36 @@ def search(
     arguments alone. Raises ValueError for impossible numbers, a cap below one microbatch, and costs
     that fit none of the cuts.
     """
-    question = _question(
-        num_ranks, num_microbatches, costs, memory_cap, activation, weight_memory, objective
+    if num_ranks < 1 or num_microbatches < 1:
+        raise UserError(
+            f"search needs ranks and microbatches of at least 1, got {num_ranks} and "
+            f"{num_microbatches}"
+        )
+    if objective not in get_args(Objective):
+        raise UserError(f"objective {objective!r} is none of {', '.join(get_args(Objective))}")
+    cap = math.inf if memory_cap is None else memory_cap
+    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * num_ranks
+    if len(caps) != num_ranks:
+        raise UserError(f"memory_cap has {len(caps)} caps for {num_ranks} ranks")
+    question = _Question(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        costs=costs or Costs(),
+        caps=caps,
+        activation=activation,
+        weight_memory=weight_memory,
+        objective=objective,
     )
     chunks = [stages_per_rank] if isinstance(stages_per_rank, int) else list(stages_per_rank)
-    _require_size(question, chunks)
+    # F, I and W of every microbatch on every stage are to be put in order.
+    each = 3 * num_ranks * max(chunks, default=1)
+    if num_microbatches * each > LARGEST_SEARCHED:
+        most = max(LARGEST_SEARCHED // each, 1)
+        raise UserError(
+            f"search with ranks {num_ranks}, microbatches {num_microbatches} would order up to "
+            f"{num_microbatches * each} operations, more than {LARGEST_SEARCHED} "
+            f"(nearest: microbatches {most})"
+        )
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
     found = [
@@ -162,21 +187,42 @@ def _search_placement(
     question: _Question, problem: SearchProblem, known: Sequence[_FittingSchedule], effort: float
 ) -> tuple[_FittingSchedule | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
-    bound = lower_bound(problem, _shortest(question, problem))
+    # Shortest times, with the full backwards and blocks that hand-made schedules may use.
+    costs = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
+    full = [
+        min(costs.op(Op("B", stage, microbatch)) for microbatch in range(problem.num_microbatches))
+        for stage in range(problem.num_stages)
+    ]
+    block, overlapped = math.inf, question.costs.overlapped
+    if overlapped is not None and problem.num_stages > problem.num_ranks:
+        # Nothing is known of a function's smallest value.
+        block = 0 if callable(overlapped) else costs.entry((Op("F", 0, 0), Op("B", 0, 0)))
+    bound = lower_bound(problem, shortest_times(problem, full, block))
     states: list[tuple[str, State]] = []
     for one in known:
         letters = problem.letters(one.schedule)
         state = evaluated(problem, letters) if letters else None
         if state is not None:
             states.append(("improved", state))
-    states += [("greedy", state) for state in _heuristics(problem, effort)]
-    states.sort(key=_state_key)
+    # List scheduling, with as many flag settings as the effort allows.
+    settings = list(policies(problem))
+    affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
+    for policy in settings[:: math.ceil(len(settings) / affordable)]:
+        letters = greedy(problem, policy)
+        state = evaluated(problem, letters) if letters else None
+        if state is not None:
+            states.append(("greedy", state))
+    states.sort(key=lambda item: item[1].key)
     if not states:
         return None, bound
     origin, best = states[0]
     target = bound * (1 + ROUNDING)
     evaluations = int(IMPROVE_OPERATIONS * effort / STARTS / problem.num_operations)
-    for start in _different([state for _, state in states])[:STARTS]:
+    # States of one key look alike: the first stands for them.
+    different: dict[tuple[float, float], State] = {}
+    for _, state in states:
+        different.setdefault(state.key, state)
+    for start in [*different.values()][:STARTS]:
         if best.times.cost <= target:
             break
         better = improve(problem, start, budget=evaluations, target=target)
@@ -193,65 +239,6 @@ def _search_placement(
                 bound = exact.cost
     schedule = problem.schedule("searched", best.letters)
     return _FittingSchedule(cost=question.cost(schedule), schedule=schedule, origin=origin), bound
-
-
-def _heuristics(problem: SearchProblem, effort: float) -> Iterator[State]:
-    """Results of list scheduling, with as many flag settings as the effort allows."""
-    settings = list(policies(problem))
-    affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
-    for policy in settings[:: math.ceil(len(settings) / affordable)]:
-        letters = greedy(problem, policy)
-        state = evaluated(problem, letters) if letters else None
-        if state is not None:
-            yield state
-
-
-def _different(states: Sequence[State]) -> list[State]:
-    """The states without those that look like an earlier one."""
-    kept: dict[tuple[float, float], State] = {}
-    for state in states:
-        kept.setdefault(state.key, state)
-    return list(kept.values())
-
-
-def _state_key(item: tuple[str, State]) -> tuple[float, float]:
-    return item[1].key
-
-
-def _question(
-    num_ranks: int,
-    num_microbatches: int,
-    costs: Costs | None,
-    memory_cap: float | Sequence[float] | None,
-    activation: Amount,
-    weight_memory: Amount,
-    objective: Objective,
-) -> _Question:
-    """The question with defaults filled in; raises ValueError for impossible numbers."""
-    if num_ranks < 1 or num_microbatches < 1:
-        raise UserError(
-            f"search needs ranks and microbatches of at least 1, got {num_ranks} and "
-            f"{num_microbatches}"
-        )
-    if objective not in get_args(Objective):
-        raise UserError(f"objective {objective!r} is none of {', '.join(get_args(Objective))}")
-    if memory_cap is None:
-        caps = (math.inf,) * num_ranks
-    elif isinstance(memory_cap, Sequence):
-        caps = tuple(memory_cap)
-        if len(caps) != num_ranks:
-            raise UserError(f"memory_cap has {len(caps)} caps for {num_ranks} ranks")
-    else:
-        caps = (memory_cap,) * num_ranks
-    return _Question(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        costs=costs or Costs(),
-        caps=caps,
-        activation=activation,
-        weight_memory=weight_memory,
-        objective=objective,
-    )
 
 
 def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]:
@@ -286,33 +273,17 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
     if not problems:
         raise UserError(f"search: {misfits[0]}") from misfits[0]
     for rank in range(ranks):
-        _require_room(question, problems, rank)
-    return problems
-
-
-def _require_size(question: _Question, chunks: Sequence[int]) -> None:
-    """F, I and W of every microbatch on every stage are to be put in order."""
-    ranks, microbatches = question.num_ranks, question.num_microbatches
-    each = 3 * ranks * max(chunks, default=1)
-    if microbatches * each > LARGEST_SEARCHED:
-        most = max(LARGEST_SEARCHED // each, 1)
-        raise UserError(
-            f"search with ranks {ranks}, microbatches {microbatches} would order up to "
-            f"{microbatches * each} operations, more than {LARGEST_SEARCHED} "
-            f"(nearest: microbatches {most})"
-        )
-
-
-def _require_room(question: _Question, problems: Sequence[SearchProblem], rank: int) -> None:
-    """One microbatch must fit on a rank, in every placement."""
-    for problem in problems:
-        need = sum(problem.whole[stage] for stage in problem.stages[rank])
-        if need > problem.rooms[rank]:
-            least = question.caps[rank] * need / problem.caps[rank] if problem.caps[rank] else need
+        for problem in problems:
+            # One microbatch must fit on a rank, in every placement.
+            need = sum(problem.whole[stage] for stage in problem.stages[rank])
+            if need <= problem.rooms[rank]:
+                continue
+            cap, pieces = question.caps[rank], problem.caps[rank]
             raise UserError(
-                f"memory_cap {question.caps[rank]} of rank {rank} is below one microbatch "
-                f"(nearest: {least:g})"
+                f"memory_cap {cap} of rank {rank} is below one microbatch "
+                f"(nearest: {cap * need / pieces if pieces else need:g})"
             )
+    return problems
 
 
 def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]:
@@ -329,19 +300,3 @@ def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]
                 continue  # Its conditions on ranks and microbatches do not hold.
             if question.fits(schedule):
                 yield schedule
-
-
-def _shortest(question: _Question, problem: SearchProblem) -> Shortest:
-    """Shortest times, with the full backwards and blocks that hand-made schedules may use."""
-    bound = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
-    microbatches = range(problem.num_microbatches)
-    full = [
-        min(bound.op(Op("B", stage, microbatch)) for microbatch in microbatches)
-        for stage in range(problem.num_stages)
-    ]
-    block = math.inf
-    overlapped = question.costs.overlapped
-    if overlapped is not None and problem.num_stages > problem.num_ranks:
-        # Nothing is known of a function's smallest value.
-        block = 0 if callable(overlapped) else bound.entry((Op("F", 0, 0), Op("B", 0, 0)))
-    return shortest_times(problem, full, block)

@@ -82,9 +82,19 @@ def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     up, down = _forwards(times, first, last), _backwards(times, last, first)
     # From the end of the last stage's forward here until its input gradient here may start.
     around = _round_trip(times, last, problem.num_stages)
-    idle_before = max(0, up + around - _most_forwards(problem, rank))
+    # (time, size in memory): forwards held at once, gradients held back at once.
+    held: list[tuple[float, float]] = []
+    owed: list[tuple[float, float]] = []
+    backwards = problem.num_stages * m
+    for stage in owned:
+        kept = min(problem.kept[stage], problem.whole[stage])
+        for op in range(stage * m, (stage + 1) * m):
+            held.append((problem.cost[op], problem.whole[stage]))
+            owed.append((problem.cost[op + 2 * backwards], kept))
+            owed.append((problem.cost[op + backwards], problem.whole[stage] - kept))
+    idle_before = max(0, up + around - _knapsack(held, problem.caps[rank]))
     after = around + down + times.rest(first)
-    idle_after = max(0, after - _most_gradients(problem, rank))
+    idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
     # With room for every forward the two waits may be one.
     fits = m * sum(problem.whole[stage] for stage in owned) <= cap
     idle = max(idle_before, idle_after) if fits else idle_before + idle_after
@@ -102,7 +112,7 @@ def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
 
 
 def _forwards(times: Shortest, first: int, last: int) -> float:
-    """From the start of stage `first`'s forward to the end of stage `last`'s."""
+    """Time from the start of stage `first`'s forward to the end of stage `last`'s."""
     path = times.forward[first]
     for stage in range(first + 1, last + 1):
         path += times.to_forward[stage] + times.forward[stage]
@@ -110,7 +120,7 @@ def _forwards(times: Shortest, first: int, last: int) -> float:
 
 
 def _backwards(times: Shortest, first: int, last: int) -> float:
-    """From the start of stage `first`'s input gradient down to the end of stage `last`'s."""
+    """Time from the start of stage `first`'s input gradient down to the end of stage `last`'s."""
     path = times.inner[first]
     for stage in range(first - 1, last - 1, -1):
         path += times.to_inner[stage] + times.inner[stage]
@@ -118,7 +128,7 @@ def _backwards(times: Shortest, first: int, last: int) -> float:
 
 
 def _round_trip(times: Shortest, stage: int, stages: int) -> float:
-    """From the end of a stage's forward to the start of its input gradient."""
+    """Time from the end of a stage's forward to the start of its input gradient."""
     path: float = 0
     for other in range(stage + 1, stages):
         path += times.to_forward[other] + times.forward[other]
@@ -127,34 +137,10 @@ def _round_trip(times: Shortest, stage: int, stages: int) -> float:
     return path
 
 
-def _most_forwards(problem: SearchProblem, rank: int) -> float:
-    """The most forward time that a rank's memory can hold at once."""
-    m = problem.num_microbatches
-    items = [
-        (problem.cost[stage * m + microbatch], problem.whole[stage])
-        for stage in problem.stages[rank]
-        for microbatch in range(m)
-    ]
-    return _knapsack(items, problem.caps[rank])
-
-
-def _most_gradients(problem: SearchProblem, rank: int) -> float:
-    """The most gradient time that memory can hold back at once."""
-    m, stages = problem.num_microbatches, problem.num_stages
-    items: list[tuple[float, float]] = []
-    for stage in problem.stages[rank]:
-        kept = min(problem.kept[stage], problem.whole[stage])
-        for microbatch in range(m):
-            op = stage * m + microbatch
-            items.append((problem.cost[op + 2 * stages * m], kept))
-            items.append((problem.cost[op + stages * m], problem.whole[stage] - kept))
-    return _knapsack(items, problem.caps[rank])
-
-
 def _knapsack(items: list[tuple[float, float]], room: float) -> float:
     """At most the value of items (value, size) that fit in `room`, the last one in part."""
     total: float = 0
-    for value, size in sorted(items, key=_size_per_value):
+    for value, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] else math.inf):
         if size <= 0:
             total += value
         elif room > 0 and value > 0:
@@ -163,29 +149,26 @@ def _knapsack(items: list[tuple[float, float]], room: float) -> float:
     return total
 
 
-def _size_per_value(item: tuple[float, float]) -> float:
-    return item[1] / item[0] if item[0] > 0 else math.inf
-
-
 def _memory_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     """Memory times time: every context occupies its share for its whole journey."""
     cap, m = problem.caps[rank], problem.num_microbatches
     if math.isinf(cap) or cap <= 0:
         return 0
     area: float = 0
-    for stage in problem.stages[rank]:
-        life = times.forward[stage] + _round_trip(times, stage, problem.num_stages)
-        life += times.inner[stage]
+    lives = {
+        stage: times.forward[stage]
+        + _round_trip(times, stage, problem.num_stages)
+        + times.inner[stage]
+        for stage in problem.stages[rank]
+    }
+    for stage, life in lives.items():
         kept = min(problem.kept[stage], problem.whole[stage])
         area += problem.whole[stage] * life + kept * times.rest(stage)
     bound = m * area / cap
-    if len(problem.stages[rank]) == 1:
+    if len(lives) == 1:
         # A single stage holds whole contexts: they take turns.
-        stage = problem.stages[rank][0]
-        life = times.forward[stage] + _round_trip(times, stage, problem.num_stages)
-        life += times.inner[stage]
-        at_once = (
-            math.floor(problem.rooms[rank] / problem.whole[stage]) if problem.whole[stage] else m
-        )
+        ((stage, life),) = lives.items()
+        whole, room = problem.whole[stage], problem.rooms[rank]
+        at_once = math.floor(room / whole) if whole else m
         bound = max(bound, math.ceil(m / max(at_once, 1)) * life + times.rest(stage))
     return bound

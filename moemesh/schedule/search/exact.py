@@ -43,19 +43,24 @@ def applies(problem: SearchProblem) -> bool:
 
 def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> ExactSearch:
     """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
+    m, stages = problem.num_microbatches, problem.num_stages
+    arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
+    zeros = (0.0,) * problem.num_ranks
     tree = _Tree(problem, best)
-    stack = [_root(problem)]
+    stack = [_Node((0,) * 3 * stages, zeros, zeros, problem.busy, arrivals, None, -1)]
     while stack and tree.nodes < max_nodes:
         node = stack.pop()
         tree.nodes += 1
         if tree.bound(node) >= tree.best or tree.dominated(node):
             continue
-        if min(node.counts) == problem.num_microbatches:
-            tree.finished(node)
+        if min(node.counts) == m:
+            pairs = zip(node.clocks, problem.origins, strict=True)
+            cost = max(clock - origin for clock, origin in pairs)
+            if cost < tree.best:
+                tree.best, tree.found = cost, node
             continue
-        children = tree.children(node)
         # The last is looked at first: the likeliest.
-        stack.extend(reversed(children))
+        stack.extend(reversed(tree.children(node)))
     letters = None if tree.found is None else tree.letters(tree.found)
     return ExactSearch(letters, tree.best, not stack, tree.nodes)
 
@@ -73,28 +78,12 @@ class _Node(NamedTuple):
     letter: int
 
 
-def _root(problem: SearchProblem) -> _Node:
-    m, stages = problem.num_microbatches, problem.num_stages
-    left: list[float] = [0.0] * problem.num_ranks
-    for op, cost in enumerate(problem.cost):
-        left[problem.placement[op // m % stages]] += cost
-    arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
-    zeros = (0.0,) * problem.num_ranks
-    return _Node((0,) * 3 * stages, zeros, zeros, tuple(left), arrivals, None, -1)
-
-
 class _Tree:
     def __init__(self, problem: SearchProblem, best: float) -> None:
         self.problem, self.best = problem, best
         self.nodes = 0
         self.found: _Node | None = None
         self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-
-    def finished(self, node: _Node) -> None:
-        pairs = zip(node.clocks, self.problem.origins, strict=True)
-        cost = max(clock - origin for clock, origin in pairs)
-        if cost < self.best:
-            self.best, self.found = cost, node
 
     def letters(self, node: _Node) -> Letters:
         """The orders that lead to `node`."""

@@ -18,7 +18,7 @@ from moemesh.schedule.search.problem import Letters, SearchProblem
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyPolicy:
-    """How a rank chooses. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
+    """Choice of a rank. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
     forward and an input gradient that are both ready; "alternate" takes the other of the last.
     `gap`: while the next input is on its way, a weight gradient runs if the wait is at least that
     share of its time. `deepest`: among stages of a rank, take the one nearest to the end of the
@@ -31,47 +31,30 @@ class GreedyPolicy:
 
 
 def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
-    """All flag settings, the likelier ones first."""
+    """Policies with all flag settings, the likelier ones first."""
     chunks = [len(stages) for stages in problem.stages]
-    seen: set[tuple[int, ...]] = set()
-    profiles: list[tuple[int, ...]] = []
-    for profile in _profiles(problem):
-        most = problem.num_microbatches
-        limits = tuple(
-            min(max(limit, 1), most) * chunk for limit, chunk in zip(profile, chunks, strict=True)
-        )
-        if limits not in seen:
-            seen.add(limits)
-            profiles.append(limits)
+    ranks, most = problem.num_ranks, problem.num_microbatches
+    # One microbatch enters a rank in the time that the slowest rank works on one.
+    pace = max(problem.busy) / most
+    away = [math.ceil(trip / pace) if pace else 1 for trip in round_trips(problem)]
+    # How many microbatches each rank may have in flight.
+    profiles: list[list[int]] = []
+    for extra in (0, 1, 2):
+        profiles.append([trip + 1 + extra for trip in away])
+        profiles.append([2 * (ranks - rank) - 1 + extra for rank in range(ranks)])
+        profiles.append([ranks - rank + extra for rank in range(ranks)])
+        profiles.append([ranks + extra] * ranks)
+    profiles.append([most] * ranks)
+    limit_settings = dict.fromkeys(
+        tuple(min(max(n, 1), most) * chunk for n, chunk in zip(profile, chunks, strict=True))
+        for profile in profiles
+    )
     several = any(chunk > 1 for chunk in chunks)
     for gap in (1.0, 0.5):
         for deepest in (False, True) if several else (False,):
             for prefer in ("I", "alternate", "F"):
-                for limits in profiles:
+                for limits in limit_settings:
                     yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
-
-
-def _profiles(problem: SearchProblem) -> Iterator[list[int]]:
-    """How many microbatches each rank may have in flight."""
-    ranks, microbatches = problem.num_ranks, problem.num_microbatches
-    # One microbatch enters a rank in the time that the slowest rank works on one.
-    pace = max(busy(problem)) / microbatches
-    away = [math.ceil(trip / pace) if pace else 1 for trip in round_trips(problem)]
-    for extra in (0, 1, 2):
-        yield [trip + 1 + extra for trip in away]
-        yield [2 * (ranks - rank) - 1 + extra for rank in range(ranks)]
-        yield [ranks - rank + extra for rank in range(ranks)]
-        yield [ranks + extra] * ranks
-    yield [microbatches] * ranks
-
-
-def busy(problem: SearchProblem) -> list[float]:
-    """Time that every rank works."""
-    m, stages = problem.num_microbatches, problem.num_stages
-    total: list[float] = [0] * problem.num_ranks
-    for op, cost in enumerate(problem.cost):
-        total[problem.placement[op // m % stages]] += cost
-    return total
 
 
 def round_trips(problem: SearchProblem) -> list[float]:
@@ -140,8 +123,27 @@ class _Run:
 
     def choose(self, rank: int, now: float) -> int:
         """The letter that `rank` starts now; -1 to wait."""
-        forward, forward_at = self._best_forward(rank, now)
-        inner, inner_at = self._best_inner(rank, now)
+        cap, limit = self.problem.rooms[rank], self.policy.limits[rank]
+        forward, forward_key = -1, (math.inf, 0.0)
+        inner, inner_key = -1, (math.inf, 0.0)
+        weight, oldest = -1, self.m
+        for stage in self.problem.stages[rank]:
+            # The best forward for which there is room, the best input gradient, and the oldest
+            # weight gradient owed.
+            forwards, inners, weights = self.counts[stage :: self.num_stages]
+            fits = self.held[rank] + self.reserve[stage] <= cap
+            if forwards < self.m and fits and self.live[rank] + self.later[stage] <= limit:
+                key = self._key(self.arrival[stage * self.m + forwards], now, -stage)
+                if key < forward_key:
+                    forward, forward_key = stage, key
+            letter = self.num_stages + stage
+            if inners < forwards:
+                key = self._key(self.arrival[letter * self.m + inners], now, stage)
+                if key < inner_key:
+                    inner, inner_key = letter, key
+            if weights < min(inners, oldest):
+                weight, oldest = letter + self.num_stages, weights
+        forward_at, inner_at = forward_key[0], inner_key[0]
         if forward >= 0 and forward_at <= now and inner >= 0 and inner_at <= now:
             prefer = self.policy.prefer
             if prefer == "alternate":
@@ -151,55 +153,17 @@ class _Run:
             return inner
         if forward_at <= now:
             return forward
-        weight = self._oldest_weight(rank)
         if weight < 0:
             return -1
         wait = min(forward_at, inner_at) - now
         op = weight * self.m + self.counts[weight]
         return weight if wait >= self.policy.gap * self.problem.cost[op] else -1
 
-    def _best_forward(self, rank: int, now: float) -> tuple[int, float]:
-        best, best_key = -1, (math.inf, 0.0)
-        cap, limit = self.problem.rooms[rank], self.policy.limits[rank]
-        for stage in self.problem.stages[rank]:
-            count = self.counts[stage]
-            if (
-                count == self.m
-                or self.held[rank] + self.reserve[stage] > cap
-                or self.live[rank] + self.later[stage] > limit
-            ):
-                continue
-            key = self._key(self.arrival[stage * self.m + count], now, -stage)
-            if key < best_key:
-                best, best_key = stage, key
-        return best, best_key[0]
-
-    def _best_inner(self, rank: int, now: float) -> tuple[int, float]:
-        best, best_key = -1, (math.inf, 0.0)
-        for stage in self.problem.stages[rank]:
-            letter = self.num_stages + stage
-            count = self.counts[letter]
-            if count < self.counts[stage]:
-                key = self._key(self.arrival[letter * self.m + count], now, stage)
-                if key < best_key:
-                    best, best_key = letter, key
-        return best, best_key[0]
-
     def _key(self, arrival: float, now: float, depth: int) -> tuple[float, float]:
         """Smaller is better: what waits already, then by depth or by arrival."""
         if self.policy.deepest:
             return max(arrival, now), depth
         return arrival, depth
-
-    def _oldest_weight(self, rank: int) -> int:
-        """The letter of the oldest weight gradient owed, -1 for none."""
-        best, oldest = -1, self.m
-        for stage in self.problem.stages[rank]:
-            letter = 2 * self.num_stages + stage
-            count = self.counts[letter]
-            if count < self.counts[letter - self.num_stages] and count < oldest:
-                best, oldest = letter, count
-        return best
 
     def start(self, rank: int, letter: int, now: float) -> None:
         problem = self.problem

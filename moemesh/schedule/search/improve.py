@@ -100,10 +100,12 @@ def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list
                 if first <= target <= last and target != position:
                     seen.add((position, target))
             if order[position] // problem.num_stages == 2:
-                seen.update((position, gap) for gap in _gaps(state, rank, position, last))
+                seen.update((position, gap) for gap in _gaps(state, rank, position))
         for position, target in sorted(seen):
             if order[position] != order[target]:
-                yield rank, _moved(order, position, target)
+                moved = order[:position] + order[position + 1 :]
+                moved.insert(target, order[position])
+                yield rank, moved
 
 
 def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int, int]]:
@@ -130,7 +132,7 @@ def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int
         at = last = place[before]
 
 
-def _gaps(state: State, rank: int, position: int, last: int) -> list[int]:
+def _gaps(state: State, rank: int, position: int) -> list[int]:
     """Positions of the two longest waits of a rank before `position`, the longest after it, and
     the end."""
     order, times = state.operations[rank], state.times
@@ -143,13 +145,6 @@ def _gaps(state: State, rank: int, position: int, last: int) -> list[int]:
             (after if at > position else before).append((-wait, at - (at > position)))
     found = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
     return [*found, len(order) - 1]
-
-
-def _moved(order: list[int], position: int, target: int) -> list[int]:
-    """The order with one letter taken out and put back at `target`."""
-    moved = order[:position] + order[position + 1 :]
-    moved.insert(target, order[position])
-    return moved
 
 
 def _fingerprint(letters: Letters) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from moemesh.schedule.action import Kind, Op, Schedule, single
+from moemesh.schedule.action import Kind, Op, Schedule, one_pipe, single
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import ROUNDING, Amount, amounts
 
@@ -73,6 +73,14 @@ class SearchProblem:
             tuple(s for s, owner in enumerate(self.placement) if owner == rank)
             for rank in range(self.num_ranks)
         )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time that every rank works."""
+        total: list[float] = [0] * self.num_ranks
+        for op, cost in enumerate(self.cost):
+            total[self.placement[op // self.num_microbatches % self.num_stages]] += cost
+        return tuple(total)
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
@@ -163,14 +171,7 @@ class SearchProblem:
                 ops.append(Op(KINDS[kind], stage, counts[letter]))
                 counts[letter] += 1
             orders.append(single(*ops))
-        return Schedule(
-            name=name,
-            num_ranks=self.num_ranks,
-            num_stages=self.num_stages,
-            placement=(self.placement,),
-            orders=tuple(orders),
-            num_microbatches=(self.num_microbatches,),
-        )
+        return one_pipe(name, self.placement, tuple(orders), self.num_microbatches)
 
     def letters(self, schedule: Schedule) -> Letters | None:
         """The order of another schedule with every backward split where it stands; None when it
@@ -205,14 +206,7 @@ def make_problem(
     """The problem of a placement; `memory_cap` per rank, infinite without one. Raises ValueError
     when the costs do not fit its stages."""
     stages, ranks = len(placement), max(placement) + 1
-    shape = Schedule(
-        name="searched",
-        num_ranks=ranks,
-        num_stages=stages,
-        placement=(placement,),
-        orders=((),) * ranks,
-        num_microbatches=(num_microbatches,),
-    )
+    shape = one_pipe("searched", placement, ((),) * ranks, num_microbatches)
     bound = costs.bind(shape)
     cost: list[float] = []
     source: list[int] = []

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
-from moemesh.trace.load_bins import neighbours
-from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads
+from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.row_log import RowLog
 
 # ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
