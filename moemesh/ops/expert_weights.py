@@ -42,7 +42,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def border(self) -> int:
-        """Where the rest begins; 0: there is none, or there is nothing else."""
+        """The place where the rest begins; 0: there is none, or there is nothing else."""
         return len(self.gate_up) if self.rest else 0
 
     def of_block(self, block: Block) -> ExpertWeights:
@@ -91,7 +91,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertKind(NamedTuple):
-    """Of :class:`ExpertWeights`, all but the tensors: of every adapter (dim, start, count)."""
+    """All of :class:`ExpertWeights` but the tensors; of every adapter (dim, start, count)."""
 
     form: SwigluForm
     column: int
@@ -100,7 +100,7 @@ class ExpertKind(NamedTuple):
     num_rest: int
 
     def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
-        """From :attr:`ExpertWeights.tensors`."""
+        """The weights from :attr:`ExpertWeights.tensors`."""
         own = tensors[: self.num_weights(tensors)]
         end = len(tensors) - self.num_rest
         factors = tensors[len(own) : end]
@@ -115,5 +115,5 @@ class ExpertKind(NamedTuple):
         )
 
     def num_weights(self, tensors: Sequence[Tensor]) -> int:
-        """How many of the tensors are weights and biases: the factors follow, then the rest."""
+        """Number of the tensors that are weights and biases: the factors follow, then the rest."""
         return len(tensors) - 2 * len(self.parts) - self.num_rest
