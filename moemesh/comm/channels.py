@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moemesh.comm.groups import new_group, watched
+from moemesh.comm.groups import new_group
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.transfers import pair_of, record
-from moemesh.trace import wire
+from moemesh.comm.point_to_point import start_receive, start_send
 
 #: gloo's tags are 31 bits; numbers start again when they are used up.
 _NUM_TAGS = 1 << 30
@@ -76,35 +75,29 @@ class Channels:
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
         """Start the next message to index `destination`; keep `x` (contiguous) as it is until the
         returned work has been waited for."""
-        ranks, own = self.axis.ranks, self.axis.index
-        moved, pair = (
-            wire.send(x.numel() * x.element_size()),
-            pair_of(ranks[own], ranks[destination]),
-        )
-        ticket = record(self.axis, "send_receive", phase, caller, moved, pair=pair)
-        work = dist.isend(
+        self._num_sent[destination] += 1
+        return start_send(
             x,
-            self.axis.ranks[destination],
+            self.axis,
+            destination,
+            phase=phase,
+            caller=caller,
+            tag=self._tag(self._num_sent[destination]),
             group=self._groups[self.axis.index, destination],
-            tag=self._tag(self._num_sent, destination),
         )
-        assert work is not None
-        return watched(work, ticket)
 
     def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
         """Start to receive the next message of index `source`; filled after ``wait()``."""
-        moved = wire.receive(into.numel() * into.element_size())
-        pair = pair_of(self.axis.ranks[source], self.axis.ranks[self.axis.index])
-        ticket = record(self.axis, "send_receive", phase, caller, moved, pair=pair)
-        work = dist.irecv(
+        self._num_received[source] += 1
+        return start_receive(
             into,
-            self.axis.ranks[source],
+            self.axis,
+            source,
+            phase=phase,
+            caller=caller,
+            tag=self._tag(self._num_received[source]),
             group=self._groups[source, self.axis.index],
-            tag=self._tag(self._num_received, source),
         )
-        assert work is not None
-        return watched(work, ticket)
 
-    def _tag(self, counts: Counter[int], other: int) -> int:
-        counts[other] += 1
-        return counts[other] % _NUM_TAGS if self.tagged else 0
+    def _tag(self, number: int) -> int:
+        return number % _NUM_TAGS if self.tagged else 0

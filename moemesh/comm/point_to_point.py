@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moemesh.comm.groups import watched
 from moemesh.comm.mesh import Axis
@@ -35,25 +36,40 @@ def receive(
 
 
 def start_send(
-    x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str, tag: int = 0
+    x: Tensor,
+    axis: Axis,
+    destination_index: int,
+    *,
+    phase: str,
+    caller: str,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
 ) -> dist.Work:
-    """As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``."""
+    """As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``.
+    `group`: the one that carries it, None that of the axis."""
     _check(x, axis, destination_index)
     pair = pair_of(axis.ranks[axis.index], axis.ranks[destination_index])
     ticket = record(axis, "send_receive", phase, caller, wire.send(_num_bytes(x)), pair=pair)
-    work = dist.isend(x, axis.ranks[destination_index], group=axis.group, tag=tag)
+    work = dist.isend(x, axis.ranks[destination_index], group=group or axis.group, tag=tag)
     assert work is not None
     return watched(work, ticket)
 
 
 def start_receive(
-    into: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str, tag: int = 0
+    into: Tensor,
+    axis: Axis,
+    source_index: int,
+    *,
+    phase: str,
+    caller: str,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
 ) -> dist.Work:
     """As :func:`receive`, but returns at once: `into` is filled after ``wait()``."""
     _check(into, axis, source_index)
     pair = pair_of(axis.ranks[source_index], axis.ranks[axis.index])
     ticket = record(axis, "send_receive", phase, caller, wire.receive(_num_bytes(into)), pair=pair)
-    work = dist.irecv(into, axis.ranks[source_index], group=axis.group, tag=tag)
+    work = dist.irecv(into, axis.ranks[source_index], group=group or axis.group, tag=tag)
     assert work is not None
     return watched(work, ticket)
 
