@@ -160,8 +160,8 @@ def gradients_of(
     *,
     scale: float,
 ) -> Gradients:
-    """What the keys given contribute to the gradients, in fp32 or fp64. `whole` is the attention
-    over all keys (and sinks), `gradient` that of its output."""
+    """Addends of the keys given to the gradients, in fp32 or fp64. `whole` is the attention over
+    all keys (and sinks), `gradient` that of its output."""
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
     gradient_BNSD = _padded(gradient_BNSD, query_BNSD)
