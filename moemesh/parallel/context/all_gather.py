@@ -26,7 +26,7 @@ from moemesh.model.attention_core import (
     with_sinks,
 )
 from moemesh.model.visibility import Visibility
-from moemesh.ops.attention import Gradients, Partial
+from moemesh.ops.attention import Partial
 from moemesh.parallel.context.order import in_position_order, in_rank_order
 
 
@@ -79,7 +79,16 @@ class _GatheredAttention(torch.autograd.Function):
         whole, visible = Partial(*saved), ctx.visible
         pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
         found = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
-        by_key, by_value = _scatter(found, key_BMCD, visible.length, ctx.axis)
+        # Gradients of all keys and values -> their sums over the ranks, of the own ones.
+        all_BMCD = torch.cat([found.key_BMCD, found.value_BMCD], dim=3).to(key_BMCD.dtype)
+        rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
+        num_sequences, _, num_own, width = key_BMCD.shape
+        sizes = [size * num_sequences for size in context_sizes(visible.length, ctx.axis.size)]
+        own = transfers.reduce_scatter(
+            rows_CBMD.flatten(0, 1), ctx.axis, sizes, phase="backward", caller="context.keys"
+        )
+        own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
+        by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
         by_sinks = sink_gradient(gradient_BNSD, whole, sinks_N)
         return found.query_BNSD.to(query_BNSD.dtype), by_key, by_value, by_sinks, None, None, None
 
@@ -99,17 +108,3 @@ def _gather(
     all_BMCD = in_position_order(all_CBMD, axis.size).permute(1, 2, 0, 3)
     key_BMCD, value_BMCD = all_BMCD.split([key_BMCD.shape[3], value_BMCD.shape[3]], dim=3)
     return key_BMCD, value_BMCD
-
-
-def _scatter(found: Gradients, key_BMCD: Tensor, length: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Gradients of all keys and values -> their sums over the ranks, of the own ones."""
-    all_BMCD = torch.cat([found.key_BMCD, found.value_BMCD], dim=3).to(key_BMCD.dtype)
-    rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), axis.size)
-    num_sequences, _, num_own, width = key_BMCD.shape
-    sizes = [size * num_sequences for size in context_sizes(length, axis.size)]
-    own = transfers.reduce_scatter(
-        rows_CBMD.flatten(0, 1), axis, sizes, phase="backward", caller="context.keys"
-    )
-    own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
-    by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
-    return by_key, by_value

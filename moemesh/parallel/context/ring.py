@@ -72,7 +72,7 @@ class _Ring:
         self.sizes = context_sizes(visible.length, axis.size)
 
     def source(self, step: int) -> int:
-        """Whose block is here at `step`."""
+        """The rank whose block is here at `step`."""
         return (self.axis.index - step) % self.axis.size
 
     def seen(self, step: int) -> Visibility:

@@ -56,7 +56,12 @@ class GatheredWeights:
             self._buckets = by_unit | {"head": by_unit["head"] + by_unit["embedding"]}
         following: dict[tuple[str, str], set[str]] = {}
         for part in parts:
-            for units in sequences_of(part, ahead):
+            # In the order of its forward; extra prediction layers apart, which not every one runs.
+            layers = [f"layers.{index}" for index in part.layers]
+            sequences = [["embedding"] * part.first + layers + ["head"] * part.last]
+            if part.last:
+                sequences += [["embedding", f"layers.{index}", "head"] for index in ahead]
+            for units in sequences:
                 for before, after in pairwise(units):
                     following.setdefault(("forward", before), set()).add(after)
                     if before != "embedding" and before not in without_backward:
@@ -97,16 +102,6 @@ class GatheredWeights:
     def _free(self, unit: str, *, keep: bool) -> None:
         for bucket in self._buckets[unit]:
             bucket.free(keep=keep)
-
-
-def sequences_of(part: ModelPart, ahead: Sequence[int]) -> list[list[str]]:
-    """The units of a part, in the order of its forward; extra prediction layers apart, which not
-    every forward runs."""
-    units = [f"layers.{index}" for index in part.layers]
-    found = [["embedding"] * part.first + units + ["head"] * part.last]
-    if part.last:
-        found += [["embedding", f"layers.{index}", "head"] for index in ahead]
-    return found
 
 
 class _InBackward(torch.autograd.Function):

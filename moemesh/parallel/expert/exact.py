@@ -110,7 +110,7 @@ class Exact(Dispatcher):
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnPath:
-    """Where the rows of this rank's experts belong, and which rows come to this rank's tokens."""
+    """The way back of rows: from this rank's experts to their owners, and to this rank's tokens."""
 
     ep: Axis
     etp: Axis
@@ -133,7 +133,7 @@ class ReturnPath:
 
 
 def plan_return(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) -> ReturnPath:
-    """From what both sides know already: own choices, and rows per local expert and owner.
+    """Plan the way back from what both sides know: own choices, rows per local expert and owner.
 
     Owner o = (ep index) * ETP + (etp index). No communication.
     """

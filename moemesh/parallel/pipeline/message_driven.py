@@ -85,7 +85,13 @@ class MessageDrivenExecutor:
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
-            self._send_end_of_stream(program)
+            # Until both neighbours have said that nothing more comes.
+            self._end_forwards()
+            if self._before is not None:
+                self._send_header(self._before, _END, self._policy.num_microbatches)
+            for source in self._neighbours:
+                while source not in self._ended:
+                    self._accept(program, source, self._listener.next_of(source))
         self._wire.flush()
         self._runner.finish()
         assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
@@ -151,15 +157,6 @@ class MessageDrivenExecutor:
         if last and not self._told_end and self._behind is not None:
             self._told_end = True
             self._send_header(self._behind, _END, self._num_forwards)
-
-    def _send_end_of_stream(self, program: AsynchronousProgram) -> None:
-        """Until both neighbours have said that nothing more comes."""
-        self._end_forwards()
-        if self._before is not None:
-            self._send_header(self._before, _END, self._policy.num_microbatches)
-        for source in self._neighbours:
-            while source not in self._ended:
-                self._accept(program, source, self._listener.next_of(source))
 
     # Messages.
 

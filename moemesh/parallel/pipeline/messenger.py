@@ -25,7 +25,7 @@ AHEAD = 2
 
 
 class Messenger(Protocol):
-    """Where the inputs of an operation come from, and where its outputs go."""
+    """A source of the inputs of operations, and a place for their outputs."""
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         """The tensors of the neighbouring stage that `op` works on; waits for them."""

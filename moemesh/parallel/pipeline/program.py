@@ -44,7 +44,7 @@ class BackwardState:
 
 
 class Forward(NamedTuple):
-    """Of one forward: tensors for the next stage, and this stage's own part of the objective."""
+    """Results of a forward: tensors for the next stage, and this stage's part of the objective."""
 
     outputs: list[Tensor]
     objective: Tensor | None
@@ -104,7 +104,7 @@ def differentiate(context: BackwardState, gradients: list[Tensor]) -> list[Tenso
 def roots_of(
     context: BackwardState, gradients: list[Tensor]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Where the backward begins: at the outputs with their gradients, at the stage's objective."""
+    """Roots of the backward: the outputs with their gradients, and the stage's objective."""
     roots: list[GradientEdge] = []
     values: list[Tensor | None] = []
     # A stage before the first one that trains is given no gradients: its roots are None.

@@ -37,7 +37,7 @@ class ReduceScatterBoundary:
         return enter(x_TH, num_tokens, self.axis, self.caller)
 
     def total(self, sums_TX: Tensor) -> Tensor:
-        return total(sums_TX, self.axis, self.caller)
+        return collectives.all_reduce_both(sums_TX, self.axis, caller=f"{self.caller}.norm")
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         partial_TH = linear(y_TA, weight_HA)
@@ -47,18 +47,9 @@ class ReduceScatterBoundary:
         )
 
 
-class AllReduceBoundary:
+class AllReduceBoundary(ReduceScatterBoundary):
     """Sum everywhere, then keep the own rows: twice the bytes of a reduce-scatter. For comparison,
     and for consumers that want all tokens."""
-
-    def __init__(self, axis: Axis, caller: str) -> None:
-        self.axis, self.caller = axis, caller
-
-    def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        return enter(x_TH, num_tokens, self.axis, self.caller)
-
-    def total(self, sums_TX: Tensor) -> Tensor:
-        return total(sums_TX, self.axis, self.caller)
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         caller = f"{self.caller}.leave"
@@ -67,21 +58,12 @@ class AllReduceBoundary:
         return collectives.take_shard(total_TH, self.axis, sizes, caller=caller)
 
 
-class AllToAllBoundary:
+class AllToAllBoundary(ReduceScatterBoundary):
     """Swap heads for tokens, then project the own rows with the whole weight.
 
     Moves N times fewer bytes than a reduce-scatter (for A = H), pays with the weight's memory and
     with the sum of its gradient over tp once per step. Nothing is summed in low precision.
     """
-
-    def __init__(self, axis: Axis, caller: str) -> None:
-        self.axis, self.caller = axis, caller
-
-    def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        return enter(x_TH, num_tokens, self.axis, self.caller)
-
-    def total(self, sums_TX: Tensor) -> Tensor:
-        return total(sums_TX, self.axis, self.caller)
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
@@ -106,8 +88,3 @@ def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
     """Own rows of the stream -> all rows. Backward: the partial gradients are reduce-scattered."""
     sizes = shard_sizes(num_tokens, axis.size)
     return collectives.all_gather(x_TH, axis, sizes, caller=f"{caller}.enter")
-
-
-def total(sums_TX: Tensor, axis: Axis, caller: str) -> Tensor:
-    """Sums over the own part of the width -> sums over all of it, for the own part of the width."""
-    return collectives.all_reduce_both(sums_TX, axis, caller=f"{caller}.norm")

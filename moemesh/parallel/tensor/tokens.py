@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moemesh.comm import transfers
-from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.transfers import all_gather, all_reduce, all_reduce_
 from moemesh.config.context import context_runs, context_sizes
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.model.visibility import Runs
@@ -45,17 +44,13 @@ class ShardedTokens:
             for positions in context_sizes(length, self.context.size)
             for rows in shard_sizes(num_sequences * positions, self.axis.size)
         ]
-        return transfers.all_gather(x_T, self.sharing, sizes, phase="forward", caller="moe.choose")
+        return all_gather(x_T, self.sharing, sizes, phase="forward", caller="moe.choose")
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:
-        total = counts.clone()
-        all_reduce_(total, self.sharing, caller="moe.balance", phase="forward")
-        return total
+        return all_reduce(counts, self.sharing, caller="moe.balance", phase="forward")
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
-        total = counts.clone()
-        all_reduce_(total, self.stage, caller="moe.balance", phase="forward")
-        return total
+        return all_reduce(counts, self.stage, caller="moe.balance", phase="forward")
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         largest = number.clone()
