@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.exact_gemm import PaddedRows, exact_weight_gradient
-from moemesh.ops.expert_adapters import add_products, narrow, narrow_gradient, part_of
-from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
+from moemesh.ops.expert_weights import (
+    ExpertKind,
+    ExpertWeights,
+    add_products,
+    narrow,
+    narrow_gradient,
+    part_of,
+)
 from moemesh.ops.swiglu import PLAIN
 from moemesh.ops.weight_gradient import weight_gradient
 

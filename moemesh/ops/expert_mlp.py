@@ -30,14 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.expert_adapters import (
-    Gemm,
-    add_products,
-    add_products_loop,
-    narrow,
-    narrow_gradient,
-    part_of,
-)
 from moemesh.ops.expert_blocks import (
     Block,
     WeightGradient,
@@ -46,7 +38,16 @@ from moemesh.ops.expert_blocks import (
     expert_blocks,
     of_rows,
 )
-from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
+from moemesh.ops.expert_weights import (
+    ExpertKind,
+    ExpertWeights,
+    Gemm,
+    add_products,
+    add_products_loop,
+    narrow,
+    narrow_gradient,
+    part_of,
+)
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.permute import RowMap, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward

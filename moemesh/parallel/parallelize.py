@@ -34,20 +34,20 @@ from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.context.all_gather import GatheredKeyValues
-from moemesh.parallel.context.all_to_all import HeadShards
-from moemesh.parallel.context.ring import RingKeyValues
-from moemesh.parallel.data.gathered import GatheredBucket
+from moemesh.parallel.context import GatheredKeyValues, HeadShards, RingKeyValues
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.data.units import GatheredWeights
+from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
-from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
-from moemesh.parallel.tensor.tokens import ShardedTokens
-from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
+from moemesh.parallel.tensor import (
+    ATTENTION_BOUNDARIES,
+    ReduceScatterBoundary,
+    ShardedTokens,
+    ShardedVocabulary,
+)
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.slicing import slice_lengths

@@ -31,8 +31,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
-from moemesh.model.layers import MLP, VocabularyRows
-from moemesh.model.lora import AdaptedModule
+from moemesh.model.layers import MLP, AdaptedModule, VocabularyRows
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.ownership import OwnRange
 

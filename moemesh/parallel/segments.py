@@ -77,7 +77,7 @@ class SegmentTape(PausingFlow):
     """Cuts one forward into segments, and runs their backwards.
 
     A weight that is used in several segments gets a gradient from each: others must not count on
-    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.hooks`).
+    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.program`).
     """
 
     def __init__(self, on_pause: Callable[[], None]) -> None:

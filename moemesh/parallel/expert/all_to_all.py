@@ -28,8 +28,42 @@ from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, permutation, unpermute
-from moemesh.parallel.expert.hop import Hop
+from moemesh.ops.permute import RowMap, SortedByExpert, permutation, permute, unpermute
+
+# One exchange of token rows along one axis, forward and back: a building block of dispatchers.
+#
+# Legend: T own rows, P ranks of the axis, S rows sent, N rows received, H hidden.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """`rows` maps the S rows sent (ordered by destination) to the T own rows that they copy."""
+
+    axis: Axis
+    rows: RowMap
+    input_splits: list[int]
+    output_splits: list[int]
+
+    def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
+        """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
+        return all_to_all_start(
+            permute(x_TH, self.rows),
+            self.axis,
+            self.input_splits,
+            self.output_splits,
+            caller=caller,
+            codec=codec,
+        )
+
+    def send_back(self, y_NH: Tensor, caller: str) -> Pending[Tensor]:
+        """Results [N, H] -> their sum per own row [T, H]. Backward: as :meth:`send`."""
+        sent = all_to_all_start(
+            y_NH, self.axis, self.output_splits, self.input_splits, caller=caller
+        )
+        return sent.then(lambda y_SH: unpermute(y_SH, self.rows))
+
+
+# The dispatcher.
 
 
 @dataclass(frozen=True, kw_only=True)

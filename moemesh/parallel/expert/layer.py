@@ -58,7 +58,7 @@ from moemesh.parallel.expert.spread import (
     copy_sharing,
     expert_parameters,
 )
-from moemesh.parallel.tensor.tokens import ShardedTokens
+from moemesh.parallel.tensor import ShardedTokens
 
 # The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
 

@@ -49,8 +49,7 @@ from moemesh.ops.permute import (
     map_from_sources,
     unpermute,
 )
-from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
-from moemesh.parallel.expert.hop import Hop
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan, Hop
 
 
 def slots_per_rank(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped

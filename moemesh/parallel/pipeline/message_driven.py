@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm import transfers
-from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.point_to_point import start_receive, start_send
+from moemesh.comm.point_to_point import Channels, start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of

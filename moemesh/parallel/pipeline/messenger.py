@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
+from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Op, Schedule
