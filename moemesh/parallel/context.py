@@ -183,7 +183,19 @@ class HeadShards:
         whole = (range(visible.length),)
         seen = visible.between(whole, whole)
         y = attention(query, key, value, seen, sinks_N=sinks_N, scale=scale)
-        return self._to_positions(y, visible.length)
+        # [B, heads of this rank, all positions, D] -> [B, heads, own positions, D].
+        sizes, (num_sequences, own_heads, _, width) = context_sizes(visible.length, ranks), y.shape
+        ordered = in_rank_order(y.permute(2, 0, 1, 3), ranks)
+        received = collectives.all_to_all(
+            ordered.reshape(-1, width),
+            self.axis,
+            [size * num_sequences * own_heads for size in sizes],
+            [sizes[index] * num_sequences * own_heads] * ranks,
+            caller="context.positions",
+        )
+        # Blocks of own positions, one a rank, whose heads follow one another.
+        shape = (ranks, sizes[index], num_sequences, own_heads, width)
+        return received.view(shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
     def _to_heads(self, parts: Sequence[tuple[Tensor, list[range]]], length: int) -> list[Tensor]:
         """[B, heads, own positions, D] each -> [B, heads of this rank, all positions, D] each.
@@ -225,23 +237,6 @@ class HeadShards:
             ordered = in_position_order(torch.cat(shards), self.axis.size)
             found.append(ordered.permute(1, 2, 0, 3))
         return found
-
-    def _to_positions(self, y: Tensor, length: int) -> Tensor:
-        """[B, heads of this rank, all positions, D] -> [B, heads, own positions, D]."""
-        sizes, index = context_sizes(length, self.axis.size), self.axis.index
-        num_sequences, num_heads, _, width = y.shape
-        rows = num_sequences * num_heads
-        ordered = in_rank_order(y.permute(2, 0, 1, 3), self.axis.size)
-        received = collectives.all_to_all(
-            ordered.reshape(-1, width),
-            self.axis,
-            [size * rows for size in sizes],
-            [sizes[index] * rows] * self.axis.size,
-            caller="context.positions",
-        )
-        # Blocks of own positions, one a rank, whose heads follow one another.
-        shape = (self.axis.size, sizes[index], num_sequences, num_heads, width)
-        return received.view(shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
 # Ring attention: keys and values travel once round the ranks while these compute.

@@ -26,7 +26,7 @@ from moemesh.parallel.expert.low_latency import (
     slots_per_rank,
 )
 from moemesh.parallel.expert.overlapped import overlapped
-from moemesh.parallel.expert.replicas import set_replicas
+from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
 
 # Row formats on the wire: the dtype of the run, or 8-bit floats with block scales.
@@ -78,9 +78,16 @@ def set_experts(
         moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
-    if has_replicas:
-        codec = codec_of(plan.payload)
-        set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
+        if has_replicas:
+            moe.dispatcher = replicas = ReplicaDispatcher(
+                mesh,
+                moe.experts,
+                config.num_experts,
+                plan.spare_slots,
+                policy=plan.spare_policy,
+                codec=codec_of(plan.payload),
+            )
+            replicas.warm_up()
     return notes
 
 

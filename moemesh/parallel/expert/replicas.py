@@ -183,30 +183,30 @@ class ReplicaDispatcher(Dispatcher):
             places_TK.view(-1).scatter_(0, one.order[: len(place_S)], places_S)
             places.append(places_TK)
         self.planning_seconds += time.perf_counter() - start
-        inner = self.inner.plan_chunks(places)
-        return [self._plan(*chunk) for chunk in zip(quotas, inner, strict=True)]
-
-    def _plan(self, quotas: QuotaPlan, inner: AllToAllPlan) -> ReplicaPlan:
-        """The plan of one chunk. Own experts go to each rank in the order of their slots there;
-        slots are ordered by home, so what arrives is in the order of own slots."""
-        num_home = sum(inner.rows_L[: self.num_local])
-        by_expert = inner.by_expert
+        plans: list[ReplicaPlan] = []
         first, here = self.ep.index * self.num_local, self.ep.index
-        wanted = [[e for e in row if e >= 0] for row in quotas.spare_expert.tolist()]
-        sent = [
-            [e - first for e in row if first <= e < first + self.num_local]  # by receiver
-            for row in wanted
-        ]
-        homes = self._home[wanted[here]] if wanted[here] else np.zeros(0, np.int64)
-        return ReplicaPlan(
-            quotas=quotas,
-            inner=inner,
-            home=slice_map(by_expert, 0, num_home),
-            spare=slice_map(by_expert, num_home, by_expert.num_rows),
-            sent=[e for row in sent for e in row],
-            sent_splits=[len(row) for row in sent],
-            received_splits=np.bincount(homes, minlength=self.ep.size).tolist(),
-        )
+        for decided, inner in zip(quotas, self.inner.plan_chunks(places), strict=True):
+            num_home, by_expert = sum(inner.rows_L[: self.num_local]), inner.by_expert
+            # Own experts go to each rank in the order of their slots there; slots are ordered by
+            # home, so what arrives is in the order of own slots.
+            wanted = [[e for e in row if e >= 0] for row in decided.spare_expert.tolist()]
+            sent = [
+                [e - first for e in row if first <= e < first + self.num_local]  # by receiver
+                for row in wanted
+            ]
+            homes = self._home[wanted[here]] if wanted[here] else np.zeros(0, np.int64)
+            plans.append(
+                ReplicaPlan(
+                    quotas=decided,
+                    inner=inner,
+                    home=slice_map(by_expert, 0, num_home),
+                    spare=slice_map(by_expert, num_home, by_expert.num_rows),
+                    sent=[e for row in sent for e in row],
+                    sent_splits=[len(row) for row in sent],
+                    received_splits=np.bincount(homes, minlength=self.ep.size).tolist(),
+                )
+            )
+        return plans
 
     def _loops(self) -> AbstractContextManager[None]:
         """Small plans are made before a compiler has loaded."""
@@ -351,23 +351,6 @@ class _Pack(torch.autograd.Function):
             for row, expert in zip(part, ctx.chosen, strict=True):
                 gradient[expert] += row.view_as(gradient[expert])
         return None, *found
-
-
-def set_replicas(
-    model: Transformer,
-    mesh: Mesh,
-    spare_slots: int,
-    *,
-    policy: SparePolicy,
-    codec: Codec | None,
-) -> None:
-    """Give every MoE layer a dispatcher with `spare_slots` replicas on each rank."""
-    experts = model.config.num_experts
-    for moe in model.moe_layers().values():
-        moe.dispatcher = dispatcher = ReplicaDispatcher(
-            mesh, moe.experts, experts, spare_slots, policy=policy, codec=codec
-        )
-        dispatcher.warm_up()
 
 
 def replicated(model: Transformer) -> list[MoE]:
