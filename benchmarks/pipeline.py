@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import PipelineSettings
 from moemesh.comm import launch
-from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.layout import Layout
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec

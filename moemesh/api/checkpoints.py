@@ -101,9 +101,16 @@ def load_checkpoint(
         return unflatten(saved | tensors)
     walk = _ProgramState(state)
     leaves = walk.leaves(checkpoint)
-    if strict:
-        _compare(leaves, saved, checkpoint, axis)
     known = saved.keys() | set(checkpoint.names())
+    if strict:
+        asked = set[str]().union(*gather_json(sorted(leaves), axis))
+        for names, words in ((asked - known, "does not hold"), (known - asked, "also holds")):
+            if names:
+                first = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+                raise CheckpointError(
+                    f"{checkpoint.path} {words} {len(names)} of the names: {first}; strict=False "
+                    "leaves them alone"
+                )
     leaves = {path: leaf for path, leaf in leaves.items() if strict or path in known}
     checkpoint.load_into([shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)])
     return walk.filled(leaves | saved)
@@ -164,9 +171,21 @@ class _ProgramState:
             name, part = self.parameters[id(parameter)]
             own = dict(node.state.get(parameter, {}))
             if checkpoint is not None:
-                own = _memory(f"{path}/state/{name}/".lstrip("/"), parameter, part, checkpoint)
+                prefix, own = f"{path}/state/{name}/".lstrip("/"), {}
+                for saved in (one for one in checkpoint.names() if one.startswith(prefix)):
+                    dtype, shape = checkpoint.dtype(saved), checkpoint.shape(saved)
+                    if shape == tuple(part.shape):
+                        zeros = torch.zeros_like(parameter, dtype=dtype)
+                    else:
+                        zeros = torch.zeros(shape, dtype=dtype)
+                    own[saved.removeprefix(prefix)] = zeros
+            for key, value in own.items():
+                # State of the parameter's shape lies where the parameter lies.
+                is_part = isinstance(value, Tensor) and value.shape == parameter.shape
+                if is_part and not hasattr(value, "device_mesh"):
+                    own[key] = Sharded(value, part.shape, part.offset)
             if own:
-                state[name] = {key: _placed(value, parameter, part) for key, value in own.items()}
+                state[name] = own
         return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
 
     def _fill_optimizer(
@@ -197,41 +216,3 @@ def _state_dict(module: nn.Module | ParallelModel) -> dict[str, Any]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _placed(value: Any, parameter: Tensor, part: Shard) -> Any:
-    """State of the parameter's shape lies where the parameter lies."""
-    is_part = isinstance(value, Tensor) and value.shape == parameter.shape
-    if not is_part or hasattr(value, "device_mesh"):
-        return value
-    return Sharded(value, part.shape, part.offset)
-
-
-def _memory(
-    prefix: str, parameter: Tensor, part: Shard, checkpoint: Checkpoint
-) -> dict[str, Tensor]:
-    """Zeros for the state of one parameter that was saved under `prefix`."""
-    found: dict[str, Tensor] = {}
-    for name in (name for name in checkpoint.names() if name.startswith(prefix)):
-        dtype, shape = checkpoint.dtype(name), checkpoint.shape(name)
-        if shape != tuple(part.shape):
-            zeros = torch.zeros(shape, dtype=dtype)
-        else:
-            zeros = torch.zeros_like(parameter, dtype=dtype)
-        found[name.removeprefix(prefix)] = zeros
-    return found
-
-
-def _compare(
-    wanted: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint, axis: Axis
-) -> None:
-    """Raise CheckpointError on all ranks where the names of all together are not those saved."""
-    there = {*saved, *checkpoint.names()}
-    asked = set[str]().union(*gather_json(sorted(wanted), axis))
-    for names, words in ((asked - there, "does not hold"), (there - asked, "also holds")):
-        if names:
-            first = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise CheckpointError(
-                f"{checkpoint.path} {words} {len(names)} of the names: {first}; strict=False "
-                "leaves them alone"
-            )

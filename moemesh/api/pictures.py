@@ -28,7 +28,7 @@ def _schedule(schedule: Any) -> str:
 
 
 def _meshes(plan: Any) -> str:
-    """Of the degrees of a Plan, a PlannedLayout or a Layout."""
+    """The picture of the degrees of a Plan, a PlannedLayout or a Layout."""
     from moemesh.config.layout import Layout
     from moemesh.report.meshes import draw
 

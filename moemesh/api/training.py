@@ -24,7 +24,6 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
-from moemesh.parallel.placement import Placement
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.opening import schedule_of_step
 from moemesh.train.preflight import untrainable
@@ -192,15 +191,14 @@ class ParallelModel(Shown):
         """
         found: dict[str, Tensor | Sharded] = {}
         for name, master in self._masters.items():
-            found[name] = self._part(self.parallel.placements[name], master.detach())
+            where = self.parallel.placements[name]
+            offset = where.offset(self.parallel.mesh)
+            found[name] = Sharded(master.detach(), where.shape, offset)
         return found | dict(self.parallel.model.named_buffers())
 
     def close(self) -> None:
         """Free what dispatchers hold outside of torch; all ranks call it, at the end."""
         self.parallel.close()
-
-    def _part(self, where: Placement, tensor: Tensor) -> Sharded:
-        return Sharded(tensor, where.shape, where.offset(self.parallel.mesh))
 
     def _check(self, tokens: Tensor, *others: Tensor | None) -> None:
         vocabulary = self.config.model.vocab_size

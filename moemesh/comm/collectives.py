@@ -78,7 +78,7 @@ def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
     M. Shoeybi et al., "Megatron-LM", 2019).
     """
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
-    return _pair(x, axis, run, _identity)
+    return _pair(x, axis, run, lambda gradient, phase: gradient.view_as(gradient))
 
 
 def all_reduce_both(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
@@ -193,7 +193,3 @@ class _Pair(torch.autograd.Function):
 
 def _pair(x: Tensor, axis: Axis, run: Callable[..., Tensor], pair: Callable[..., Tensor]) -> Tensor:
     return x if axis.size == 1 else _Pair.apply(x, run, pair)
-
-
-def _identity(x: Tensor, phase: str) -> Tensor:
-    return x.view_as(x)

@@ -55,7 +55,13 @@ def run_with_consensus(
     deadline = time.monotonic() + timeout_seconds
     own = _watched(work, mesh, store, deadline, timeout_seconds)
     store.set(str(mesh.rank), json.dumps(asdict(own)))
-    outcomes = _answers(store, mesh.world_size, deadline + _ANSWER_SECONDS)
+    keys = [str(rank) for rank in range(mesh.world_size)]
+    while not store.check(keys) and time.monotonic() < deadline + _ANSWER_SECONDS:
+        time.sleep(_POLL_SECONDS)
+    silent = RankOutcome(problem="no answer", raised=True)
+    outcomes = [
+        RankOutcome(**json.loads(store.get(key))) if store.check([key]) else silent for key in keys
+    ]
     if any(outcome.problem for outcome in outcomes):
         # The store may live in one of us: nobody leaves, and takes it along, before all have read.
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -100,11 +106,3 @@ def _outcome(work: Callable[[], str | None]) -> RankOutcome:
         return RankOutcome(problem=work())
     except Exception as error:
         return RankOutcome(problem=f"{type(error).__name__}: {error}", raised=True)
-
-
-def _answers(store: dist.Store, num_ranks: int, limit: float) -> list[RankOutcome]:
-    keys = [str(rank) for rank in range(num_ranks)]
-    while not store.check(keys) and time.monotonic() < limit:
-        time.sleep(_POLL_SECONDS)
-    silent = RankOutcome(problem="no answer", raised=True)
-    return [RankOutcome(**json.loads(store.get(k))) if store.check([k]) else silent for k in keys]

@@ -58,8 +58,23 @@ def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
             f"torch {torch.__version__} has no NCCL, which {num_ranks} ranks on GPUs need: install "
             f"a CUDA build for Linux ({CUDA_BUILD}), train with one rank, or {ON_CPU}"
         )
+    needed = NEEDED_CAPABILITY.get(dtype, (0, 0))
     for index in range(min(found, max(num_ranks, 1))):
-        _check_capability(index, dtype)
+        capability = torch.cuda.get_device_capability(index)
+        name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
+        name += f"{_dotted(capability)})"
+        architectures = (one.removeprefix("sm_") for one in torch.cuda.get_arch_list())
+        built = [int(one) for one in architectures if one.isdigit()]  # none in a build for ROCm
+        if built and capability < (lowest := divmod(min(built), 10)):
+            raise DeviceError(
+                f"{name} is older than what torch {torch.__version__} has kernels for "
+                f"({_dotted(lowest)} and newer): install an older torch, or {ON_CPU}"
+            )
+        if capability < needed:
+            raise DeviceError(
+                f'{name} is too old for train.dtype = "{dtype}", which needs {_dotted(needed)}: '
+                f'set train.dtype = "float32", or {ON_CPU}'
+            )
 
 
 def choose(device: Device, local_rank: int, ranks_per_node: int, dtype: str) -> torch.device:
@@ -108,7 +123,7 @@ def agree(store: dist.Store, rank: int, device: torch.device, timeout: timedelta
 
 
 def _why_none() -> str:
-    """Why torch sees no device; "" where it does not say."""
+    """The reason why torch sees no device; "" where it does not say."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is a build without CUDA: install one with CUDA "
@@ -120,25 +135,6 @@ def _why_none() -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"CUDA {torch.version.cuda} of torch {torch.__version__} does not start: {reason}"
     return ""
-
-
-def _check_capability(index: int, dtype: str) -> None:
-    capability = torch.cuda.get_device_capability(index)
-    name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
-    name += f"{_dotted(capability)})"
-    architectures = (one.removeprefix("sm_") for one in torch.cuda.get_arch_list())
-    built = [int(one) for one in architectures if one.isdigit()]  # none in a build for ROCm
-    if built and capability < (lowest := divmod(min(built), 10)):
-        raise DeviceError(
-            f"{name} is older than what torch {torch.__version__} has kernels for "
-            f"({_dotted(lowest)} and newer): install an older torch, or {ON_CPU}"
-        )
-    needed = NEEDED_CAPABILITY.get(dtype, (0, 0))
-    if capability < needed:
-        raise DeviceError(
-            f'{name} is too old for train.dtype = "{dtype}", which needs {_dotted(needed)}: set '
-            f'train.dtype = "float32", or {ON_CPU}'
-        )
 
 
 def _dotted(capability: tuple[int, int]) -> str:

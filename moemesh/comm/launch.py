@@ -75,7 +75,7 @@ _watched: Path | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Where this process stands among all ranks."""
+    """The place of this process among all ranks."""
 
     rank: int
     world_size: int
@@ -94,12 +94,12 @@ def joined() -> bool:
 
 
 def num_joined() -> int:
-    """How many ranks were started, this one among them; 1 for a process that is none."""
+    """Number of ranks that were started, this one among them; 1 for a process that is none."""
     return _variable("WORLD_SIZE", 1)
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """How many of these ranks share a node, where each node holds as many; 1 where they differ, 0
+    """Number of these ranks on each node, where all nodes hold as many; 1 where they differ, 0
     where all are on one node or the launcher did not say."""
     size = _variable("LOCAL_WORLD_SIZE", 0)
     if not size:
@@ -177,8 +177,8 @@ def watched() -> bool:
 
 
 def await_verdict() -> None:
-    """Of a rank that may have failed because of another one: stay until the watcher has named that
-    one, since the launcher of the ranks believes in the first that leaves."""
+    """Stay until the watcher has named the failed rank, where this one may only follow another,
+    since the launcher of the ranks believes in the first that leaves."""
     end = time.monotonic() + _VERDICT_SECONDS
     word = progress_words.own_word()
     while word is not None and word.inside and watched() and time.monotonic() < end:
@@ -218,7 +218,16 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     timeout = timedelta(seconds=timeout_seconds)
     waiting = progress_words.entered("rendezvous", "world", "start", range(world_size), 0)
     progress_words.waiting(waiting)
-    store = _store(rank, world_size, timeout)
+    # Ranks find one another by a file of the launcher, or by the port that others have named.
+    if launched():
+        store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
+        store.set_timeout(timeout)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # After a restart the store still holds the addresses of the dead ranks: one prefix an
+        # attempt.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"moemesh/attempt{attempt}", store)
     if _node is not None and rank == _node.first:
         introduce(store, _watched, _node.ranks, world_size)
     cuda.agree(store, rank, chosen, timeout)
@@ -235,18 +244,6 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     )
     progress_words.left()
     return ranks
-
-
-def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Where ranks find one another: a file of the launcher, or the port that others have named."""
-    if launched():
-        store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
-        store.set_timeout(timeout)
-        return store
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    # After a restart the store still holds the addresses of the dead ranks: one prefix an attempt.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"moemesh/attempt{attempt}", store)
 
 
 def stop(code: int = 0) -> None:

@@ -72,12 +72,16 @@ class Axis:
         """
         group = _process_group(group)
         ranks = tuple(dist.get_process_group_ranks(group))
+        if device is None:
+            device, cuda = torch.device("cpu"), torch.device("cuda")
+            if cuda in group._device_types and group._get_backend(cuda).name() == "nccl":
+                device = torch.device("cuda", torch.cuda.current_device())
         return cls(
             name=name,
             ranks=ranks,
             index=dist.get_rank(group),
             group=group if len(ranks) > 1 else None,
-            device=_device_of(group, device),
+            device=torch.device(device),
             ledger=Ledger() if ledger is None else ledger,
         )
 
@@ -103,15 +107,24 @@ class Mesh(Shown):
         their ranks in the mesh, and `host_groups` those on the CPU beside them, where tensors
         travel by another backend than gloo; ``global_ranks[rank]`` defaults to ``rank``."""
         self.layout = layout
-        self._global_ranks = global_ranks or tuple(range(layout.world_size))
         self.rank = rank
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.ledger = Ledger()
         self.coordinates: dict[str, int] = layout.coordinates(rank)
-        self._groups = groups
-        self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+        everyone = global_ranks or tuple(range(layout.world_size))
+        self._axes: dict[str, Axis] = {}
+        for name in AXES:
+            ranks = layout.group_of(name, rank)
+            self._axes[name] = Axis(
+                name=name,
+                ranks=tuple(everyone[one] for one in ranks),
+                index=ranks.index(rank),
+                group=groups[ranks] if len(ranks) > 1 else None,
+                device=device,
+                ledger=self.ledger,
+            )
         self._host_groups = host_groups
         #: The axis of all ranks for control messages on the CPU: its own gloo group where tensors
         #: travel by another backend, the world axis itself otherwise.
@@ -196,7 +209,7 @@ class Mesh(Shown):
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long an operation of this mesh may take; None without a process group."""
+        """Longest time of an operation of this mesh; None without a process group."""
         world = self["world"]
         return None if world.group is None else _timeout(world.group, world.device)
 
@@ -214,16 +227,6 @@ class Mesh(Shown):
         ranks = self.layout.group_of(name, self.rank)
         return replace(axis, group=self._host_groups[ranks], device=torch.device("cpu"))
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        return Axis(
-            name=name,
-            ranks=tuple(self._global_ranks[rank] for rank in ranks),
-            index=ranks.index(self.rank),
-            group=self._groups[ranks] if len(ranks) > 1 else None,
-            device=self.device,
-            ledger=self.ledger,
-        )
-
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
@@ -238,15 +241,6 @@ def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"rank {dist.get_rank()} is not in the group")
     return group
-
-
-def _device_of(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    cuda = torch.device("cuda")
-    if cuda in group._device_types and group._get_backend(cuda).name() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:

@@ -50,7 +50,7 @@ FIRST_FREE_TAG = 1 << 21
 class Messages:
     """Several messages as one piece of work; holds the rows that are being sent."""
 
-    def __init__(self, works: list[dist.Work | None], sent: Tensor) -> None:
+    def __init__(self, works: list[dist.Work | None], sent: Sequence[Tensor]) -> None:
         self._works, self._sent = works, sent
 
     def wait(self) -> None:
@@ -60,49 +60,23 @@ class Messages:
         self._works.clear()
 
 
-def gather_by_messages(x: Tensor, gathered: Tensor, axis: Axis, blocks: Sequence[int]) -> Messages:
-    """Every rank sends its rows to each other one; both sides skip blocks without rows."""
-    into = gathered.split(list(blocks))
-    works: list[dist.Work | None] = []
-    for distance in range(1, axis.size):
-        source = (axis.index - distance) % axis.size
-        if blocks[source]:
-            works.append(
-                dist.irecv(into[source], axis.ranks[source], group=axis.group, tag=_GATHER_TAG)
-            )
-    for distance in range(1, axis.size):
-        destination = (axis.index + distance) % axis.size
-        if blocks[axis.index]:
-            works.append(dist.isend(x, axis.ranks[destination], group=axis.group, tag=_GATHER_TAG))
-    into[axis.index].copy_(x)
-    return Messages(works, x)
-
-
-def exchange_by_messages(
-    x: Tensor,
-    received: Tensor,
-    axis: Axis,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    tag: int = _EXCHANGE_TAG,
+def send_and_receive(
+    blocks: Sequence[Tensor], into: Sequence[Tensor], axis: Axis, tag: int
 ) -> Messages:
-    """Start every receive, then every send; both sides skip blocks without rows. The own block is
-    copied, unless `outputs` has no room for it."""
-    blocks, into = x.split(list(inputs)), received.split(list(outputs))
+    """Start to fill ``into[i]`` from rank i, then to send it ``blocks[i]``; both sides skip what is
+    empty. The own block is copied, unless `into` has no room for it."""
     works: list[dist.Work | None] = []
     for distance in range(1, axis.size):
         source = (axis.index - distance) % axis.size
-        if outputs[source] and into[source].numel():
-            place, rank = into[source], axis.ranks[source]
-            works.append(dist.irecv(place, rank, group=axis.group, tag=tag))
+        if into[source].numel():
+            works.append(dist.irecv(into[source], axis.ranks[source], group=axis.group, tag=tag))
     for distance in range(1, axis.size):
-        destination = (axis.index + distance) % axis.size
-        if inputs[destination] and blocks[destination].numel():
-            block, rank = blocks[destination], axis.ranks[destination]
-            works.append(dist.isend(block, rank, group=axis.group, tag=tag))
-    if outputs[axis.index]:
+        to = (axis.index + distance) % axis.size
+        if blocks[to].numel():
+            works.append(dist.isend(blocks[to], axis.ranks[to], group=axis.group, tag=tag))
+    if into[axis.index].numel():
         into[axis.index].copy_(blocks[axis.index])
-    return Messages(works, x)
+    return Messages(works, blocks)
 
 
 # torch 2.13 renamed both and warns about the old names.
@@ -159,17 +133,18 @@ def all_gather_start(
     ticket = record(axis, "all_gather", phase, caller, moved)
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:]) if into is None else into
+    work: Work | None
     if not _is_nccl(axis) and sum(blocks) * row_bytes > _FEW_BYTES:
-        messages = gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
-        return partial(_after, ticket, messages, lambda: gathered)
-    if _is_nccl(axis) and len(set(blocks)) == 1:
+        parts = _raw(gathered).split(blocks)
+        work = send_and_receive([_raw(x)] * axis.size, parts, axis, _GATHER_TAG)
+    elif _is_nccl(axis) and len(set(blocks)) == 1:
         work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
-        return partial(_after, ticket, work, lambda: gathered)
-    repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
-    own = [blocks[axis.index]] * axis.size
-    work = dist.all_to_all_single(
-        _raw(gathered), repeated, list(blocks), own, group=axis.group, async_op=True
-    )
+    else:
+        repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
+        own = [blocks[axis.index]] * axis.size
+        work = dist.all_to_all_single(
+            _raw(gathered), repeated, blocks, own, group=axis.group, async_op=True
+        )
     return partial(_after, ticket, work, lambda: gathered)
 
 
@@ -203,7 +178,7 @@ def reduce_scatter_start(
     row_bytes = _row_bytes(x)
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
     ticket = record(axis, "reduce_scatter", phase, caller, moved)
-    x, own = x.contiguous(), blocks[axis.index]
+    x, dtype, own = x.contiguous(), x.dtype, blocks[axis.index]
     work: Work | None
     if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
         reduced = x.new_empty(own, *x.shape[1:])
@@ -212,22 +187,30 @@ def reduce_scatter_start(
     splits = [own] * axis.size
     if _is_nccl(axis) or sum(blocks) * row_bytes <= _FEW_BYTES:
         received = x.new_empty(sum(splits), *x.shape[1:])
-        work = dist.all_to_all_single(
-            received, x, splits, list(blocks), group=axis.group, async_op=True
-        )
+        work = dist.all_to_all_single(received, x, splits, blocks, group=axis.group, async_op=True)
         parts = list(received.split(splits))
     else:
         splits[axis.index] = 0  # added from where it is, not from a copy
         received = x.new_empty(sum(splits), *x.shape[1:])
-        work = exchange_by_messages(x, received, axis, blocks, splits)
-        parts = list(received.split(splits))
-        parts[axis.index] = x.split(list(blocks))[axis.index]
+        parts, sent = list(received.split(splits)), x.split(blocks)
+        work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
+        parts[axis.index] = sent[axis.index]
     if in_tree:
         return partial(_after, ticket, work, lambda: tree_sum(parts))
-    # The order of the first two changes no bit.
-    first = 1 if axis.index == 0 else 0
-    into = parts[first] if in_place else None
-    return partial(_after, ticket, work, lambda: _sum_in_rank_order(parts, into))
+
+    def sum_in_rank_order() -> Tensor:
+        """16 bits are summed in fp32 and rounded once."""
+        if dtype in (torch.bfloat16, torch.float16):
+            total = torch.add(parts[0].float(), parts[1])
+        else:
+            # The order of the first two changes no bit.
+            into = parts[1 if axis.index == 0 else 0] if in_place else None
+            total = torch.add(parts[0], parts[1], out=into)
+        for part in parts[2:]:
+            total += part
+        return total.to(dtype)
+
+    return partial(_after, ticket, work, sum_in_rank_order)
 
 
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
@@ -338,12 +321,14 @@ def all_to_all_start(
     is_small = row_bytes <= _SHORT_ROW_BYTES
     if input_splits is None:
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
-    if not _is_nccl(axis) and not is_small:
-        messages = exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
-        return partial(_after, ticket, messages, lambda: received)
-    work = dist.all_to_all_single(
-        _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
-    )
+    work: Work | None
+    if _is_nccl(axis) or is_small:
+        work = dist.all_to_all_single(
+            _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
+        )
+    else:
+        sent, parts = _raw(x).split(inputs), _raw(received).split(outputs)
+        work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
     return partial(_after, ticket, work, lambda: received)
 
 
@@ -363,12 +348,13 @@ def exchange_start(
     if axis.size == 1:
         into.copy_(x)
         return None
-    x = x.contiguous()
+    x, inputs, outputs = _raw(x.contiguous()), list(input_splits), list(output_splits)
     if _is_nccl(axis):
-        splits = list(output_splits), list(input_splits)
-        return dist.all_to_all_single(_raw(into), _raw(x), *splits, group=axis.group, async_op=True)
-    splits = list(input_splits), list(output_splits)
-    return exchange_by_messages(_raw(x), _raw(into), axis, *splits, tag=tag + FIRST_FREE_TAG)
+        return dist.all_to_all_single(
+            _raw(into), x, outputs, inputs, group=axis.group, async_op=True
+        )
+    sent, parts = x.split(inputs), _raw(into).split(outputs)
+    return send_and_receive(sent, parts, axis, tag + FIRST_FREE_TAG)
 
 
 def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str) -> Tensor:
@@ -379,7 +365,9 @@ def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: s
     moved = wire.broadcast(num_bytes, axis.size, axis.index, source_index)
     ticket = record(axis, "broadcast", phase, caller, moved)
     is_source = axis.index == source_index
-    copy = x.clone(memory_format=torch.contiguous_format) if is_source else _empty_like(x)
+    copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if is_source:
+        copy.copy_(x)
     progress_words.waiting(ticket)
     dist.broadcast(_raw(copy), src=axis.ranks[source_index], group=axis.group)
     progress_words.left()
@@ -431,19 +419,6 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
     return [int(size) for size in sizes]
 
 
-def _sum_in_rank_order(parts: Sequence[Tensor], into: Tensor | None) -> Tensor:
-    """A new tensor, or `into`, one of the first two parts; bf16 and fp16 are summed in fp32 and
-    rounded once."""
-    dtype = parts[0].dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        total = torch.add(parts[0].float(), parts[1])
-    else:
-        total = torch.add(parts[0], parts[1], out=into)
-    for part in parts[2:]:
-        total += part
-    return total.to(dtype)
-
-
 def _raw(x: Tensor) -> Tensor:
     """`x` as the backends accept it: float8 travels as bytes."""
     return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
@@ -451,10 +426,6 @@ def _raw(x: Tensor) -> Tensor:
 
 def _row_bytes(x: Tensor) -> int:
     return x.shape[1:].numel() * x.element_size()
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _is_nccl(axis: Axis) -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
-from moemesh.model.layers import RMSNorm
-from moemesh.model.lora import AdaptedModule
+from moemesh.model.layers import AdaptedModule, RMSNorm
 from moemesh.model.rope import rotate
 from moemesh.model.seams import (
     Boundary,

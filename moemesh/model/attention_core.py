@@ -9,7 +9,7 @@ that it needs, or, where CUDA has a kernel for documents and windows, in one cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -160,8 +160,8 @@ def gradients_of(
     *,
     scale: float,
 ) -> Gradients:
-    """What the keys given contribute to the gradients, in fp32 or fp64. `whole` is the attention
-    over all keys (and sinks), `gradient` that of its output."""
+    """Addends of the keys given to the gradients, in fp32 or fp64. `whole` is the attention over
+    all keys (and sinks), `gradient` that of its output."""
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
     gradient_BNSD = _padded(gradient_BNSD, query_BNSD)
@@ -241,7 +241,10 @@ def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Ti
     """
     for place, queries in _places(visible.queries):
         if visible.is_triangle and fused:
-            for part in _cut(queries, visible.keys):
+            # Cut where a run of keys begins or ends.
+            ends = {end for run in visible.keys for end in (run.start, run.stop) if end in queries}
+            for start, stop in pairwise(sorted({queries.start, queries.stop, *ends})):
+                part = range(start, stop)
                 yield _rows(place, queries, part), list(_large_tiles(part, visible.keys))
             continue
         for start in range(queries.start, queries.stop, TILE_QUERIES):
@@ -260,14 +263,6 @@ def _places(runs: Runs) -> Iterator[tuple[int, range]]:
 def _rows(place: int, whole: range, part: range) -> slice:
     start = place + part.start - whole.start
     return slice(start, start + len(part))
-
-
-def _cut(queries: range, keys: Sequence[range]) -> Iterator[range]:
-    """`queries` cut where a run of keys begins or ends."""
-    borders = {border for run in keys for border in (run.start, run.stop) if border in queries}
-    points = sorted({queries.start, queries.stop, *borders})
-    for start, stop in pairwise(points):
-        yield range(start, stop)
 
 
 def _large_tiles(queries: range, keys: Runs) -> Iterator[_Tile]:

@@ -48,7 +48,7 @@ def auxiliary_loss(
 def auxiliary_sums(
     routing: Routing, config: ModelConfig, context: Context, layer: int = 0
 ) -> Tensor:
-    """What one layer adds to the losses of all layers together, float64 [Q, 2E + 1]; see
+    """Addends of one layer to the losses of all layers together, float64 [Q, 2E + 1]; see
     :func:`joint_loss`. Counts, probabilities and squares travel in one tensor, which is exact: the
     counts are integers."""
     sums = layer_sums(routing, config, context, layer)
@@ -92,15 +92,23 @@ def joint_loss(sums_QX: Tensor, config: ModelConfig, context: Context, tokens: T
 def layer_sums(
     routing: Routing, config: ModelConfig, context: Context, layer: int
 ) -> ScopeSums | None:
-    """The sums of one layer over the tokens of whole sequences; None when there is no loss, or
-    before the last slice."""
+    """The sums of one layer over the tokens of whole sequences, without squares where there is no
+    z-loss; None when there is no loss, or before the last slice."""
     if not config.has_aux_loss:
         return None
-    scope_T = context.sequence_T
+    scope_T, probabilities_TE = context.sequence_T, routing.probabilities_TE
     if config.aux_loss_scope != "sequence":
         scope_T = torch.zeros_like(scope_T)
-    count = num_scopes(config, context.num_sequences)
-    return context.slices.total(layer, scope_sums(routing, config, context, scope_T, count))
+    size = num_scopes(config, context.num_sequences)
+    squares_Q = probabilities_TE.new_zeros(size)
+    if config.z_loss_coefficient:
+        square_T = routing.logits_TE.logsumexp(1).square()
+        if context.valid_T is not None:
+            square_T = square_T.masked_fill(~context.valid_T, 0.0)
+        squares_Q = sum_by_scope(square_T[:, None], scope_T, size).squeeze(1)
+    counts_QE = count(routing.preferred_TK, scope_T, size, config.num_experts)
+    sums = ScopeSums(counts_QE, sum_by_scope(probabilities_TE, scope_T, size), squares_Q)
+    return context.slices.total(layer, sums)
 
 
 def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
@@ -114,24 +122,6 @@ def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Toke
     if config.z_loss_coefficient:
         loss = loss + config.z_loss_coefficient * (sums.squares_Q / valid_Q).sum()
     return loss
-
-
-def scope_sums(
-    routing: Routing, config: ModelConfig, context: Context, scope_T: Tensor, num_scopes: int
-) -> ScopeSums:
-    """Of the tokens of this forward that are held here; no squares without a z-loss."""
-    probabilities_TE = routing.probabilities_TE
-    squares_Q = probabilities_TE.new_zeros(num_scopes)
-    if config.z_loss_coefficient:
-        square_T = routing.logits_TE.logsumexp(1).square()
-        if context.valid_T is not None:
-            square_T = square_T.masked_fill(~context.valid_T, 0.0)
-        squares_Q = sum_by_scope(square_T[:, None], scope_T, num_scopes).squeeze(1)
-    return ScopeSums(
-        count(routing.preferred_TK, scope_T, num_scopes, config.num_experts),
-        sum_by_scope(probabilities_TE, scope_T, num_scopes),
-        squares_Q,
-    )
 
 
 def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int) -> Tensor:

@@ -109,7 +109,7 @@ class Batch:
         )
 
     def ahead(self, depth: int) -> Ahead:
-        """What an extra prediction layer reads, `depth` >= 1 tokens ahead of these positions."""
+        """The input of an extra prediction layer, `depth` >= 1 tokens ahead of these positions."""
         whole = self.whole or self
         size, device = whole.tokens_BS.shape, self.tokens_BS.device
         every_BS = torch.ones(size, dtype=torch.bool, device=device)

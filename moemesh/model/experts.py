@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.model.dispatcher import ExpertRows
-from moemesh.model.lora import AdaptedModule
+from moemesh.model.layers import AdaptedModule
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm

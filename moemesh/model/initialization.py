@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
 
 #: (parameter name, logical shape) -> the part of each dim to materialise.
@@ -33,17 +32,6 @@ def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
 def starts_at_zero(name: str) -> bool:
     """Whether the parameter `name` is zero at first: an adapter then adds nothing."""
     return name.endswith(("bias", "_lora_B"))
-
-
-def standard_deviation(name: str, config: ModelConfig, width: int) -> float:
-    """``init_std``, and ``init_std / sqrt(2 layers)`` for weights that write to the residual; of
-    factors A of adapters that of PEFT. `width` is that of a row."""
-    if name.endswith("_lora_A"):
-        # The variance of PEFT's uniform numbers, 1 / (3 in).
-        return 1 / math.sqrt(3 * width)
-    if name.endswith((".output", ".down")):
-        return config.init_std / math.sqrt(2 * config.num_layers)
-    return config.init_std
 
 
 def normal_slice(
@@ -87,9 +75,13 @@ def initialize(
         elif len(shape) == 1 and not name.endswith(".sinks"):
             value = torch.ones([len(part) for part in parts])
         else:
-            value = normal_slice(seed, name, shape, parts) * standard_deviation(
-                name, model.config, shape[-1]
-            )
+            deviation = model.config.init_std
+            if name.endswith("_lora_A"):
+                # PEFT's uniform numbers have the variance 1 / (3 in).
+                deviation = 1 / math.sqrt(3 * shape[-1])
+            elif name.endswith((".output", ".down")):  # writes to the residual stream
+                deviation /= math.sqrt(2 * model.config.num_layers)
+            value = normal_slice(seed, name, shape, parts) * deviation
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)

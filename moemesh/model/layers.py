@@ -1,5 +1,8 @@
 """Norm, dense SwiGLU MLP, embedding and head: the parts without attention or experts.
 
+Low-rank adapters of a block's weights (Hu et al., 2021), too: which parameters there are, and what
+they are called, says :mod:`moemesh.config.lora`.
+
 Legend: T tokens, H hidden, F MLP width, V vocabulary.
 """
 
@@ -12,11 +15,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moemesh.config.lora import NO_ADAPTERS, LoraConfig
-from moemesh.model.lora import AdaptedModule
+from moemesh.config.lora import (
+    NO_ADAPTERS,
+    LoraConfig,
+    TargetPart,
+    factor_name,
+    factors_of,
+    parts_of,
+)
 from moemesh.model.seams import Boundary, LocalBoundary
-from moemesh.ops.linear import Operand, linear, swiglu
+from moemesh.ops.linear import Adapted, Adapter, Operand, Weight, linear, swiglu
 from moemesh.ops.swiglu import PLAIN, SwigluForm
+
+
+class AdaptedModule(nn.Module):
+    """A block whose weights may have adapters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora, self.scaling = NO_ADAPTERS, 1.0
+        self._adapted: dict[str, list[TargetPart]] = {}
+
+    def add_adapters(self, lora: LoraConfig, *leaves: str, is_stack: bool = False) -> None:
+        """Make the adapter parameters of the weights `leaves`; `is_stack`: those of experts."""
+        if not lora.rank:
+            return
+        self.lora, self.scaling = lora, lora.scaling
+        for leaf in leaves:
+            shape = tuple(getattr(self, leaf).shape)
+            for factor in factors_of(lora, leaf, shape, {}, "", is_stack=is_stack):
+                setattr(self, factor.leaf, nn.Parameter(torch.empty(factor.shape)))
+            parts = [part for part in parts_of(leaf, shape) if lora.adapts(part.target)]
+            if parts:
+                self._adapted[leaf] = parts
+
+    def weight(self, leaf: str) -> Weight:
+        """The weight `leaf` as :func:`moemesh.ops.linear.linear` takes it."""
+        weight = getattr(self, leaf)
+        if leaf not in self._adapted:
+            return weight
+        return Adapted(weight, tuple(self.adapters(leaf)), self.scaling)
+
+    def adapters(self, leaf: str) -> list[Adapter]:
+        """The adapters of the weight `leaf`."""
+        return [
+            Adapter(
+                getattr(self, factor_name(part.target, "A")),
+                getattr(self, factor_name(part.target, "B")),
+                part.dim,
+                part.start,
+                part.size,
+            )
+            for part in self._adapted.get(leaf, ())
+        ]
 
 
 class RMSNorm(nn.Module):

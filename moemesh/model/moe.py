@@ -25,7 +25,7 @@ from moemesh.ops.swiglu import SwigluForm
 
 
 def swiglu_form(config: ModelConfig) -> SwigluForm:
-    """Of every MLP of the model."""
+    """The form of every MLP of the model."""
     return SwigluForm(config.swiglu_limit, config.swiglu_alpha, config.swiglu_offset)
 
 
@@ -124,35 +124,24 @@ class MoE(nn.Module):
 
     def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
         """The layer behind its router: dispatch, compute, combine."""
+        config, experts_TK = self.config, routing.experts_TK
+        if self.place_E is not None:
+            # From logical ids, which the router and its losses know, to the dispatcher's.
+            places_TK = self.place_E[experts_TK.clamp(min=0)]
+            experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
         exchange = self.runner(self.dispatcher, context.flow)
         rows = exchange.dispatch(
-            x_TH,
-            routing.weights_TK,
-            self._places(routing.experts_TK),
-            is_complete=routing.is_complete,
+            x_TH, routing.weights_TK, experts_TK, is_complete=routing.is_complete
         )
-        shared_TH = self._shared(x_TH, context)  # while rows are under way
-        results = exchange.compute(self.experts, rows)
-        return self._with_shared(exchange.combine(results), shared_TH)
-
-    def _shared(self, x_TH: Tensor, context: Context) -> Tensor | None:
-        if self.shared is None:
-            return None
-        shared_TH = self.shared(x_TH, context.num_tokens)
-        if self.shared_gate is not None:
-            shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
-        return context.flow.cut(shared_TH)
-
-    def _places(self, experts_TK: Tensor) -> Tensor:
-        """From logical ids, which the router and its losses know, to the dispatcher's."""
-        if self.place_E is None:
-            return experts_TK
-        places_TK = self.place_E[experts_TK.clamp(min=0)]
-        return torch.where(experts_TK < 0, experts_TK, places_TK)
-
-    def _with_shared(self, y_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
-        if self.config.router_scale_on == "output":
-            y_TH = y_TH * self.config.router_scale
+        shared_TH = None
+        if self.shared is not None:  # while rows are under way
+            shared_TH = self.shared(x_TH, context.num_tokens)
+            if self.shared_gate is not None:
+                shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
+            shared_TH = context.flow.cut(shared_TH)
+        y_TH = exchange.combine(exchange.compute(self.experts, rows))
+        if config.router_scale_on == "output":
+            y_TH = y_TH * config.router_scale
         if shared_TH is None:
             return y_TH
-        return y_TH + shared_TH if self.config.shared_combine == "sum" else (y_TH + shared_TH) / 2
+        return y_TH + shared_TH if config.shared_combine == "sum" else (y_TH + shared_TH) / 2

@@ -30,36 +30,26 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
             return plain_F
         case "linear":
             return plain_F / config.rope_factor
-        case "llama3":
-            kept_F = _kept_by_wavelength(config, plain_F)
+        case "llama3":  # 1 where a frequency is kept, 0 where it is divided by the factor
+            turns_F = config.original_max_position_embeddings * plain_F / (2 * math.pi)
+            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+            kept_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
         case "yarn":
-            kept_F = _kept_by_turns(config, size).to(device)
+            # The same, a ramp over the pairs between those that turn `rope_beta_fast` times and
+            # `rope_beta_slow` times over the original positions.
+            length, log_theta = config.original_max_position_embeddings, math.log(config.rope_theta)
+            first, last = (
+                size * math.log(length / (times * 2 * math.pi)) / (2 * log_theta)
+                for times in (config.rope_beta_fast, config.rope_beta_slow)
+            )
+            if config.rope_truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, size - 1)
+            if first == last:
+                last += 0.001  # a step in place of a ramp of no length
+            pair_F = torch.arange(size // 2, dtype=torch.float64)
+            kept_F = (1.0 - ((pair_F - first) / (last - first)).clamp(0.0, 1.0)).to(device)
     return plain_F * kept_F + plain_F / config.rope_factor * (1.0 - kept_F)
-
-
-def _kept_by_wavelength(config: AttentionConfig, plain_F: Tensor) -> Tensor:
-    """Llama 3.1: 1 where a frequency is kept, 0 where it is divided by the factor."""
-    turns_F = config.original_max_position_embeddings * plain_F / (2 * math.pi)
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    return ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
-
-
-def _kept_by_turns(config: AttentionConfig, size: int) -> Tensor:
-    """YaRN: the same, a ramp over the pairs between those that turn `rope_beta_fast` times and
-    `rope_beta_slow` times over the original positions."""
-
-    def pair_that_turns(times: float) -> float:
-        length = config.original_max_position_embeddings
-        return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-
-    first, last = pair_that_turns(config.rope_beta_fast), pair_that_turns(config.rope_beta_slow)
-    if config.rope_truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    if first == last:
-        last += 0.001  # a step in place of a ramp of no length
-    index_F = torch.arange(size // 2, dtype=torch.float64)
-    return 1.0 - ((index_F - first) / (last - first)).clamp(0.0, 1.0)
 
 
 def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
 def within_capacity(
     experts_BSK: Tensor, priority_BSK: Tensor | None, capacity_B: Tensor, num_experts: int
 ) -> Tensor:
-    """Which choices stay: bool [B, S, K], False for no choice (-1).
+    """Mask of the choices that stay: bool [B, S, K], False for no choice (-1).
 
     Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, and
     among equals those of the lowest position (without priorities: the first). Counted over whole
@@ -210,7 +210,7 @@ JITTER_STREAM = 3
 
 
 class Routing(NamedTuple):
-    """Where each token goes: made once per layer and microbatch, then only read.
+    """The experts of each token: made once per layer and microbatch, then only read.
 
     ``weights_TK`` fp32 with gradient, 0 where there is no expert; ``experts_TK`` int64 logical ids,
     -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
@@ -258,7 +258,13 @@ class Router(nn.Module):
         if context is None:
             return route(logits_TE, config, self.selection_bias, None)
         if config.router_jitter and context.training:
-            logits_TE = logits_TE * self._jitter(logits_TE, context)
+            # Factors within 1 +- jitter (Switch; Fedus et al., 2021, there on the router's input),
+            # of logical coordinates, so lanes and recomputations agree on every choice.
+            experts_E = torch.arange(logits_TE.shape[1], device=logits_TE.device)
+            keys = context.seed, JITTER_STREAM, context.step, self.layer
+            noise_TE = uniform(*keys, context.token_ids_T[:, None], experts_E)
+            factor_TE = 1 + config.router_jitter * (2 * noise_TE - 1)
+            logits_TE = logits_TE * factor_TE.to(logits_TE.dtype)
         given_TK = None if context.experts is None else context.experts.get(self.layer)
         chosen_TK = given_TK
         if given_TK is None and context.training:
@@ -282,16 +288,6 @@ class Router(nn.Module):
             # The product itself in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens.
             logits_TE = linear(x_TH.to(self.weight.dtype), self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias
-
-    def _jitter(self, logits_TE: Tensor, context: Context) -> Tensor:
-        """Factors within 1 +- jitter (Switch; Fedus et al., 2021, there on the router's input).
-
-        A function of logical coordinates, so lanes and recomputations agree on every choice.
-        """
-        experts_E = torch.arange(logits_TE.shape[1], device=logits_TE.device)
-        keys = context.seed, JITTER_STREAM, context.step, self.layer
-        noise_TE = uniform(*keys, context.token_ids_T[:, None], experts_E)
-        return (1 + self.config.router_jitter * (2 * noise_TE - 1)).to(logits_TE.dtype)
 
     @torch.no_grad()
     def _choose_together(
@@ -372,7 +368,16 @@ def route(
     if valid_T is not None:
         probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
     is_complete = valid_T is None and chosen_TK is None
-    if is_complete and _is_softmax_of_chosen(config) and logits_TE.device.type != "cpu":
+    # Divided by their sum, the scores of a softmax over all experts are the softmax of the logits
+    # of the chosen ones alone.
+    is_softmax_of_chosen = (
+        config.router_score == "softmax"
+        and config.router_when == "before"
+        and config.router_normalize
+        and not config.router_normalize_eps
+        and not config.router_normalize_min
+    )
+    if is_complete and is_softmax_of_chosen and logits_TE.device.type != "cpu":
         # The same function in two operations; on a CPU it would change the bits of old runs.
         weights_TK = logits_TE.gather(1, experts_TK).softmax(1)
         if config.router_scale_on == "weights" and config.router_scale != 1.0:
@@ -428,29 +433,13 @@ def weigh(scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig) -> Tensor:
         total_T1 = weights_TK.sum(1, keepdim=True)
         if config.router_normalize_min:
             total_T1 = total_T1.clamp(min=config.router_normalize_min)
-        else:
-            total_T1 = _plus(total_T1, config.router_normalize_eps)
+        elif config.router_normalize_eps:
+            total_T1 = total_T1 + config.router_normalize_eps
         # A token without any expert has no weights to divide; 0 / 0 would poison the gradient.
         weights_TK = weights_TK / total_T1.masked_fill(none_TK.all(1, keepdim=True), 1.0)
     if config.router_scale_on == "weights" and config.router_scale != 1.0:
         weights_TK = weights_TK * config.router_scale
     return weights_TK
-
-
-def _plus(x: Tensor, number: float) -> Tensor:
-    return x + number if number else x
-
-
-def _is_softmax_of_chosen(config: ModelConfig) -> bool:
-    """Whether a token's weights are the softmax of the logits of its experts alone: divided by
-    their sum, the scores of a softmax over all experts are just that."""
-    return (
-        config.router_score == "softmax"
-        and config.router_when == "before"
-        and config.router_normalize
-        and not config.router_normalize_eps
-        and not config.router_normalize_min
-    )
 
 
 def limit_to_capacity(
@@ -478,7 +467,7 @@ def limit_to_capacity(
 
 @torch.no_grad()
 def _keep(routing: Routing, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
-    """Which of the choices [T, K] find room."""
+    """Mask of the choices [T, K] that find room."""
     whole = WholeSequences(context, tokens)
     priority_BSK = None
     if config.capacity_policy == "probability":

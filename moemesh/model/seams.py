@@ -1,4 +1,4 @@
-"""Seams of the plain model, where parallelism enters, each with a default for one device.
+"""Seams of the plain model, where parallelism enters: each is what happens on one device.
 
 | seam | decides |
 |---|---|
@@ -42,20 +42,21 @@ P = ParamSpec("P")
 
 
 class Boundary(Protocol):
-    """Around a block whose weights may be sharded, in a residual stream that may be too."""
+    """Around a block whose weights may be sharded, in a residual stream that may be too. On one
+    device there is nothing to gather and nothing to sum."""
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         """Rows of the residual stream -> the rows that the block computes on, `num_tokens`: all
         tokens of the microbatch."""
-        ...
+        return x_TH
 
     def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
         """Project back to hidden with the block's last weight, and return to the stream's rows."""
-        ...
+        return linear(y_TA, weight_HA)
 
     def total(self, sums_TX: Tensor) -> Tensor:
         """Sums over the part of the block's width that is held here -> sums over all of it."""
-        ...
+        return sums_TX
 
 
 class Vocabulary(Protocol):
@@ -63,46 +64,46 @@ class Vocabulary(Protocol):
 
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
         """All tokens of the microbatch -> this rank's rows of the residual stream."""
-        ...
+        return F.embedding(tokens_T, weight_VH)
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         """This rank's rows of the stream -> negative log-likelihood of *all* targets [T]."""
-        ...
+        return cross_entropy(x_TH, weight_VH, targets_T)
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
         """This rank's rows of the stream -> logits of all `num_tokens` tokens over the whole
         vocabulary; no gradient."""
-        ...
+        return F.linear(x_TH, weight_VH)
 
 
 class Tokens(Protocol):
-    """Which tokens of a microbatch this rank's residual stream holds: some positions of every
+    """The tokens of a microbatch that this rank's residual stream holds: some positions of every
     sequence, and of these tokens some rows."""
 
     def runs(self, length: int) -> Runs | None:
         """The positions of sequences of `length` whose tokens come here; None: all."""
-        ...
+        return None
 
     def local(self, num_tokens: int) -> range:
         """The rows that are held here, of the flattened tokens of these positions."""
-        ...
+        return range(num_tokens)
 
     def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
         """Own rows [T, ...] -> those of all ranks that share sequences, in the order of the ranks,
         [num_sequences * length, ...]; no gradient."""
-        ...
+        return x_T
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:
         """Integer counts summed over the ranks that hold the other rows of the same sequences."""
-        ...
+        return counts
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Integer counts summed over all ranks that run these layers."""
-        ...
+        return counts
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         """The largest of a number over all ranks that run these layers."""
-        ...
+        return number
 
 
 class KeyValues(Protocol):
@@ -120,12 +121,12 @@ class KeyValues(Protocol):
     ) -> Tensor:
         """Attention of the queries held here over the keys of whole sequences, [B, N, S, value head
         size]. ``visible`` describes the queries and keys held here."""
-        ...
+        return attention(query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale)
 
 
 class ScopeSums(NamedTuple):
-    """Of the tokens held here, per scope: choices of each expert (int64), and with gradient the
-    probabilities of each expert and the squares of the z-loss."""
+    """Sums over the tokens held here, per scope: choices of each expert (int64), and with gradient
+    the probabilities of each expert and the squares of the z-loss."""
 
     counts_QE: Tensor
     probabilities_QE: Tensor
@@ -137,48 +138,46 @@ class SliceState(Protocol):
     auxiliary losses. A slice is a forward of its own; `layer` is the global index. `is_last`: no
     slice of these sequences follows."""
 
-    @property
-    def is_last(self) -> bool: ...
+    is_last: bool = True
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions so far [B, M, C, D], these at the end."""
-        ...
+        return key_BMSD, value_BMSD
 
     def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
         """The sums over whole sequences; None while there are slices to come."""
-        ...
+        return sums
 
 
 class Memory(Protocol):
-    """Which activations a part of the model keeps for its backward."""
+    """The choice of activations that a part of the model keeps for its backward."""
 
     def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
         """``part(x, context)``: a layer, or the core of its attention; x: a tensor, or several."""
-        ...
+        return part(x, context)
 
 
 class WeightGate(Protocol):
-    """When the weights of a unit are here; units are those of :mod:`moemesh.config.buckets`
+    """The presence of a unit's weights; units are those of :mod:`moemesh.config.buckets`
     ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
 
     def fetch(self, unit: str) -> None:
         """The weights of `unit` are about to be read."""
-        ...
 
     def enter(self, unit: str, x: Tensor) -> Tensor:
         """As :meth:`fetch`. In the backward they have been read when it reaches this `x`, the input
         of the unit."""
-        ...
+        return x
 
     def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
         """The weights have been read. In the backward they are about to be read again, unless not
         `read_again`, when it reaches this `x`, the output of the unit."""
-        ...
+        return x
 
 
 class Flow(Protocol):
-    """How one forward is carried out. Each method has the behaviour of a forward that is computed
-    once, with its graph in one piece; siblings change some of them."""
+    """The way one forward is carried out. The default: it is computed once, with its graph in one
+    piece; siblings change some of it."""
 
     def once(self, decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A decision without gradient: choices of experts, exchanged counts, dispatch plans. A
@@ -204,100 +203,32 @@ class Flow(Protocol):
         """Exchanges are under way: something else may run now."""
 
 
-class LocalBoundary:
-    """One device: nothing to gather, nothing to sum."""
-
-    def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        return x_TH
-
-    def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
-        return linear(y_TA, weight_HA)
-
-    def total(self, sums_TX: Tensor) -> Tensor:
-        return sums_TX
+class LocalBoundary(Boundary):
+    """The boundary of one device."""
 
 
-class LocalVocabulary:
+class LocalVocabulary(Vocabulary):
     """One device: the whole vocabulary."""
 
-    def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
-        return F.embedding(tokens_T, weight_VH)
 
-    def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        return cross_entropy(x_TH, weight_VH, targets_T)
-
-    def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
-        return F.linear(x_TH, weight_VH)
-
-
-class LocalTokens:
+class LocalTokens(Tokens):
     """One device: all tokens."""
 
-    def runs(self, length: int) -> Runs | None:
-        return None
 
-    def local(self, num_tokens: int) -> range:
-        return range(num_tokens)
-
-    def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
-        return x_T
-
-    def sum_over_shards(self, counts: Tensor) -> Tensor:
-        return counts
-
-    def sum_over_ranks(self, counts: Tensor) -> Tensor:
-        return counts
-
-    def max_over_ranks(self, number: Tensor) -> Tensor:
-        return number
-
-
-class LocalKeyValues:
+class LocalKeyValues(KeyValues):
     """One device: all positions."""
 
-    def attend(
-        self,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
-        visible: Visibility,
-        *,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        return attention(query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale)
 
-
-class NoSlices:
+class NoSlices(SliceState):
     """Sequences are whole."""
 
-    is_last = True
 
-    def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
-        return key_BMSD, value_BMSD
-
-    def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
-        return sums
-
-
-class KeepAll:
+class KeepAll(Memory):
     """Everything that autograd saves is kept."""
 
-    def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
-        return part(x, context)
 
-
-class ResidentWeights:
+class ResidentWeights(WeightGate):
     """All weights are here all the time."""
-
-    def fetch(self, unit: str) -> None:
-        pass
-
-    def enter(self, unit: str, x: Tensor) -> Tensor:
-        return x
-
-    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
-        return x
 
 
 class PlainFlow(Flow):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.attention import build_attention
 from moemesh.model.balance_loss import joint_loss, no_sums
-from moemesh.model.batch import Ahead, Batch, Context, make_context
+from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.faults import of_tokens
 from moemesh.model.layers import MLP, RMSNorm, VocabularyRows
 from moemesh.model.moe import MoE, MoEOutput, swiglu_form
@@ -110,9 +110,9 @@ class ModelPart(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Of one forward of a part. ``x_TH``: the residual stream behind its last layer, None behind
-    the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch, None
-    before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
+    """Results of a forward of a part. ``x_TH``: the residual stream behind its last layer, None
+    behind the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch,
+    None before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
     layers and scopes; ``sums``: where all layers have one loss, the sums for it of the layers so
     far (:func:`moemesh.model.balance_loss.auxiliary_sums`), None behind the head, where its loss
     is; of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
@@ -272,18 +272,15 @@ class Transformer(nn.Module):
             ahead, norm = batch.ahead(depth), self.ahead_norms[str(index)]
             assert isinstance(norm, RMSNorm)
             known_TH = self.embed(ahead.tokens_BS)
-            x_TH = loads.run(self, index, x_TH, self._context_of(ahead, context), known_TH)
+            if ahead.valid_BS is not None:  # at the end of a sequence there are fewer tokens
+                local = self.tokens.local(ahead.valid_BS.numel())
+                valid_T = ahead.valid_BS.flatten()[local.start : local.stop]
+                context = replace(context, valid_T=valid_T)
+            x_TH = loads.run(self, index, x_TH, context, known_TH)
             losses_T = self.losses(x_TH, norm, ahead.targets_BS)
             is_last = depth == self.config.num_mtp_layers
             found.append(losses_T if is_last else context.flow.cut(losses_T))
         return tuple(found)
-
-    def _context_of(self, ahead: Ahead, context: Context) -> Context:
-        """That of an extra prediction layer: at the end of a sequence it has fewer tokens."""
-        if ahead.valid_BS is None:
-            return context
-        local = self.tokens.local(ahead.valid_BS.numel())
-        return replace(context, valid_T=ahead.valid_BS.flatten()[local.start : local.stop])
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""

@@ -23,7 +23,7 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees. ``queries`` and ``keys``: the positions held here, as runs;
+    """The keys that each query sees. ``queries`` and ``keys``: the positions held here, as runs;
     ``window``: a query sees the last `window` positions, itself among them (None: all);
     ``starts_BL``: of each position of the whole sequence, the first position of its document
     (int64; None: a sequence is one document); ``length``: of whole sequences, where other ranks
@@ -103,7 +103,7 @@ class Visibility:
         return least, largest
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Which keys are seen: bool [B or 1, S, E]."""
+        """Mask of the keys that are seen: bool [B or 1, S, E]."""
         query_S1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
         key_E = torch.arange(keys.start, keys.stop, device=device)
         mask_BSE = (key_E <= query_S1)[None]

@@ -32,7 +32,7 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one block, with respect to query, key and value."""
+    """Gradients of one block, with respect to query, key and value."""
 
     query_BNSD: Tensor
     key_BMCD: Tensor

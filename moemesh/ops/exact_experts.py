@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.exact_gemm import PaddedRows, exact_weight_gradient
-from moemesh.ops.expert_adapters import add_products, narrow, narrow_gradient, part_of
-from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
-from moemesh.ops.swiglu import PLAIN, SwigluForm
+from moemesh.ops.expert_weights import (
+    ExpertKind,
+    ExpertWeights,
+    add_products,
+    narrow,
+    narrow_gradient,
+    part_of,
+)
+from moemesh.ops.swiglu import PLAIN
 from moemesh.ops.weight_gradient import weight_gradient
 
 
@@ -36,8 +42,10 @@ class _ExactExperts(torch.autograd.Function):
         rows = PaddedRows(counts_EP)
         gate_QF, up_QF = _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
-        product_QF = _product(gate_QF, up_QF, experts.form)
-        product_QF = product_QF * scale_Q1
+        if experts.form == PLAIN:
+            product_QF = F.silu(gate_QF) * up_QF * scale_Q1
+        else:
+            product_QF = experts.form.product(torch.cat([gate_QF, up_QF], dim=1)) * scale_Q1
         y_QH = rows.gemm(product_QF, experts.down.transpose(1, 2))
         add_products(experts.of_down, product_QF, y_QH, experts.scale, rows.gemm)
         y_RH = rows.unpad(y_QH)
@@ -64,7 +72,19 @@ class _ExactExperts(torch.autograd.Function):
         ]
         for adapter, g_QR in of_down:
             grad_QF += rows.gemm(g_QR, adapter.a)
-        product_QF, grad_h_QG = _middle_backward(grad_QF * scale_Q1, gate_QF, up_QF, experts.form)
+        # The product of gate and up once more, and the gradient of both from that of the product.
+        grad_product_QF = grad_QF * scale_Q1
+        if experts.form == PLAIN:
+            silu_QF = F.silu(gate_QF)
+            product_QF = silu_QF * up_QF
+            grad_gate_QF = torch.ops.aten.silu_backward(grad_product_QF * up_QF, gate_QF)
+            grad_h_QG = torch.cat([grad_gate_QF, grad_product_QF * silu_QF], dim=1)
+            del silu_QF, grad_gate_QF
+        else:
+            both_QG = torch.cat([gate_QF, up_QF], dim=1)
+            product_QF, grad_h_QG = experts.form.backward(grad_product_QF, both_QG)
+            del both_QG
+        del grad_product_QF
         grad_weights_Q = torch.linalg.vecdot(grad_QF, product_QF)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
         factors = [(grad_h_RG, x_RH), (grad_RH, product_RF)]
@@ -115,23 +135,6 @@ def _gate_and_up(
         h_QG += rows.pad(_of_rows(experts.gate_up_bias.flatten(1), counts_EP))
     gate_QF, up_QF = (half.contiguous() for half in h_QG.chunk(2, dim=1))
     return gate_QF, up_QF
-
-
-def _product(gate_QF: Tensor, up_QF: Tensor, form: SwigluForm) -> Tensor:
-    if form == PLAIN:
-        return F.silu(gate_QF) * up_QF
-    return form.product(torch.cat([gate_QF, up_QF], dim=1))
-
-
-def _middle_backward(
-    grad_QF: Tensor, gate_QF: Tensor, up_QF: Tensor, form: SwigluForm
-) -> tuple[Tensor, Tensor]:
-    """The product of gate and up once more, and the gradient of both from that of the product."""
-    if form != PLAIN:
-        return form.backward(grad_QF, torch.cat([gate_QF, up_QF], dim=1))
-    silu_QF = F.silu(gate_QF)
-    grad_gate_QF = torch.ops.aten.silu_backward(grad_QF * up_QF, gate_QF)
-    return silu_QF * up_QF, torch.cat([grad_gate_QF, grad_QF * silu_QF], dim=1)
 
 
 def _of_rows(bias_EO: Tensor, counts_EP: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from moemesh.config.dispatchers import EXACT_ROWS
 
 
 class PaddedRows:
-    """Where each of R rows lies among Q padded ones, so that no row is among a product's last."""
+    """The place of each of R rows among Q padded ones, so that no row is among a product's last."""
 
     def __init__(self, counts_EP: Tensor) -> None:
         counts_E = counts_EP.sum(1)

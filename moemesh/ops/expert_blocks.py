@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 def block_rows(dtype: torch.dtype, width: int) -> int:
-    """How many rows of experts of this `width` end a block on a CPU."""
+    """Number of rows of experts of this `width` that end a block on a CPU."""
     # In larger blocks the SwiGLU of narrow experts would take its compiled form, which rounds in
     # another way; that of wide ones has taken it in blocks of BLOCK_ROWS.
     is_wide = BLOCK_ROWS * width >= FEWEST_NUMBERS
@@ -91,7 +91,7 @@ class Whole:
         self._tensor = like.new_empty(shape) if len(blocks) > 1 else None
 
     def __getitem__(self, part: slice) -> Tensor | None:
-        """Where a block shall write; None: in memory of its own."""
+        """The place where a block shall write; None: in memory of its own."""
         return None if self._tensor is None else self._tensor[part]
 
     def of(self, last: Tensor) -> Tensor:

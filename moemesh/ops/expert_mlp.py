@@ -24,21 +24,12 @@ sends, and when, must not depend on how many rows a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.expert_adapters import (
-    Gemm,
-    add_products,
-    add_products_loop,
-    narrow,
-    narrow_gradient,
-    part_of,
-)
 from moemesh.ops.expert_blocks import (
     Block,
     WeightGradient,
@@ -47,7 +38,16 @@ from moemesh.ops.expert_blocks import (
     expert_blocks,
     of_rows,
 )
-from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
+from moemesh.ops.expert_weights import (
+    ExpertKind,
+    ExpertWeights,
+    Gemm,
+    add_products,
+    add_products_loop,
+    narrow,
+    narrow_gradient,
+    part_of,
+)
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.permute import RowMap, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
@@ -132,7 +132,7 @@ class _ExpertMLP(torch.autograd.Function):
         call: _Call,
         *tensors: Tensor,
     ) -> Tensor:
-        experts, rows = call.weights(tensors), call.rows
+        experts, rows = call.kind.weights(tensors), call.rows
         width = experts.gate_up.shape[2]
         blocks = expert_blocks(
             call.counts_E,
@@ -167,7 +167,7 @@ class _ExpertMLP(torch.autograd.Function):
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         source_NH, weights_R, *saved = ctx.saved_tensors
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts, rows = call.weights(tensors), call.rows
+        experts, rows = call.kind.weights(tensors), call.rows
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grad_RH = grad_RH.contiguous()
         grad_x, grad_x_BH = Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
@@ -260,10 +260,6 @@ class _Call(NamedTuple):
     calls: list[list[WeightGradient]] | None
     max_rows: int | None
     recomputes: bool
-
-    def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
-        """From :attr:`ExpertWeights.tensors`."""
-        return self.kind.weights(tensors)
 
 
 def _gemm(block: Block) -> Gemm:

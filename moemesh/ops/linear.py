@@ -111,8 +111,8 @@ def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Of a weight with adapters. What is kept is the input: the narrow products x a^T are made once
-    more, which costs R / O of the wide one."""
+    """The product with an adapted weight. It keeps the input: the narrow products x a^T are made
+    once more, which costs R / O of the wide one."""
 
     @staticmethod
     def forward(
@@ -167,7 +167,7 @@ class _AdaptedLinear(torch.autograd.Function):
 def _factor_gradients(
     adapter: Adapter, grad_T: Tensor, g_TR: Tensor, input_TI: Tensor, scale: float
 ) -> tuple[tuple[Callable[[], Tensor], tuple[Tensor, ...]], ...]:
-    """Of a and of b: how the gradient is computed, and what of activation size it holds. `grad_T`
+    """Gradients of a and of b: a function each, and what of activation size it holds. `grad_T`
     [T, ...] is the adapter's part of the output's gradient, not copied."""
     return (
         (lambda: g_TR.t() @ input_TI, (g_TR, input_TI)),
@@ -181,13 +181,13 @@ def _factor_gradients(
 
 
 class _AdaptedKind(NamedTuple):
-    """Of :class:`Adapted`, all but the tensors: (dim, start, count) of each adapter."""
+    """All of :class:`Adapted` but the tensors: (dim, start, count) of each adapter."""
 
     parts: tuple[tuple[int | None, int, int], ...]
     scale: float
 
     def adapters(self, factors: Sequence[Tensor]) -> list[Adapter]:
-        """From a and b of each."""
+        """The adapters, from a and b of each."""
         return [
             Adapter(a, b, *part)
             for part, a, b in zip(self.parts, factors[::2], factors[1::2], strict=True)

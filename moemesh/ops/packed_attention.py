@@ -59,7 +59,8 @@ def packed_forward(
     """Attention of each position to the last `window` ones of its document (None: to all)."""
     batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
     inputs = (_end_to_end(x, query_BNSD) for x in (query_BNSD, key_BMSD, value_BMSD))
-    y_TND, lse_NT = _FORWARD(*inputs, *_rules(within, window), False, **_options(window, scale))[:2]
+    rules, options = _rules(within, window, scale)
+    y_TND, lse_NT = _FORWARD(*inputs, *rules, False, **options)[:2]
     lse_BNS = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
     return Partial(_by_head(y_TND, batch)[..., :value_size], lse_BNS)
 
@@ -82,22 +83,21 @@ def packed_backward(
     lse_NT = whole.lse_BNS.transpose(0, 1).flatten(1).contiguous()
     # No dropout: the kernel reads no seed.
     none = query_BNSD.new_zeros(2, dtype=torch.uint64)
-    rules = _rules(within, window)
-    found = _BACKWARD(*inputs, lse_NT, *rules, none, none[:0], **_options(window, scale))
+    rules, options = _rules(within, window, scale)
+    found = _BACKWARD(*inputs, lse_NT, *rules, none, none[:0], **options)
     query, key, value = (_by_head(x, batch) for x in found)
     return Gradients(query, key, value[..., :value_size])
 
 
-def _rules(within: Documents, window: int | None) -> tuple[Any, ...]:
-    """Of queries and of keys: documents and the longest; no dropout; whether only the order of
-    positions counts."""
+def _rules(
+    within: Documents, window: int | None, scale: float
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rules in the order of the kernel: documents and the longest, of queries and of keys; no
+    dropout; whether only the order of positions counts. Behind them scale and window."""
     starts, longest = within
-    return starts, starts, longest, longest, 0.0, window is None
-
-
-def _options(window: int | None, scale: float) -> dict[str, Any]:
     left = -1 if window is None else window - 1
-    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    return (starts, starts, longest, longest, 0.0, window is None), options
 
 
 def _end_to_end(x_BNSD: Tensor, query_BNSD: Tensor) -> Tensor:

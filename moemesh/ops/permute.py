@@ -67,7 +67,7 @@ def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
 
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:
-    """How often each of 0 .. num_ids - 1 is in `ids` (int64, 1 dim; -1 is not counted): int64.
+    """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64.
 
     Without a wait: ``bincount`` makes the host wait for a device, ``histc`` of integers, which a
     CPU does not have, does not.
@@ -173,7 +173,7 @@ def _multiples_on_device(start: int, stop: int, step: int, *, device: torch.devi
 
 
 def _starts(sizes_N: Tensor) -> Tensor:
-    """Where bags of these sizes begin."""
+    """The places where bags of these sizes begin."""
     return sizes_N.cumsum(0) - sizes_N
 
 
@@ -189,6 +189,11 @@ def group_by_expert(
     found = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
     rows, flat_R = found.rows(int(found.counts_E.sum()))
     return rows, flat_R, found.counts_E
+
+
+def at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:
+    """Rows as they are, or one row of `value` where there is none: for what cannot take none."""
+    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1), value=value)
 
 
 def gather_rows(source_NH: Tensor, rows: RowMap) -> Tensor:

@@ -23,7 +23,10 @@ def uniform(*keys: int | Tensor) -> Tensor:
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
-        state = _mix((state ^ key) + _STEP)
+        state = (state ^ key) + _STEP
+        state = (state ^ _shift(state, 30)) * _FIRST
+        state = (state ^ _shift(state, 27)) * _SECOND
+        state = state ^ _shift(state, 31)
     return _shift(state, 40).to(torch.float32) * 2.0**-24
 
 
@@ -37,12 +40,6 @@ def uniform_loop(*keys: int) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return (state >> 40) * 2.0**-24
-
-
-def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift(state, 30)) * _FIRST
-    state = (state ^ _shift(state, 27)) * _SECOND
-    return state ^ _shift(state, 31)
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:

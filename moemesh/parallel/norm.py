@@ -124,7 +124,7 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
 
 
 def norm_of(squares: Tensor) -> GradientNorm:
-    """Of the vector that all owners' addends have given, or of its sum."""
+    """The norm from the vector of all owners' addends, or from its sum."""
     total = float(squares.sum())
     return GradientNorm(value=math.sqrt(total), is_finite=math.isfinite(total))
 

@@ -34,20 +34,20 @@ from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.context.all_gather import GatheredKeyValues
-from moemesh.parallel.context.all_to_all import HeadShards
-from moemesh.parallel.context.ring import RingKeyValues
-from moemesh.parallel.data.gathered import GatheredBucket
+from moemesh.parallel.context import GatheredKeyValues, HeadShards, RingKeyValues
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.data.units import GatheredWeights
+from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
-from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
-from moemesh.parallel.tensor.tokens import ShardedTokens
-from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
+from moemesh.parallel.tensor import (
+    ATTENTION_BOUNDARIES,
+    ReduceScatterBoundary,
+    ShardedTokens,
+    ShardedVocabulary,
+)
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
@@ -180,11 +180,7 @@ def parallelize(
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))
     model.without_backward = units_without_backward(begin, config)
-    set_tokens(model, mesh)
-    set_context(model, plan, mesh)
-    if mesh["tp"].size > 1:
-        set_boundaries(model, plan, mesh)
-        model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
+    set_seams(model, plan, mesh)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     set_recompute(model, plan, mesh.ledger)
     where = placements(Transformer(config), plan, holders(config, schedule, parts), tuning)
@@ -243,30 +239,23 @@ def parallelize(
     )
 
 
-def set_tokens(model: Transformer, mesh: Mesh) -> None:
-    """Shard the residual stream over cp and tp; layers sum over the tokens of all ranks."""
+def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:
+    """Shard the residual stream over cp and tp, enter and leave every block whose weights are
+    sharded over tp, reach the keys of positions that other ranks of cp hold, shard the vocabulary.
+    """
+    tp, cp = mesh["tp"], mesh["cp"]
     if mesh["stage"].size > 1:
+        # Layers sum over the tokens of all ranks.
         model.tokens = ShardedTokens(mesh)
         for moe in model.moe_layers().values():
             moe.tokens = model.tokens
-
-
-def set_context(model: Transformer, plan: Plan, mesh: Mesh) -> None:
-    """Reach the keys and values of positions that other ranks of cp hold."""
-    if mesh["cp"].size > 1:
-        for module in model.modules():
-            if isinstance(module, Attention | LatentAttention):
-                module.key_values = CONTEXTS[plan.context](mesh["cp"])
-
-
-def set_boundaries(model: Transformer, plan: Plan, mesh: Mesh) -> None:
-    """Enter and leave every block whose weights are sharded over tp."""
-    axis = mesh["tp"]
     for module in model.modules():
-        match module:
-            case Attention() | LatentAttention():
-                module.boundary = ATTENTION_BOUNDARIES[plan.attention_exit](axis, "attention")
-            case MLP():
-                module.boundary = ReduceScatterBoundary(axis, "mlp")
-            case _:
-                pass
+        if isinstance(module, Attention | LatentAttention):
+            if cp.size > 1:
+                module.key_values = CONTEXTS[plan.context](cp)
+            if tp.size > 1:
+                module.boundary = ATTENTION_BOUNDARIES[plan.attention_exit](tp, "attention")
+        elif isinstance(module, MLP) and tp.size > 1:
+            module.boundary = ReduceScatterBoundary(tp, "mlp")
+    if tp.size > 1:
+        model.vocabulary = ShardedVocabulary(tp, model.config.vocab_size)

@@ -31,15 +31,14 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
-from moemesh.model.layers import MLP, VocabularyRows
-from moemesh.model.lora import AdaptedModule
+from moemesh.model.layers import MLP, AdaptedModule, VocabularyRows
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.ownership import OwnRange
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum,
+    """A parameter's logical shape, which axis shards which dim, where gradients sum,
     which pipeline ranks hold it (ascending), and whether it trains. ``places``: of a stack of
     experts, the logical id of the one in each place; None: they are in order. ``per_rank``: of a
     stack that holds some experts of a layer only, how many each rank of ep has."""
@@ -65,7 +64,7 @@ class Placement:
         return tuple(parts)
 
     def offset(self, mesh: Mesh) -> tuple[int, ...]:
-        """Where the part of this rank begins."""
+        """The place where the part of this rank begins."""
         return tuple(part.start for part in self.slices(mesh))
 
     def experts(self, mesh: Mesh) -> Sequence[int]:
@@ -87,7 +86,7 @@ class Placement:
         return self.name.replace(".experts.rest.", ".experts.")
 
     def rows(self, mesh: Mesh) -> Sequence[int]:
-        """Of the experts that this rank holds, the place of each among all of the stack, by their
+        """The place of each expert held here among all experts of the stack, by their
         logical ids, which no layout changes."""
         own = self.experts(mesh)
         if self.per_rank is None or self.places is None:
@@ -111,7 +110,7 @@ def placements(
     holders: Mapping[str, tuple[int, ...]] | None = None,
     tuning: Tuning = FULL,
 ) -> dict[str, Placement]:
-    """Of every parameter of `model`, which still has its logical shapes (on the meta device).
+    """Placements of all parameters of `model`, which has its logical shapes (on the meta device).
 
     `holders`: parameter name -> pipeline ranks that hold it; None: there is one. `tuning`: which of
     them train.
@@ -123,7 +122,12 @@ def placements(
             name = f"{prefix}.{leaf}"
             shards, summed_over = rules.get(leaf) or _rule(module, leaf, plan)
             if isinstance(module, AdaptedModule):
-                rules |= _factor_rules(module, leaf, shards, summed_over)
+                # The adapter parameters of this weight come behind it.
+                shape, is_stack = tuple(parameter.shape), isinstance(module, Experts)
+                for factor in factors_of(
+                    module.lora, leaf, shape, shards, summed_over, is_stack=is_stack
+                ):
+                    rules[factor.leaf] = factor.shards, factor.summed_over
             experts = parameter.shape[0] if summed_over in EXPERT_AXES else 0
             found[name] = Placement(
                 name=name,
@@ -136,23 +140,10 @@ def placements(
     return found
 
 
-def _factor_rules(
-    module: AdaptedModule, leaf: str, shards: dict[str, int], summed_over: str
-) -> dict[str, tuple[dict[str, int], str]]:
-    """As :func:`_rule`, of the adapter parameters of the weight `leaf`, which come behind it."""
-    shape, is_stack = tuple(module.get_parameter(leaf).shape), isinstance(module, Experts)
-    factors = factors_of(module.lora, leaf, shape, shards, summed_over, is_stack=is_stack)
-    return {factor.leaf: (factor.shards, factor.summed_over) for factor in factors}
-
-
 def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
     """(axis -> sharded dim, axis to sum over); see the table above."""
     match module, leaf:
-        case Experts(), "gate_up":
-            return {"ep": 0, "etp": 2}, "edp"
-        case Experts(), "down":
-            return {"ep": 0, "etp": 2}, "edp"
-        case Experts(), "gate_up_bias":
+        case Experts(), "gate_up" | "down" | "gate_up_bias":
             return {"ep": 0, "etp": 2}, "edp"
         case Experts(), "down_bias":
             # Added once: every rank of etp adds its own channels of it to its part of the sum.
@@ -161,15 +152,11 @@ def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
             return {"tp": 0}, "dp_cp"
         case LatentAttention(), "query" | "query_up" | "key_value_up" | "sinks":
             return {"tp": 0}, "dp_cp"
-        case ProjectionNorm(), "weight":
+        case ((ProjectionNorm() | VocabularyRows()), "weight"):
             return {"tp": 0}, "dp_cp"
         case Attention() | LatentAttention(), "output" if plan.attention_exit != "all_to_all":
             return {"tp": 1}, "dp_cp"
-        case MLP(), "gate_up":
+        case MLP(), "gate_up" | "down":
             return {"tp": 1}, "dp_cp"
-        case MLP(), "down":
-            return {"tp": 1}, "dp_cp"
-        case VocabularyRows(), "weight":
-            return {"tp": 0}, "dp_cp"
         case _:
             return {}, "stage"

@@ -87,7 +87,7 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return part(x, context)
         frame = _Frame(part, x, replace(context, flow=RecomputeTape(self.ledger)))
-        with saved_tensors_hooks(frame.pack, _unpack):
+        with saved_tensors_hooks(frame.pack, lambda place: place.frame.take(place.index)):
             return part(x, frame.context)
 
 
@@ -122,43 +122,30 @@ class _Frame:
     def take(self, index: int) -> Tensor:
         """The tensor of a place, for the backward; all are computed at the first call."""
         if index not in self._computed:
-            self._compute()
+            number = 0
+
+            def pack(tensor: Tensor) -> Tensor:
+                nonlocal number
+                if self._places[number]() is not None:
+                    self._computed[number] = Held(tensor.detach())
+                number += 1
+                if number == len(self._places):
+                    raise _Enough
+                return tensor.detach()
+
+            again = [
+                held and held.tensor.detach().requires_grad_(held.tensor.requires_grad)
+                for held in self._inputs
+            ]
+            tape, hooks = self.context.flow, saved_tensors_hooks(pack, lambda tensor: tensor)
+            assert isinstance(tape, RecomputeTape)
+            with suppress(_Enough), tape, torch.enable_grad(), hooks:
+                self.part(again[0] if self._kind is None else self._kind(*again), self.context)
         return self._computed.pop(index).tensor
-
-    def _compute(self) -> None:
-        number = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal number
-            if self._places[number]() is not None:
-                self._computed[number] = Held(tensor.detach())
-            number += 1
-            if number == len(self._places):
-                raise _Enough
-            return tensor.detach()
-
-        again, tape = [_leaf(held) for held in self._inputs], self.context.flow
-        assert isinstance(tape, RecomputeTape)
-        with suppress(_Enough), tape, torch.enable_grad(), saved_tensors_hooks(pack, _itself):
-            self.part(again[0] if self._kind is None else self._kind(*again), self.context)
-
-
-def _leaf(held: Held | None) -> Tensor | None:
-    if held is None:
-        return None
-    return held.tensor.detach().requires_grad_(held.tensor.requires_grad)
 
 
 class _Enough(Exception):
     """All that was saved is there again."""
-
-
-def _unpack(place: _Place) -> Tensor:
-    return place.frame.take(place.index)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class RecomputeTape(Flow):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class SegmentTape(PausingFlow):
     """Cuts one forward into segments, and runs their backwards.
 
     A weight that is used in several segments gets a gradient from each: others must not count on
-    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.hooks`).
+    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.program`).
     """
 
     def __init__(self, on_pause: Callable[[], None]) -> None:
@@ -89,8 +89,14 @@ class SegmentTape(PausingFlow):
         pending = send(*args, **kwargs)
         exchanges = [exchange for exchange in pending.exchanges if not exchange.is_waited]
         if not exchanges:
-            # Nothing is under way: the value belongs to this segment.
-            return Pending.ready(_each_tensor(self.cut, pending.wait()))
+            # Nothing is under way: the value, a tensor or a named tuple, belongs to this segment.
+            value: Any = pending.wait()
+            if isinstance(value, Tensor):
+                return Pending.ready(cast(T, self.cut(value)))
+            tensors = {name: x for name, x in value._asdict().items() if isinstance(x, Tensor)}
+            return Pending.ready(
+                value._replace(**{name: self.cut(x) for name, x in tensors.items()})
+            )
         for exchange in exchanges:
             exchange.place = self._cut(exchange.place, is_under_way=True)
         return pending
@@ -114,7 +120,21 @@ class SegmentTape(PausingFlow):
         self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
     ) -> Steps[None]:
         """The backward of all segments; `roots` belong to the last one. Once."""
-        run_backward(*self._with_uncut(roots, gradients))
+        crossings, self._open = self._open, []
+        if crossings and roots:
+            # What was cut behind the last pause belongs to the last segment, too: its own roots are
+            # those cuts, with the gradients that the given roots have there.
+            found = torch.autograd.grad(
+                roots,
+                [crossing.leaf for crossing in crossings],
+                gradients,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            reached = [(c.edge, g) for c, g in zip(crossings, found, strict=True) if g is not None]
+            roots = [*roots, *(edge for edge, _ in reached)]
+            gradients = [*gradients, *(gradient for _, gradient in reached)]
+        run_backward(roots, gradients)
         while self._closed:
             yield
             crossings = self._closed.pop()
@@ -122,39 +142,8 @@ class SegmentTape(PausingFlow):
             reached = [(edge, gradient) for edge, gradient in found if gradient is not None]
             run_backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
 
-    def _with_uncut(
-        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
-    ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-        """The roots of the last segment. What was cut behind the last pause belongs to it, too: its
-        own root are those cuts, with the gradients that the given roots have there."""
-        crossings, self._open = self._open, []
-        if not (crossings and roots):
-            return list(roots), list(gradients)
-        found = torch.autograd.grad(
-            roots,
-            [crossing.leaf for crossing in crossings],
-            gradients,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        reached = [(c.edge, g) for c, g in zip(crossings, found, strict=True) if g is not None]
-        return [*roots, *(edge for edge, _ in reached)], [*gradients, *(g for _, g in reached)]
-
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """``torch.autograd.backward``, also of nothing."""
     if roots:
         torch.autograd.backward(roots, gradients)
-
-
-def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` applied to it, or to the tensors that are fields of a named tuple."""
-    if isinstance(value, Tensor):
-        return function(value)
-    return value._replace(
-        **{
-            name: function(field)
-            for name, field in zip(value._fields, value, strict=True)
-            if isinstance(field, Tensor)
-        }
-    )

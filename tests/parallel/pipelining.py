@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock

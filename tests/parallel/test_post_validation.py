@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import all_reduce_, barrier
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
 from moemesh.parallel.pipeline import messenger as messenger_module

@@ -20,8 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.buckets import Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
-from moemesh.parallel.data.gathered import GatheredBucket
-from moemesh.parallel.data.units import GatheredWeights
+from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.placement import Placement
 

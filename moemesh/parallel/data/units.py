@@ -19,11 +19,116 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moemesh.comm.transfers import all_gather_start
 from moemesh.config.plan import Reshard
 from moemesh.model.transformer import ModelPart
-from moemesh.parallel.data.gathered import GatheredBucket
+from moemesh.parallel.data.buckets import ScatteredBucket, Wait
+
+# Buckets of zero3: weights that are gathered before their use and freed after it.
+
+
+class GatheredBucket(ScatteredBucket):
+    """Weights are sharded, too: all of them are here only from :meth:`gather` to :meth:`free`.
+
+    Parameters stay views of one flat vector, whose memory comes and goes: what autograd has saved
+    of them finds it again in the backward.
+    """
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._own_weights = self.weights[self.own.start : self.own.stop]
+        self._bytes = self.weights.untyped_storage().nbytes()
+        #: Uses at this moment; the gather that has started and was not waited for.
+        self.users, self._arriving = 0, None
+        self.is_here = self.axis.size == 1
+        if not self.is_here:
+            self._own_weights = self._own_weights.clone()
+            self._release()
+
+    def _clear(self) -> None:
+        super()._clear()
+        #: Gradients as they came: the vector of all is made when it is sent, behind the sums of the
+        #: unit before. Two such vectors at once would be more memory than a rank's share.
+        self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self.axis.size == 1:
+            super().add(parameter, gradient)
+            return
+        before = self._waiting_gradients.get(parameter)
+        self._waiting_gradients[parameter] = (
+            gradient if before is None else before.to(self.dtype) + gradient
+        )
+
+    def launch(self) -> None:
+        while self._waiting_gradients:
+            super().add(*self._waiting_gradients.popitem())
+        super().launch()
+
+    def own_flat_weights(self) -> Tensor:
+        return self._own_weights
+
+    def whole_weights(self, name: str) -> Tensor:
+        parts = {member: place for member, _, place in self.ranges(self.own)}
+        part = self._own_weights[parts[name]] if name in parts else self._own_weights[:0]
+        return self.whole(name, part)
+
+    @property
+    def kept_weights(self) -> range:
+        return self.own
+
+    def publish(self) -> Wait | None:
+        return None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that are here beside the own share."""
+        return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
+
+    def start_gather(self, phase: str) -> None:
+        """Start to gather the weights, unless they are here or on their way."""
+        if self.is_here or self._arriving is not None:
+            return
+        self.weights.untyped_storage().resize_(self._bytes)
+        self._arriving = all_gather_start(
+            self._own_weights,
+            self.axis,
+            self.sizes,
+            into=self.weights,
+            phase=phase,
+            caller="weights",
+        )
+
+    def gather(self, phase: str) -> None:
+        """One more use of the weights begins: they are here when this returns."""
+        self.start_gather(phase)
+        self.users += 1
+        if self._arriving is not None:
+            self._arriving()
+            self._arriving, self.is_here = None, True
+
+    def free(self, *, keep: bool = False) -> None:
+        """A use ends; `keep`: the weights stay for others to come."""
+        self.users -= 1
+        if not keep:
+            self.free_unused()
+
+    def free_unused(self) -> None:
+        """Give the memory back if nobody uses the weights; a rank alone keeps them."""
+        if self.users == 0 and self._arriving is not None:
+            self._arriving()
+            self._arriving, self.is_here = None, True
+        if self.users == 0 and self.is_here and self.axis.size > 1:
+            self._release()
+
+    def _release(self) -> None:
+        self.weights.untyped_storage().resize_(0)
+        self.is_here = False
+
+
+# A rank's units, each in a bucket a parameter class.
 
 
 class GatheredWeights:
@@ -56,7 +161,12 @@ class GatheredWeights:
             self._buckets = by_unit | {"head": by_unit["head"] + by_unit["embedding"]}
         following: dict[tuple[str, str], set[str]] = {}
         for part in parts:
-            for units in sequences_of(part, ahead):
+            # In the order of its forward; extra prediction layers apart, which not every one runs.
+            layers = [f"layers.{index}" for index in part.layers]
+            sequences = [["embedding"] * part.first + layers + ["head"] * part.last]
+            if part.last:
+                sequences += [["embedding", f"layers.{index}", "head"] for index in ahead]
+            for units in sequences:
                 for before, after in pairwise(units):
                     following.setdefault(("forward", before), set()).add(after)
                     if before != "embedding" and before not in without_backward:
@@ -97,16 +207,6 @@ class GatheredWeights:
     def _free(self, unit: str, *, keep: bool) -> None:
         for bucket in self._buckets[unit]:
             bucket.free(keep=keep)
-
-
-def sequences_of(part: ModelPart, ahead: Sequence[int]) -> list[list[str]]:
-    """The units of a part, in the order of its forward; extra prediction layers apart, which not
-    every forward runs."""
-    units = [f"layers.{index}" for index in part.layers]
-    found = [["embedding"] * part.first + units + ["head"] * part.last]
-    if part.last:
-        found += [["embedding", f"layers.{index}", "head"] for index in ahead]
-    return found
 
 
 class _InBackward(torch.autograd.Function):

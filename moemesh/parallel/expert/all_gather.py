@@ -124,7 +124,9 @@ class AllGatherDispatcher(Dispatcher):
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
         found = SortedByExpert(local_AK, self.num_local)
-        if self._spares_the_wait(local_AK):
+        on_host = local_AK.device.type == "cpu"
+        if not on_host and self.form != "uneven" and local_AK.numel() <= self.spare_rows:
+            # All pairs get rows; all ranks of the group have the same pairs.
             tokens_A, slot_R = found.rows_and_rest()
             kept = GatheredRows(
                 tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0
@@ -144,8 +146,18 @@ class AllGatherDispatcher(Dispatcher):
             visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
             tokens_A, slot_R = found.rows(num_rows)
             back, results = None, tokens_A
-            if self._uneven_sends_less(sum(flat), visits_AG.numel()):
-                back = self._way_back(visits_AG, visits_GG, sizes)
+            # From what every rank of the group knows, so all decide alike.
+            sends_less = sum(flat) < visits_AG.numel()
+            if self.form == "uneven" or (self.form == "fewest_bytes" and sends_less):
+                index = self.group.index
+                start, size = sum(sizes[:index]), sizes[index]
+                own_GT = visits_AG[start : start + size].t()  # by source rank, then by token
+                places = places_of_true(own_GT.reshape(-1), sum(visits_GG[index]))
+                back = Return(
+                    input_splits=[visits[index] for visits in visits_GG],
+                    output_splits=visits_GG[index],
+                    tokens=map_from_sources(places % max(size, 1), size),
+                )
                 place_A = visits_AG[:, self.group.index].cumsum(0) - 1
                 results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
             return GatheredRows(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
@@ -166,26 +178,6 @@ class AllGatherDispatcher(Dispatcher):
         key_R = expert_R * self.group.size + owner_A[plan.kept.tokens_A.source_R]
         counts = count_ids(key_R, self.num_local * self.group.size)
         return counts.view(self.num_local, self.group.size)
-
-    def _spares_the_wait(self, local_AK: Tensor) -> bool:
-        """Whether all pairs get rows; all ranks of the group have the same pairs."""
-        on_host, form = local_AK.device.type == "cpu", self.form
-        return not on_host and form != "uneven" and local_AK.numel() <= self.spare_rows
-
-    def _uneven_sends_less(self, num_visits: int, most: int) -> bool:
-        """Decided from what every rank of the group knows, so all decide alike."""
-        return num_visits < most if self.form == "fewest_bytes" else self.form == "uneven"
-
-    def _way_back(self, visits_AG: Tensor, visits_GG: list[list[int]], sizes: list[int]) -> Return:
-        index = self.group.index
-        start, size = sum(sizes[:index]), sizes[index]
-        own_GT = visits_AG[start : start + size].t()  # by source rank, then by token
-        places = places_of_true(own_GT.reshape(-1), sum(visits_GG[index]))
-        return Return(
-            input_splits=[visits[index] for visits in visits_GG],
-            output_splits=visits_GG[index],
-            tokens=map_from_sources(places % max(size, 1), size),
-        )
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan

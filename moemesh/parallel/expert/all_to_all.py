@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,8 +28,42 @@ from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, permutation, unpermute
-from moemesh.parallel.expert.hop import Hop
+from moemesh.ops.permute import RowMap, SortedByExpert, permutation, permute, unpermute
+
+# One exchange of token rows along one axis, forward and back: a building block of dispatchers.
+#
+# Legend: T own rows, P ranks of the axis, S rows sent, N rows received, H hidden.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """`rows` maps the S rows sent (ordered by destination) to the T own rows that they copy."""
+
+    axis: Axis
+    rows: RowMap
+    input_splits: list[int]
+    output_splits: list[int]
+
+    def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
+        """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
+        return all_to_all_start(
+            permute(x_TH, self.rows),
+            self.axis,
+            self.input_splits,
+            self.output_splits,
+            caller=caller,
+            codec=codec,
+        )
+
+    def send_back(self, y_NH: Tensor, caller: str) -> Pending[Tensor]:
+        """Results [N, H] -> their sum per own row [T, H]. Backward: as :meth:`send`."""
+        sent = all_to_all_start(
+            y_NH, self.axis, self.output_splits, self.input_splits, caller=caller
+        )
+        return sent.then(lambda y_SH: unpermute(y_SH, self.rows))
+
+
+# The dispatcher.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,38 +114,31 @@ class AllToAllDispatcher(Dispatcher):
         counts = (sent.sum(2), received.sum(2), lanes.sum((1, 3)), lanes.sum((0, 1)).t())
         # The only numbers that the host has to know. It waits for them alone, not for the rest.
         copied = HostCopy(torch.cat(counts).t())
-        key = self._order_of_rows(lanes.device)
-        sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
-        rows = ([part.tolist() for part in one.split(sizes)] for one in copied.tensor())
-        return [
-            self._plan(*chunk, key, numbers)
-            for *chunk, numbers in zip(found, lanes.unbind(2), rows, strict=True)
-        ]
-
-    def _order_of_rows(self, device: torch.device) -> Tensor:
-        """Rows of each lane, source and expert go to the experts by expert, and inside of one they
-        ascend by owner (= ep * ETP + etp), hence by token id: sorting keys [etp, ep, L]."""
-        lanes = self.etp.size, self.ep.size, self.num_local
-        places = (torch.arange(size, device=device) for size in lanes)
+        # Rows of each lane, source and expert go to the experts by expert, and inside of one they
+        # ascend by owner (= ep * ETP + etp), hence by token id: sorting keys [etp, ep, L].
+        owned = self.etp.size, self.ep.size, self.num_local
+        places = (torch.arange(size, device=lanes.device) for size in owned)
         lane, source, expert = torch.meshgrid(*places, indexing="ij")
-        return (expert * self.ep.size + source) * self.etp.size + lane
-
-    def _plan(
-        self, found: SortedByExpert, lanes: Tensor, key: Tensor, numbers: list[list[int]]
-    ) -> AllToAllPlan:
-        """Of one chunk. `numbers`: rows to each rank, from each rank, of each lane, of each of the
-        experts held here."""
-        to_ranks, from_ranks, lane_rows, rows_L = numbers
-        tokens, slot_S = found.rows(sum(to_ranks))
-        key_N = torch.repeat_interleave(key.flatten(), lanes.flatten(), output_size=sum(lane_rows))
-        return AllToAllPlan(
-            hop=Hop(axis=self.ep, rows=tokens, input_splits=to_ranks, output_splits=from_ranks),
-            slot_S=slot_S,
-            lane_rows=lane_rows,
-            by_expert=permutation(torch.argsort(key_N, stable=True)),
-            counts_LO=lanes.permute(2, 1, 0).reshape(self.num_local, -1),
-            rows_L=rows_L,
-        )
+        key = ((expert * self.ep.size + source) * self.etp.size + lane).flatten()
+        sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
+        plans: list[AllToAllPlan] = []
+        for one, chunk, numbers in zip(found, lanes.unbind(2), copied.tensor(), strict=True):
+            to_ranks, from_ranks, lane_rows, rows_L = (p.tolist() for p in numbers.split(sizes))
+            tokens, slot_S = one.rows(sum(to_ranks))
+            key_N = torch.repeat_interleave(key, chunk.flatten(), output_size=sum(lane_rows))
+            plans.append(
+                AllToAllPlan(
+                    hop=Hop(
+                        axis=self.ep, rows=tokens, input_splits=to_ranks, output_splits=from_ranks
+                    ),
+                    slot_S=slot_S,
+                    lane_rows=lane_rows,
+                    by_expert=permutation(torch.argsort(key_N, stable=True)),
+                    counts_LO=chunk.permute(2, 1, 0).reshape(self.num_local, -1),
+                    rows_L=rows_L,
+                )
+            )
+        return plans
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan
@@ -127,19 +155,16 @@ class AllToAllDispatcher(Dispatcher):
         sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
-            received, weights_N = pair
-            weights_N = self._gather_lanes(weights_N, plan, "moe.dispatch.weights")
+            gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
+            weights_N = gather(pair[1], caller="moe.dispatch.weights")
             weights_R = weights_N.gather(0, plan.by_expert.source_R)
-            x_NH = self._gather_lanes(received, plan, "moe.dispatch")
+            x_NH = gather(pair[0], caller="moe.dispatch")
             return DispatchedRows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
         return sent.join(weights).then(arrived)
 
     def rows_per_owner(self, plan: AllToAllPlan) -> Tensor:
         return plan.counts_LO
-
-    def _gather_lanes(self, rows: Tensor, plan: AllToAllPlan, caller: str) -> Tensor:
-        return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
 
     def combine(self, y_RH: Tensor, plan: AllToAllPlan) -> Pending[Tensor]:
         y_NH = unpermute(y_RH, plan.by_expert)

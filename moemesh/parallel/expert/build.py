@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from moemesh.comm.overlap import Codec
 from moemesh.config.dispatchers import packed_bytes, rows_at_once, spare_rows
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
+from moemesh.config.plan import Payload, Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.transformer import Transformer
 from moemesh.ops.fp8 import dequantize, quantize
@@ -28,13 +26,10 @@ from moemesh.parallel.expert.low_latency import (
     slots_per_rank,
 )
 from moemesh.parallel.expert.overlapped import overlapped
-from moemesh.parallel.expert.replicas import set_replicas
+from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
 
 # Row formats on the wire: the dtype of the run, or 8-bit floats with block scales.
-
-
-Payload = Literal["same", "fp8"]
 
 
 class Fp8Codec:
@@ -83,9 +78,16 @@ def set_experts(
         moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
-    if has_replicas:
-        codec = codec_of(plan.payload)
-        set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
+        if has_replicas:
+            moe.dispatcher = replicas = ReplicaDispatcher(
+                mesh,
+                moe.experts,
+                config.num_experts,
+                plan.spare_slots,
+                policy=plan.spare_policy,
+                codec=codec_of(plan.payload),
+            )
+            replicas.warm_up()
     return notes
 
 
@@ -170,32 +172,22 @@ def choose_dispatcher(
     config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
 ) -> tuple[str, str]:
     """The name that `auto` stands for here, the same on every rank, and a line that says why."""
-    site = call_site(config, plan, mesh, dtype, tokens_per_rank)
-    if site.ranks == 1:
+    if plan.ep == 1:
         return "all_to_all", "dispatcher auto: experts are not spread over ranks"
-    name, seconds = choose(site, mesh)
-    table = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in sorted(seconds.items()))
-    return name, f"dispatcher auto: {name} (predicted a layer: {table})"
-
-
-def call_site(
-    config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
-) -> CallSite:
-    """The inputs of a prediction, from this plan's MoE layers."""
     result_bytes = config.hidden_size * dtype.itemsize
-    row_bytes = packed_bytes(config.hidden_size) if plan.payload == "fp8" else result_bytes
     capacity = slots_per_rank(
         tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep, CAPACITY_FACTOR
     )
-    if capacity * plan.ep * result_bytes > LOW_LATENCY_BYTES:
-        capacity = 0
-    return CallSite(
+    site = CallSite(
         tokens=tokens_per_rank,
         experts_per_token=config.experts_per_token,
         num_experts=config.num_experts,
-        row_bytes=row_bytes,
+        row_bytes=packed_bytes(config.hidden_size) if plan.payload == "fp8" else result_bytes,
         result_bytes=result_bytes,
         ranks=plan.ep,
         ranks_per_node=mesh["ep_node"].size,
-        capacity=capacity,
+        capacity=capacity if capacity * plan.ep * result_bytes <= LOW_LATENCY_BYTES else 0,
     )
+    name, seconds = choose(site, mesh)
+    table = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in sorted(seconds.items()))
+    return name, f"dispatcher auto: {name} (predicted a layer: {table})"

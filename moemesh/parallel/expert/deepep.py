@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,7 +35,7 @@ from moemesh.comm.transfers import record
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.ops.permute import RowMap, at_least_one_row, group_by_expert, unpermute
 from moemesh.parallel.expert.deepep_probe import INSTEAD, available
 from moemesh.trace.wire import WireBytes
 
@@ -121,7 +120,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def plan(self, experts_TK: Tensor) -> DeepEPPlan:
         num_tokens = len(experts_TK)
-        experts_TK = _at_least_one_row(experts_TK, -1)
+        experts_TK = at_least_one_row(experts_TK, -1)
         per_rank, per_rdma_rank, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
             experts_TK, self.num_experts
         )
@@ -145,7 +144,7 @@ class DeepEPDispatcher(Dispatcher):
         self, x_TH: Tensor, weights_TK: Tensor, plan: DeepEPPlan
     ) -> Pending[DispatchedRows]:
         x_NH, weights_NK = _Dispatch.apply(
-            _at_least_one_row(x_TH), _at_least_one_row(weights_TK), plan, self.buffer
+            at_least_one_row(x_TH), at_least_one_row(weights_TK), plan, self.buffer
         )
         assert plan.experts_NK is not None
         plan.by_expert, slot_R, counts_L = group_by_expert(plan.experts_NK, self.num_local)
@@ -219,11 +218,6 @@ class _Combine(torch.autograd.Function):
         grad_NH = ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)[0]
         ctx.traffic.enter("backward", "moe.combine", len(grad_NH), _row_bytes(grad_TH))
         return grad_NH, None, None
-
-
-def _at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:
-    """The kernels are spared the empty tensor: one row without experts does no harm."""
-    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1), value=value)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -73,7 +73,7 @@ def _version(package: str) -> str | None:
 
 
 def _missing_hardware(found: list[str]) -> list[str]:
-    """What V1 asks of this rank's device; the versions that were looked at are added to `found`."""
+    """Requirements of V1 that this device lacks; versions that were looked at go to `found`."""
     import torch  # only here: the package is looked for without it
 
     if not torch.cuda.is_available() or torch.version.cuda is None:

@@ -90,7 +90,31 @@ class Exact(Dispatcher):
     def plan(self, experts_TK: Tensor) -> ExactPlan:
         inner = self.inner.plan(experts_TK)
         counts_LO = self.inner.rows_per_owner(inner)
-        path = plan_return(experts_TK, counts_LO, self.ep, self.etp)
+        # The way back, from what both sides know: own choices, and rows per local expert and
+        # owner = (ep index) * ETP + (etp index).
+        ep, etp, (num_local, num_owners) = self.ep, self.etp, counts_LO.shape
+        owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
+        expert = torch.arange(num_local, device=counts_LO.device)[:, None]
+        place = (owner % etp.size * ep.size + owner // etp.size) * num_local + expert
+        found = SortedByExpert(experts_TK, num_local * ep.size)
+        sent_P = found.counts_E.view(ep.size, num_local).sum(1)
+        numbers: list[int] = HostCopy(torch.cat([counts_LO.sum(0), sent_P])).tolist()
+        rows_O, sent = numbers[:num_owners], numbers[num_owners:]
+        place_R = torch.repeat_interleave(
+            place.flatten(), counts_LO.flatten(), output_size=sum(rows_O)
+        )
+        order_R = torch.argsort(place_R, stable=True)
+        own, _ = found.rows(sum(sent))
+        path = ReturnPath(
+            ep=ep,
+            etp=etp,
+            by_owner=permutation(torch.argsort(order_R)),
+            lane_rows=[sum(rows_O[lane :: etp.size]) for lane in range(etp.size)],
+            input_splits=rows_O[etp.index :: etp.size],
+            output_splits=sent,
+            # Bags in ascending row order are bags in ascending expert id.
+            tokens=map_from_sources(own.source_R, len(experts_TK)),
+        )
         return ExactPlan(inner=inner, counts_LO=counts_LO, path=path)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ExactPlan) -> Pending[ExactRows]:
@@ -110,7 +134,7 @@ class Exact(Dispatcher):
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnPath:
-    """Where the rows of this rank's experts belong, and which rows come to this rank's tokens."""
+    """The way back of rows: from this rank's experts to their owners, and to this rank's tokens."""
 
     ep: Axis
     etp: Axis
@@ -130,34 +154,6 @@ class ReturnPath:
         )
         wide = torch.promote_types(own_SH.dtype, torch.float32)
         return unpermute(own_SH.to(wide), self.tokens).to(y_RH.dtype)
-
-
-def plan_return(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) -> ReturnPath:
-    """From what both sides know already: own choices, and rows per local expert and owner.
-
-    Owner o = (ep index) * ETP + (etp index). No communication.
-    """
-    num_local, num_owners = counts_LO.shape
-    owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
-    expert = torch.arange(num_local, device=counts_LO.device)[:, None]
-    place = (owner % etp.size * ep.size + owner // etp.size) * num_local + expert
-    found = SortedByExpert(experts_TK, num_local * ep.size)
-    sent_P = found.counts_E.view(ep.size, num_local).sum(1)
-    numbers: list[int] = HostCopy(torch.cat([counts_LO.sum(0), sent_P])).tolist()
-    rows_O, sent = numbers[:num_owners], numbers[num_owners:]
-    place_R = torch.repeat_interleave(place.flatten(), counts_LO.flatten(), output_size=sum(rows_O))
-    order_R = torch.argsort(place_R, stable=True)
-    own, _ = found.rows(sum(sent))
-    return ReturnPath(
-        ep=ep,
-        etp=etp,
-        by_owner=permutation(torch.argsort(order_R)),
-        lane_rows=[sum(rows_O[lane :: etp.size]) for lane in range(etp.size)],
-        input_splits=rows_O[etp.index :: etp.size],
-        output_splits=sent,
-        # Bags in ascending row order are bags in ascending expert id.
-        tokens=map_from_sources(own.source_R, len(experts_TK)),
-    )
 
 
 class _WithGradient(torch.autograd.Function):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from moemesh.parallel.expert.relay import (
     CombinePath,
     DispatchPath,
     Relay,
-    RelayCounts,
     count_rows,
     plan_relay,
 )
@@ -80,35 +80,39 @@ class HierarchicalDispatcher(Dispatcher):
         counts = count_rows(
             chunks, self.num_local, self.rail, self.node, self.etp, caller="moe.counts"
         )
-        return [self._plan(*chunk) for chunk in zip(chunks, counts, strict=True)]
-
-    def _plan(self, experts_TK: Tensor, counts: RelayCounts) -> HierarchicalPlan:
-        """Of one chunk, whose sizes the host knows."""
-        owner, caller = self.ep.index * self.etp.size + self.etp.index, "moe.counts"
-        relay, rows = plan_relay(
-            experts_TK,
-            owner,
-            self.num_local,
-            self.rail,
-            self.node,
-            counts,
-            self.worker,
-            caller=caller,
+        owner, num_owners = (
+            self.ep.index * self.etp.size + self.etp.index,
+            self.ep.size * self.etp.size,
         )
-        rows = collectives.all_gather(rows, self.etp, counts.lane_rows, caller=caller).long()
-        experts_NK, owner_N = rows[:, :-1], rows[:, -1]
-        num_owners = self.ep.size * self.etp.size
-        found = SortedByExpert(experts_NK, self.num_local, owner_N, num_owners)
-        by_expert, slot_R = found.rows(sum(counts.lane_pairs))
-        return HierarchicalPlan(
-            relay=relay,
-            lane_rows=counts.lane_rows,
-            by_expert=by_expert,
-            slot_R=slot_R,
-            counts_L=found.counts_E,
-            owner_N=owner_N,
-            num_near=counts.near_pairs,
-        )
+        plans: list[HierarchicalPlan] = []
+        for experts_TK, sizes in zip(chunks, counts, strict=True):
+            relay, rows = plan_relay(
+                experts_TK,
+                owner,
+                self.num_local,
+                self.rail,
+                self.node,
+                sizes,
+                self.worker,
+                caller="moe.counts",
+            )
+            rows = collectives.all_gather(rows, self.etp, sizes.lane_rows, caller="moe.counts")
+            rows = rows.long()
+            experts_NK, owner_N = rows[:, :-1], rows[:, -1]
+            found = SortedByExpert(experts_NK, self.num_local, owner_N, num_owners)
+            by_expert, slot_R = found.rows(sum(sizes.lane_pairs))
+            plans.append(
+                HierarchicalPlan(
+                    relay=relay,
+                    lane_rows=sizes.lane_rows,
+                    by_expert=by_expert,
+                    slot_R=slot_R,
+                    counts_L=found.counts_E,
+                    owner_N=owner_N,
+                    num_near=sizes.near_pairs,
+                )
+            )
+        return plans
 
     def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:
         num_owners = self.ep.size * self.etp.size
@@ -132,17 +136,14 @@ class HierarchicalDispatcher(Dispatcher):
         sent = exchange_start(x_TH, out, CombinePath(relay, "moe.dispatch"))
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
-            weights_NK, x_NH = pair
-            weights_NK = self._gather_lanes(weights_NK, plan, caller)
-            x_NH = self._gather_lanes(x_NH, plan, "moe.dispatch")
+            gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
+            weights_NK = gather(pair[0], caller=caller)
+            x_NH = gather(pair[1], caller="moe.dispatch")
             return DispatchedRows(
                 x_NH, plan.by_expert, pick_weights(weights_NK, plan.slot_R), plan.counts_L
             )
 
         return weights.join(sent).then(arrived)
-
-    def _gather_lanes(self, rows: Tensor, plan: HierarchicalPlan, caller: str) -> Tensor:
-        return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
 
     def combine(self, y_RH: Tensor, plan: HierarchicalPlan) -> Pending[Tensor]:
         relay, by_expert, caller = plan.relay, plan.by_expert, "moe.combine"

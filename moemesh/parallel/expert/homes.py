@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moemesh.balance import schedule_transfers
-from moemesh.balance.transfers import Rounds
 from moemesh.comm.mesh import Axis
 from moemesh.comm.point_to_point import exchange
 from moemesh.model.transformer import Transformer
@@ -35,7 +34,7 @@ def set_homes(
     places: Sequence[int],
     device: torch.device,
 ) -> None:
-    """From now on place i of `layer` holds expert ``places[i]``: for tokens and for names. All
+    """Let place i of `layer` hold expert ``places[i]``, for tokens and for names, from now on. All
     ranks call, whether they hold the layer or not. The weights are the caller's matter."""
     assert sorted(places) == list(range(len(places))), places
     homes[layer] = tuple(places)
@@ -77,19 +76,6 @@ def move_experts(
     num_local = len(before) // axis.size
     first = axis.index * num_local
     rounds = schedule_transfers(list(before), list(after), axis.size)
-    staged = _receive(tensors, rounds, first, axis)
-    old = before[first : first + num_local]
-    for place, expert in enumerate(after[first : first + num_local]):
-        if place not in staged and old[place] != expert:
-            staged[place] = _pack(tensors, old.index(expert))
-    for place, packed in staged.items():
-        _unpack(tensors, place, packed)
-
-
-def _receive(
-    tensors: Sequence[Tensor], rounds: Rounds, first: int, axis: Axis
-) -> dict[int, Tensor]:
-    """Send and receive, round by round; own place -> what came for it."""
     staged: dict[int, Tensor] = {}
     for transfers in rounds:
         sends: list[tuple[Tensor, int]] = []
@@ -104,15 +90,16 @@ def _receive(
                 receives.append((staged[place], transfer.source_gpu))
         for work in exchange(sends, receives, axis, phase="optimizer", caller="moe.homes"):
             work.wait()
-    return staged
+    old = before[first : first + num_local]
+    for place, expert in enumerate(after[first : first + num_local]):
+        if place not in staged and old[place] != expert:
+            staged[place] = _pack(tensors, old.index(expert))
+    sizes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+    for place, packed in staged.items():
+        for tensor, part in zip(tensors, packed.split(sizes), strict=True):
+            tensor[place] = part.view(tensor.dtype).view_as(tensor[place])
 
 
 def _pack(tensors: Sequence[Tensor], place: int) -> Tensor:
     """All that belongs to one expert, as bytes."""
     return torch.cat([tensor[place].flatten().view(torch.uint8) for tensor in tensors])
-
-
-def _unpack(tensors: Sequence[Tensor], place: int, packed: Tensor) -> None:
-    sizes = [tensor[place].numel() * tensor.element_size() for tensor in tensors]
-    for tensor, part in zip(tensors, packed.split(sizes), strict=True):
-        tensor[place] = part.view(tensor.dtype).view_as(tensor[place])

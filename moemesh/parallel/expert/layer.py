@@ -59,7 +59,7 @@ from moemesh.parallel.expert.spread import (
     copy_sharing,
     expert_parameters,
 )
-from moemesh.parallel.tensor.tokens import ShardedTokens
+from moemesh.parallel.tensor import ShardedTokens
 
 # The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
 
@@ -437,10 +437,14 @@ class MoELayer(nn.Module):
         self.experts.max_rows = most_rows(self.config, self.plan, num_tokens)
         with torch.autocast(x.device.type, enabled=False):
             x_TH = x.reshape(-1, x.shape[-1]).to(dtype)
-            parameters = {
-                name: self._prepared(name, parameter, dtype)
-                for name, parameter in self.named_parameters()
-            }
+            parameters: dict[str, Tensor] = {}
+            for name, parameter in self.named_parameters():
+                wanted, prepared = dtype, parameter
+                if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
+                    prepared = ScaledGradient.apply(parameter, 1 / self.ranks.size)
+                if name.startswith("router."):
+                    wanted = torch.promote_types(parameter.dtype, torch.float32)
+                parameters[name] = prepared.to(wanted)
             y_TH, auxiliary = functional_call(
                 self._block[0], parameters, (x_TH, self._context(x, valid))
             )
@@ -463,14 +467,6 @@ class MoELayer(nn.Module):
         after the last backward of a step. Without replicas it does nothing."""
         if isinstance(self.experts, SpreadExperts):
             self.experts.sync_gradients(self.replicas, self.gradients == "mean")
-
-    def _prepared(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter as the computation takes it; its gradient finds the way back."""
-        if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
-            parameter = ScaledGradient.apply(parameter, 1 / self.ranks.size)
-        if name.startswith("router."):
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.to(dtype)
 
     def _checked_dtype(self, x: Tensor, valid: Tensor | None) -> torch.dtype:
         """The dtype of the computation."""
@@ -537,20 +533,12 @@ class MoELayer(nn.Module):
                 )
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
-        tokens = self._agree(mesh, x.numel() // x.shape[-1], dtype)
-        block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
-        block.tokens = ShardedTokens(mesh, "world")
-        self._num_tokens = tokens
-        self._connection = connection
-
-    def _agree(self, mesh: Mesh, num_tokens: int, dtype: torch.dtype) -> int:
-        """The tokens to plan for; LayerError on all ranks where their layers are not one."""
         # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.
         weight = self.router.weight.detach().cpu().clone().reshape(-1).view(torch.uint8)
         mine = {
             "options": f"{self.config} {self.plan} {self.gradients} {dtype} {self.max_tokens}",
             "router": hashlib.blake2b(weight.numpy().tobytes()).hexdigest(),
-            "tokens": num_tokens,
+            "tokens": x.numel() // x.shape[-1],
         }
         everyone = gather_json(mine, mesh.control)
         for key, words in (
@@ -564,7 +552,11 @@ class MoELayer(nn.Module):
             other = [rank for rank, one in enumerate(everyone) if one[key] != everyone[0][key]]
             if other:
                 raise LayerError(f"ranks 0 and {other[0]} of the group {words}")
-        return self.max_tokens or max(1, *(one["tokens"] for one in everyone))
+        tokens = self.max_tokens or max(1, *(one["tokens"] for one in everyone))
+        block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
+        block.tokens = ShardedTokens(mesh, "world")
+        self._num_tokens = tokens
+        self._connection = connection
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoELayer:
         super()._apply(fn, recurse)

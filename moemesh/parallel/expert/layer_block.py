@@ -140,7 +140,17 @@ class LayerBlock(MoE):
         routing = self.router(x_TH, context, self.tokens)
         if self.recorder is not None:
             self.recorder(routing.logits_TE)
-        scale = self._loss_scale(context)
+        # From this rank's part of the losses, a sum over its scopes, to its loss.
+        scale: float | Tensor = 1.0
+        if self.gradients == "sum" or self.config.aux_loss_scope == "microbatch":
+            pass
+        elif self.config.aux_loss_scope == "global":
+            scale = float(self.num_ranks)
+        elif context.valid_T is None:
+            scale = 1 / max(context.num_sequences, 1)
+        else:
+            routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
+            scale = 1 / routed_B.sum().clamp(min=1)
         balance_loss, z_loss = (
             auxiliary_loss(
                 routing, self.config.model_copy(update={other: 0.0}), context, self.tokens
@@ -159,17 +169,6 @@ class LayerBlock(MoE):
             num_dropped=counts_E.new_zeros(()) if num_dropped is None else num_dropped,
             finite=routing.fault == NO_FAULT,
         )
-
-    def _loss_scale(self, context: Context) -> float | Tensor:
-        """From this rank's part of the losses, a sum over its scopes, to its loss."""
-        if self.gradients == "sum" or self.config.aux_loss_scope == "microbatch":
-            return 1.0
-        if self.config.aux_loss_scope == "global":
-            return float(self.num_ranks)
-        if context.valid_T is None:
-            return 1 / max(context.num_sequences, 1)
-        routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
-        return 1 / routed_B.sum().clamp(min=1)
 
 
 class ScaledGradient(torch.autograd.Function):

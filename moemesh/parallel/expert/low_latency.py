@@ -31,7 +31,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.comm import collectives
@@ -45,12 +44,12 @@ from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
     SortedByExpert,
+    at_least_one_row,
     count_ids,
     map_from_sources,
     unpermute,
 )
-from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
-from moemesh.parallel.expert.hop import Hop
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan, Hop
 
 
 def slots_per_rank(
@@ -68,7 +67,7 @@ def slots_per_rank(
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPlan:
-    """Which token each sent slot carries, and which received slots hold rows of which expert.
+    """The token of each sent slot, and the expert of the row in each received slot.
 
     `hop.rows` maps the B slots to tokens (at least one: a rank without tokens sends a row of
     zeros), its bags list the S slots that hold a row. `slot_B` is the position ``token * K + k``
@@ -119,74 +118,59 @@ class LowLatencyDispatcher(Dispatcher):
         sent_P = found.counts_E.view(self.ep.size, self.num_local).sum(1)
         # Of all pairs, those without an expert (-1) at the end.
         expert_S = experts_TK.reshape(-1).gather(0, found.order)
-        place_S = self._places(expert_S, sent_P)
+        # The slot of each pair; those beyond the C-th for their rank (the plan that they belong to
+        # is thrown away), and those without an expert, get the place behind all slots.
+        rank_S, start_P = expert_S // self.num_local, sent_P.cumsum(0) - sent_P
+        places_S = torch.arange(len(rank_S), device=rank_S.device)
+        index_S = places_S - start_P.gather(0, rank_S.clamp(min=0))
+        fits_S = (index_S < self.num_slots) & (expert_S >= 0)
+        place_S = rank_S * self.num_slots + index_S
+        place_S = torch.where(fits_S, place_S, self.ep.size * self.num_slots)
         local_B = self._fill(place_S, expert_S % self.num_local, -1)
         header_PC = local_B.view(self.ep.size, self.num_slots).to(torch.int32)
         overflow = (sent_P > self.num_slots).any().to(torch.int32).expand(self.ep.size, 1)
-        lanes, fallback, num_rows, num_sent = self._exchange(
-            torch.cat([header_PC, overflow], dim=1), found.counts_E
-        )
-        if fallback:
+        # Headers [P, C + 1] out, local experts [etp, P, C] and whether any rank overflows in. The
+        # only look at data from the host: rows to come, and those to go.
+        header = torch.cat([header_PC, overflow], dim=1)
+        header = collectives.all_to_all(header, self.ep, caller="moe.headers")
+        lanes = collectives.all_gather(header[None], self.etp, caller="moe.headers").long()
+        local = lanes[:, :, :-1]
+        numbers = (lanes[:, :, -1].sum(), (local >= 0).sum(), found.counts_E.sum())
+        num_overflows, num_rows, num_sent = HostCopy(torch.stack(numbers)).tolist()
+        if num_overflows > 0:
             self.num_fallbacks += 1
             return self.two_phase.plan(experts_TK)
-        by_expert, counts_LO = self._order(lanes, num_rows)
+        # Rows by expert, then owner (= ep * ETP + etp), then token.
+        num_lanes, num_sources, _ = local.shape
+        num_owners = num_lanes * num_sources
+        lane = torch.arange(num_lanes, device=local.device)[:, None, None]
+        source = torch.arange(num_sources, device=local.device)[:, None]
+        key = torch.where(local < 0, -1, local * num_owners + source * num_lanes + lane).flatten()
+        filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
+        counts = count_ids(key, self.num_local * num_owners)
         (tokens, slot_S), place_S = found.rows(num_sent), place_S[:num_sent]
-        num_tokens = len(experts_TK)
         hop = Hop(
             axis=self.ep,
             rows=RowMap(
                 source_R=self._fill(place_S, tokens.source_R, 0),
                 copies_R=place_S.index_select(0, tokens.copies_R),
-                starts_N=tokens.starts_N if num_tokens else slot_S.new_zeros(1),
+                starts_N=tokens.starts_N if len(experts_TK) else slot_S.new_zeros(1),
             ),
             input_splits=[self.num_slots] * self.ep.size,
             output_splits=[self.num_slots] * self.ep.size,
         )
         return SlotPlan(
-            num_tokens=num_tokens,
+            num_tokens=len(experts_TK),
             hop=hop,
             slot_B=self._fill(place_S, slot_S, 0),
-            by_expert=by_expert,
-            counts_LO=counts_LO,
+            by_expert=map_from_sources(filled_R, len(key)),
+            counts_LO=counts.view(self.num_local, num_owners),
         )
-
-    def _places(self, expert_S: Tensor, sent_P: Tensor) -> Tensor:
-        """The slot of each pair; those beyond the C-th for their rank (the plan that they belong to
-        is thrown away), and those without an expert, get the place behind all slots."""
-        rank_S = expert_S // self.num_local
-        start_P = sent_P.cumsum(0) - sent_P
-        index_S = torch.arange(len(rank_S), device=rank_S.device) - start_P.gather(
-            0, rank_S.clamp(min=0)
-        )
-        place_S = rank_S * self.num_slots + index_S
-        fits_S = (index_S < self.num_slots) & (expert_S >= 0)
-        return torch.where(fits_S, place_S, self.ep.size * self.num_slots)
 
     def _fill(self, place_S: Tensor, value_S: Tensor, empty: int) -> Tensor:
         """One value per slot [B]: that of its row, or `empty`."""
         slots = value_S.new_full((self.ep.size * self.num_slots + 1,), empty)
         return slots.scatter(0, place_S, value_S)[:-1]
-
-    def _exchange(self, header: Tensor, counts_E: Tensor) -> tuple[Tensor, bool, int, int]:
-        """Headers [P, C + 1] out -> local experts [etp, P, C] in, whether any rank of the ep*etp
-        group overflows, the rows to come, and those to go. The only look at data from the host."""
-        header = collectives.all_to_all(header, self.ep, caller="moe.headers")
-        lanes = collectives.all_gather(header[None], self.etp, caller="moe.headers").long()
-        local = lanes[:, :, :-1]
-        numbers = torch.stack([lanes[:, :, -1].sum(), (local >= 0).sum(), counts_E.sum()])
-        overflow, num_rows, num_sent = HostCopy(numbers).tolist()
-        return local, overflow > 0, num_rows, num_sent
-
-    def _order(self, lanes: Tensor, num_rows: int) -> tuple[RowMap, Tensor]:
-        """Rows by expert, then owner (= ep * ETP + etp), then token; rows per expert and owner."""
-        num_lanes, num_sources, _ = lanes.shape
-        num_owners = num_lanes * num_sources
-        lane = torch.arange(num_lanes, device=lanes.device)[:, None, None]
-        source = torch.arange(num_sources, device=lanes.device)[:, None]
-        key = torch.where(lanes < 0, -1, lanes * num_owners + source * num_lanes + lane).flatten()
-        filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
-        counts = count_ids(key, self.num_local * num_owners)
-        return map_from_sources(filled_R, len(key)), counts.view(self.num_local, num_owners)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: SlotPlan | AllToAllPlan
@@ -194,9 +178,9 @@ class LowLatencyDispatcher(Dispatcher):
         if isinstance(plan, AllToAllPlan):
             return self.two_phase.dispatch(x_TH, weights_TK, plan)
         caller = "moe.dispatch.weights"
-        picked_B = pick_weights(_at_least_one_row(weights_TK), plan.slot_B)
+        picked_B = pick_weights(at_least_one_row(weights_TK), plan.slot_B)
         weights = all_to_all_start(picked_B, self.ep, caller=caller)
-        sent = plan.hop.send(_at_least_one_row(x_TH), "moe.dispatch", self.codec)
+        sent = plan.hop.send(at_least_one_row(x_TH), "moe.dispatch", self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             received, weights_B = pair
@@ -217,8 +201,3 @@ class LowLatencyDispatcher(Dispatcher):
         y_NH = collectives.reduce_scatter(y_NH, self.etp, caller="moe.combine")
         num_tokens = plan.num_tokens
         return plan.hop.send_back(y_NH, "moe.combine").then(lambda y_TH: y_TH[:num_tokens])
-
-
-def _at_least_one_row(rows: Tensor) -> Tensor:
-    """Empty slots need something to copy: a row of zeros where there is none."""
-    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1))

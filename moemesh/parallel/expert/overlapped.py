@@ -75,6 +75,6 @@ class OverlappedExchange:
 
 
 def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:
-    """What :attr:`MoE.runner` is set to."""
+    """A value for :attr:`MoE.runner`."""
     options: dict[str, Any] = {"num_chunks": num_chunks, "defers": defers}
     return partial(OverlappedExchange, **options)

@@ -241,7 +241,15 @@ def count_rows(
     tokens and pairs each rank of that node gets from it; that one adds up what it will send on.
     """
     # Legend: R ranks of the rail, N ranks of the node, C chunks.
-    told = [_told(experts_TK, num_local, rail, node) for experts_TK in chunks]
+    told: list[Tensor] = []
+    num_ranks = rail.size * node.size
+    for experts_TK in chunks:
+        # Of the tokens of a chunk those that go to each node, then tokens and pairs of each rank.
+        visits_TRN = _visits(experts_TK, num_local, num_ranks).view(-1, rail.size, node.size)
+        sent_R1 = visits_TRN.any(2).sum(0)[:, None]
+        pairs_E = count_ids(experts_TK.reshape(-1), num_local * num_ranks)
+        pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
+        told.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
     told_RC = torch.stack(told, dim=1)
     sent_RC = told_RC[:, :, 0]
     told_RC = collectives.exchange_counts(told_RC, rail, caller=caller)
@@ -255,30 +263,12 @@ def count_rows(
     lanes = collectives.all_gather(lane[None], etp, caller=caller)
     rows = (sent_RC, received_RC, own_NC, own_in, onward_NC, onward_in, near.sum(0, keepdim=True))
     parts = (*rows, *lanes.unbind(1))
-    copied, sizes = HostCopy(torch.cat(parts).t()).tensor(), [*map(len, parts)]
-    return [_of_chunk([part.tolist() for part in one.split(sizes)]) for one in copied]
-
-
-def _of_chunk(numbers: list[list[int]]) -> RelayCounts:
-    return RelayCounts(
-        across=Splits(*numbers[:2]),
-        own=Splits(*numbers[2:4]),
-        onward=Splits(*numbers[4:6]),
-        near_pairs=numbers[6][0],
-        lane_rows=numbers[7],
-        lane_pairs=numbers[8],
-    )
-
-
-def _told(experts_TK: Tensor, num_local: int, rail: Axis, node: Axis) -> Tensor:
-    """int64 [R, 1 + N]: of the tokens of a chunk those that go to each node, then tokens and pairs
-    of each of its ranks."""
-    visits_TP = _visits(experts_TK, num_local, rail.size * node.size)
-    visits_TRN = visits_TP.view(-1, rail.size, node.size)
-    sent_R1 = visits_TRN.any(2).sum(0)[:, None]
-    pairs_E = count_ids(experts_TK.reshape(-1), num_local * rail.size * node.size)
-    pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
-    return torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1)
+    found: list[RelayCounts] = []
+    for one in HostCopy(torch.cat(parts).t()).tensor():
+        numbers: list[list[int]] = [part.tolist() for part in one.split([*map(len, parts)])]
+        across, own, onward = (Splits(*numbers[place : place + 2]) for place in (0, 2, 4))
+        found.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
+    return found
 
 
 def plan_relay(
@@ -313,49 +303,34 @@ def plan_relay(
         _rows_by_part(visits_MN & mask[:, None], sum(splits.sent))
         for mask, splits in ((is_own_M, own), (~is_own_M, onward))
     ]
-    ids_N = _send_ids(ids_M, parts, own, onward, node, caller)
+    # Both parts in one exchange; on arrival those of this node's tokens come first.
+    (own_rank, own_M), (onward_rank, onward_M) = parts
+    order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
+    both = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(own, onward, strict=True))
+    both_M = torch.cat([own_M, onward_M])[order]
+    received = collectives.all_to_all(ids_M[both_M], node, *both, caller=caller)
+    # From each rank the rows of its node's tokens, then the others.
+    sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
+    blocks = received.split(sizes)
+    ids_N = torch.cat([*blocks[::2], *blocks[1::2]])
     stay = sum(across.sent[: rail.index])
     staying, away = tokens[stay : stay + num_staying], across.sent.copy()
     away[rail.index] = 0
     came = across.received.copy()
     came[rail.index] = 0
-    rows_M = parts[1][1]
     tokens = torch.cat([tokens[:stay], tokens[stay + num_staying :]])
     relay = Relay(
         rail=rail,
         node=node,
-        sent=map_from_sources(torch.cat([staying[parts[0][1] - first], tokens]), len(experts_TK)),
+        sent=map_from_sources(torch.cat([staying[own_M - first], tokens]), len(experts_TK)),
         own=own,
         across=Splits(away, came),
-        forwarded=map_from_sources(rows_M - (rows_M > first) * num_staying, sum(came)),
+        forwarded=map_from_sources(onward_M - (onward_M > first) * num_staying, sum(came)),
         onward=onward,
         num_staying=num_staying,
         worker=worker,
     )
     return relay, _local(ids_N, node.index, num_local)
-
-
-def _send_ids(
-    ids_M: Tensor,
-    parts: list[tuple[Tensor, ...]],
-    own: Splits,
-    onward: Splits,
-    node: Axis,
-    caller: str,
-) -> Tensor:
-    """Both parts in one exchange; on arrival those of this node's tokens come first."""
-    (own_rank, own_M), (onward_rank, onward_M) = parts
-    order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
-    rows_M = torch.cat([own_M, onward_M])[order]
-    splits = Splits(
-        [a + b for a, b in zip(own.sent, onward.sent, strict=True)],
-        [a + b for a, b in zip(own.received, onward.received, strict=True)],
-    )
-    received = collectives.all_to_all(ids_M[rows_M], node, *splits, caller=caller)
-    # From each rank the rows of its node's tokens, then the others.
-    sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
-    blocks = received.split(sizes)
-    return torch.cat([*blocks[::2], *blocks[1::2]])
 
 
 def _visits(experts: Tensor, experts_per_part: int, num_parts: int) -> Tensor:

@@ -165,40 +165,48 @@ class ReplicaDispatcher(Dispatcher):
         start = time.perf_counter()
         quotas, places = list[QuotaPlan](), list[Tensor]()
         for experts_TK, one, counts_OE in zip(chunks, own, counted.unbind(1), strict=True):
-            found, place_S = self._assigned(counts_OE.numpy())
-            quotas.append(found)
+            table = counts_OE.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
+            with self._loops():
+                decided = in_fetched_order(self._quotas(table.sum(axis=1)))
+                place_S = own_places(
+                    decided,
+                    table,
+                    self.ep.index,
+                    self.etp.index,
+                    ranks_per_node=self.ranks_per_node,
+                )
+            self.rank_tokens += decided.rank_tokens
+            quotas.append(decided)
+            place_S = _rank_major(decided, self.num_local)[place_S]
             places_TK = torch.full_like(experts_TK, -1)
             places_S = upload(torch.from_numpy(place_S), experts_TK.device)
             places_TK.view(-1).scatter_(0, one.order[: len(place_S)], places_S)
             places.append(places_TK)
         self.planning_seconds += time.perf_counter() - start
-        inner = self.inner.plan_chunks(places)
-        return [self._plan(*chunk) for chunk in zip(quotas, inner, strict=True)]
-
-    def _assigned(self, counts_OE: Ints) -> tuple[QuotaPlan, Ints]:
-        """Replicas and quotas of one chunk, and the place of each of its own tokens, by expert."""
-        table = counts_OE.reshape(self.ep.size, self.etp.size, self.num_experts)
-        with self._loops():
-            quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
-            place_S = own_places(
-                quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
+        plans: list[ReplicaPlan] = []
+        first, here = self.ep.index * self.num_local, self.ep.index
+        for decided, inner in zip(quotas, self.inner.plan_chunks(places), strict=True):
+            num_home, by_expert = sum(inner.rows_L[: self.num_local]), inner.by_expert
+            # Own experts go to each rank in the order of their slots there; slots are ordered by
+            # home, so what arrives is in the order of own slots.
+            wanted = [[e for e in row if e >= 0] for row in decided.spare_expert.tolist()]
+            sent = [
+                [e - first for e in row if first <= e < first + self.num_local]  # by receiver
+                for row in wanted
+            ]
+            homes = self._home[wanted[here]] if wanted[here] else np.zeros(0, np.int64)
+            plans.append(
+                ReplicaPlan(
+                    quotas=decided,
+                    inner=inner,
+                    home=slice_map(by_expert, 0, num_home),
+                    spare=slice_map(by_expert, num_home, by_expert.num_rows),
+                    sent=[e for row in sent for e in row],
+                    sent_splits=[len(row) for row in sent],
+                    received_splits=np.bincount(homes, minlength=self.ep.size).tolist(),
+                )
             )
-        self.rank_tokens += quotas.rank_tokens
-        return quotas, _rank_major(quotas, self.num_local)[place_S]
-
-    def _plan(self, quotas: QuotaPlan, inner: AllToAllPlan) -> ReplicaPlan:
-        num_home = sum(inner.rows_L[: self.num_local])
-        by_expert = inner.by_expert
-        sent, sent_splits, received_splits = self._fetches(quotas)
-        return ReplicaPlan(
-            quotas=quotas,
-            inner=inner,
-            home=slice_map(by_expert, 0, num_home),
-            spare=slice_map(by_expert, num_home, by_expert.num_rows),
-            sent=sent,
-            sent_splits=sent_splits,
-            received_splits=received_splits,
-        )
+        return plans
 
     def _loops(self) -> AbstractContextManager[None]:
         """Small plans are made before a compiler has loaded."""
@@ -214,8 +222,9 @@ class ReplicaDispatcher(Dispatcher):
 
     def _quotas(self, counts_PE: Ints) -> QuotaPlan:
         quotas = plan_quotas(counts_PE, self._home, 0)
-        if _is_even(quotas.rank_tokens):
-            pass
+        tokens = quotas.rank_tokens
+        if int(tokens.max()) * len(tokens) * 50 <= int(tokens.sum()) * 51:
+            pass  # within 2 % of the mean no replica pays
         elif self.policy == "quota":
             quotas = plan_quotas(counts_PE, self._home, self.spare_slots)
         else:
@@ -232,24 +241,29 @@ class ReplicaDispatcher(Dispatcher):
             spare_quota=np.pad(quotas.spare_quota, unused),
         )
 
-    def _fetches(self, quotas: QuotaPlan) -> tuple[list[int], list[int], list[int]]:
-        """Own experts that go to each rank, in the order of their slots there, and how many come
-        from each. Slots are ordered by home, so what arrives is in the order of own slots."""
-        first, here = self.ep.index * self.num_local, self.ep.index
-        wanted = [[e for e in row if e >= 0] for row in quotas.spare_expert.tolist()]
-        sent = [
-            [e - first for e in row if first <= e < first + self.num_local]  # by receiver
-            for row in wanted
-        ]
-        homes = self._home[wanted[here]] if wanted[here] else np.zeros(0, np.int64)
-        received = np.bincount(homes, minlength=self.ep.size).tolist()
-        return [e for row in sent for e in row], [len(row) for row in sent], received
-
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: ReplicaPlan
     ) -> Pending[DispatchedRows | ReplicatedRows]:
-        # Started before the rows, waited for behind the rows of own experts.
-        fetched = self._fetch(plan) if plan.quotas.num_replicas else None
+        fetched: Pending[tuple[Tensor, ...]] | None = None
+        if plan.quotas.num_replicas:
+            # The weights of the replicas here: started before the rows, waited for behind the rows
+            # of own experts. Backward: their gradients go home.
+            weights = self.experts.weights.tensors
+
+            def unpack(flat_SW: Tensor) -> tuple[Tensor, ...]:
+                parts = flat_SW.split([weight[0].numel() for weight in weights], dim=1)
+                return tuple(
+                    part.view(-1, *weight.shape[1:])
+                    for part, weight in zip(parts, weights, strict=True)
+                )
+
+            fetched = all_to_all_start(
+                _Pack.apply(plan.sent, *weights),
+                self.ep,
+                plan.sent_splits,
+                plan.received_splits,
+                caller="moe.replicas",
+            ).then(unpack)
         arriving = self.inner.dispatch(x_TH, weights_TK, plan.inner)
 
         def with_replicas(rows: DispatchedRows) -> DispatchedRows | ReplicatedRows:
@@ -262,33 +276,8 @@ class ReplicaDispatcher(Dispatcher):
 
         return arriving.then(with_replicas)
 
-    def _fetch(self, plan: ReplicaPlan) -> Pending[tuple[Tensor, ...]]:
-        """Start to fetch the weights of the replicas here; backward: their gradients go home."""
-        weights = self.experts.weights.tensors
-        started = all_to_all_start(
-            _Pack.apply(plan.sent, *weights),
-            self.ep,
-            plan.sent_splits,
-            plan.received_splits,
-            caller="moe.replicas",
-        )
-
-        def unpack(flat_SW: Tensor) -> tuple[Tensor, ...]:
-            parts = flat_SW.split([weight[0].numel() for weight in weights], dim=1)
-            return tuple(
-                part.view(-1, *weight.shape[1:])
-                for part, weight in zip(parts, weights, strict=True)
-            )
-
-        return started.then(unpack)
-
     def combine(self, y_RH: Tensor, plan: ReplicaPlan) -> Pending[Tensor]:
         return self.inner.combine(y_RH, plan.inner)
-
-
-def _is_even(rank_tokens: Ints) -> bool:
-    """Whether the busiest rank is too near to the mean for a replica to pay: within 2 %."""
-    return int(rank_tokens.max()) * len(rank_tokens) * 50 <= int(rank_tokens.sum()) * 51
 
 
 def in_fetched_order(quotas: QuotaPlan) -> QuotaPlan:
@@ -362,23 +351,6 @@ class _Pack(torch.autograd.Function):
             for row, expert in zip(part, ctx.chosen, strict=True):
                 gradient[expert] += row.view_as(gradient[expert])
         return None, *found
-
-
-def set_replicas(
-    model: Transformer,
-    mesh: Mesh,
-    spare_slots: int,
-    *,
-    policy: SparePolicy,
-    codec: Codec | None,
-) -> None:
-    """Give every MoE layer a dispatcher with `spare_slots` replicas on each rank."""
-    experts = model.config.num_experts
-    for moe in model.moe_layers().values():
-        moe.dispatcher = dispatcher = ReplicaDispatcher(
-            mesh, moe.experts, experts, spare_slots, policy=policy, codec=codec
-        )
-        dispatcher.warm_up()
 
 
 def replicated(model: Transformer) -> list[MoE]:

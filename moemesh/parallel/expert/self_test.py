@@ -23,7 +23,7 @@ from torch import Tensor
 from moemesh.comm.consensus import run_with_consensus
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Dispatcher, ExpertRows
+from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.permute import permute
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 
@@ -59,8 +59,18 @@ def self_test(
     tested = copy.copy(dispatcher)
 
     def work() -> str | None:
+        """The first difference on this rank. All collectives run, whatever is found."""
+        reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
+        found: list[str] = []
         with mesh.ledger.paused():
-            return _first_difference(tested, mesh, num_experts, experts_per_token, hidden, dtype)
+            for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
+                expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
+                plan = tested.plan(case.experts_TK)
+                for use in ("", ", again from the saved plan"):
+                    seen = _use(tested, plan, case, mesh["etp"])
+                    if difference := _compare(seen, expected, case):
+                        found.append(f"{difference} ({case.name}{use})")
+        return found[0] if found else None
 
     outcomes = run_with_consensus(work, mesh, name="self_test", timeout_seconds=timeout_seconds)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.problem]
@@ -86,7 +96,7 @@ class _Case(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What one use of a plan shows from outside."""
+    """Everything that one use of a plan shows from outside."""
 
     counts_L: Tensor
     rows_RH: Tensor
@@ -94,27 +104,6 @@ class _Seen(NamedTuple):
     y_TH: Tensor
     grad_x_TH: Tensor
     grad_weights_TK: Tensor
-
-
-def _first_difference(
-    dispatcher: Dispatcher,
-    mesh: Mesh,
-    num_experts: int,
-    experts_per_token: int,
-    hidden: int,
-    dtype: torch.dtype,
-) -> str | None:
-    """The first difference on this rank, or None. All collectives run, whatever is found."""
-    reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
-    found: list[str] = []
-    for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
-        expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
-        plan = dispatcher.plan(case.experts_TK)
-        for use in ("", ", again from the saved plan"):
-            seen = _use(dispatcher, plan, case, mesh["etp"])
-            if difference := _compare(seen, expected, case):
-                found.append(f"{difference} ({case.name}{use})")
-    return found[0] if found else None
 
 
 def _cases(
@@ -153,7 +142,11 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
     weights_TK = torch.ones(case.experts_TK.shape, device=x_TH.device, requires_grad=True)
     rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
     rows_RH = permute(rows.source_NH, rows.map)
-    y_TH = dispatcher.combine(_return_input(rows_RH, rows, etp), plan).wait()
+    # Each expert-tensor rank returns its share of the columns: the shares add up to the input.
+    columns_H = torch.arange(rows_RH.shape[1], device=rows_RH.device)
+    share_H = columns_H % etp.size == etp.index
+    results_RH = (rows_RH.float() * share_H * rows.weights_R[:, None].float()).to(rows_RH.dtype)
+    y_TH = dispatcher.combine(results_RH, plan).wait()
     y_TH.backward(case.grad_TH)
     assert x_TH.grad is not None and weights_TK.grad is not None, "no gradient arrived"
     # Behind them there may be rows that nobody computes.
@@ -162,13 +155,6 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
         rows.counts_L, rows_RH[own_R].detach(), rows.weights_R[own_R].detach(), y_TH.detach(),
         x_TH.grad, weights_TK.grad,
     )  # fmt: skip
-
-
-def _return_input(rows_RH: Tensor, rows: ExpertRows, etp: Axis) -> Tensor:
-    """Each expert-tensor rank returns its share of the columns: the shares add up to the input."""
-    columns_H = torch.arange(rows_RH.shape[1], device=rows_RH.device)
-    share_H = columns_H % etp.size == etp.index
-    return (rows_RH.float() * share_H * rows.weights_R[:, None].float()).to(rows_RH.dtype)
 
 
 def _compare(seen: _Seen, reference: _Seen, case: _Case) -> str | None:

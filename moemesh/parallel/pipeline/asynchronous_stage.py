@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import ModelPart, Output, Transformer

@@ -18,13 +18,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
 from moemesh.parallel.pipeline.program import BackwardState, Forward, Program, make_context
 from moemesh.parallel.pipeline.virtual import VirtualClock, record
-from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.watch.progress_words import at_microbatch
@@ -99,7 +98,17 @@ class EntryRunner:
                 with self._naming(op):
                     at_microbatch(self._schedule.sample(op))
                     program.starting(op)
-                    self._messenger.send(op, self._run_op(program, op, inputs))
+                    made: list[Tensor] = []
+                    if op.kind == "F":
+                        leaves = self._leaves(op, inputs)
+                        made = self._keep(op, leaves, program.forward(op, leaves))
+                    elif op.kind == "W":
+                        program.weight_gradients(op, self._contexts.pop(op[1:]))
+                    else:
+                        kept, key = self._contexts, op[1:]
+                        context = kept.pop(key) if op.kind == "B" else kept[key]
+                        made = program.backward(op, context, inputs)
+                    self._messenger.send(op, made)
                     program.finished(op)
         record(recorder, self._schedule, entry, start, recorder.clock(), wait=start - begun)
 
@@ -130,17 +139,6 @@ class EntryRunner:
                 raise
             raise PipelineError(f"{problem}: {error}") from error
 
-    def _run_op(self, program: Program, op: Op, received: list[Tensor]) -> list[Tensor]:
-        key = op[1:]
-        if op.kind == "F":
-            leaves = self._leaves(op, received)
-            return self._keep(op, leaves, program.forward(op, leaves))
-        if op.kind == "W":
-            program.weight_gradients(op, self._contexts.pop(key))
-            return []
-        context = self._contexts.pop(key) if op.kind == "B" else self._contexts[key]
-        return program.backward(op, context, received)
-
     def _leaves(self, op: Op, received: list[Tensor]) -> list[Tensor]:
         """Received tensors as the inputs of a stage, whose gradients will be sent back, if any."""
         if op.stage <= self._schedule.first_trained_stage:
@@ -161,7 +159,8 @@ class EntryRunner:
         at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
         program.starting(backward)
-        steps = self._backward_steps(program, backward, received[backward])
+        context = self._contexts.pop(backward[1:])
+        steps = program.backward_steps(backward, context, received[backward])
         unsent, ended = list(received), dict[Op, list[Tensor]]()
 
         def turn() -> None:
@@ -184,9 +183,3 @@ class EntryRunner:
             ended[forward] = self._keep(forward, leaves, found)
         while unsent:
             turn()
-
-    def _backward_steps(
-        self, program: SteppedProgram, op: Op, received: list[Tensor]
-    ) -> Steps[list[Tensor]]:
-        context = self._contexts.pop(op[1:])
-        return (yield from program.backward_steps(op, context, received))

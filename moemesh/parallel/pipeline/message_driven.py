@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm import transfers
-from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.point_to_point import start_receive, start_send
+from moemesh.comm.point_to_point import Channels, start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
@@ -85,7 +84,13 @@ class MessageDrivenExecutor:
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
-            self._send_end_of_stream(program)
+            # Until both neighbours have said that nothing more comes.
+            self._end_forwards()
+            if self._before is not None:
+                self._send_header(self._before, _END, self._policy.num_microbatches)
+            for source in self._neighbours:
+                while source not in self._ended:
+                    self._accept(program, source, self._listener.next_of(source))
         self._wire.flush()
         self._runner.finish()
         assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
@@ -151,15 +156,6 @@ class MessageDrivenExecutor:
         if last and not self._told_end and self._behind is not None:
             self._told_end = True
             self._send_header(self._behind, _END, self._num_forwards)
-
-    def _send_end_of_stream(self, program: AsynchronousProgram) -> None:
-        """Until both neighbours have said that nothing more comes."""
-        self._end_forwards()
-        if self._before is not None:
-            self._send_header(self._before, _END, self._policy.num_microbatches)
-        for source in self._neighbours:
-            while source not in self._ended:
-                self._accept(program, source, self._listener.next_of(source))
 
     # Messages.
 

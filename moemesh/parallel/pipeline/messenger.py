@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
+from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Op, Schedule
@@ -25,7 +25,7 @@ AHEAD = 2
 
 
 class Messenger(Protocol):
-    """Where the inputs of an operation come from, and where its outputs go."""
+    """A source of the inputs of operations, and a place for their outputs."""
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         """The tensors of the neighbouring stage that `op` works on; waits for them."""

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -25,11 +24,11 @@ from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
-from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.pipeline.program import (
     BackwardState,
     Forward,
+    GradientHooks,
     ModelProgram,
     Objective,
     Program,
@@ -102,13 +101,6 @@ def holders(
 # rank.
 
 
-class Carried(NamedTuple):
-    """One tensor of the state: where it is in the graph of its slice, and the leaf copy."""
-
-    edge: GradientEdge | None
-    leaf: Tensor
-
-
 @dataclass
 class Left:
     """State of one slice of a microbatch on one stage, for later slices, by layer."""
@@ -116,7 +108,8 @@ class Left:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[int, ScopeSums] = field(default_factory=dict)
-    carried: list[Carried] = field(default_factory=list)
+    #: Tensors of the state: the place of each in the graph of its slice, and the leaf copy.
+    carried: list[tuple[GradientEdge | None, Tensor]] = field(default_factory=list)
 
     def leaf(self, x: Tensor) -> Tensor:
         """A copy of `x` for later slices, whose gradient comes back to `x`."""
@@ -125,7 +118,7 @@ class Left:
             # Not a view: behind a projection it would keep the queries in memory, too.
             leaf = leaf.contiguous().requires_grad_()
             leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
-            self.carried.append(Carried(get_gradient_edge(x), leaf))
+            self.carried.append((get_gradient_edge(x), leaf))
         return leaf
 
 

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moemesh.comm.channels import Channels
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import Channels
 from moemesh.model.batch import Batch
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.pipeline.program import Objective, Program
-from moemesh.schedule.action import Entry, Schedule
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.trace.timeline import TimelineRecorder
 
@@ -103,7 +103,13 @@ class ValidatedExecutor:
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
         check(schedule, post_validation=True)
-        lengths = [_num_warm_up(entries) for entries in schedule.orders]
+        # Entries before the first that holds anything but forwards.
+        lengths = [
+            next(
+                (i for i, one in enumerate(order) if any(op.kind != "F" for op in one)), len(order)
+            )
+            for order in schedule.orders
+        ]
         early = {
             op
             for length, entries in zip(lengths, schedule.orders, strict=True)
@@ -168,9 +174,3 @@ class ValidatedPipeline:
             executor.warm_up(program, recorder)
         pipeline.reducer.begin()
         executor.finish(program, recorder)
-
-
-def _num_warm_up(entries: tuple[Entry, ...]) -> int:
-    """Entries before the first that holds anything but forwards."""
-    kinds = [{op.kind for op in entry} for entry in entries]
-    return next((i for i, found in enumerate(kinds) if found != {"F"}), len(entries))

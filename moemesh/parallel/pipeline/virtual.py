@@ -41,7 +41,7 @@ class VirtualClock:
         self._now = end
 
     def end_of(self, op: Op) -> float:
-        """When `op` ended."""
+        """The virtual time at which `op` ended."""
         return self._ends[op]
 
     def timeline(self) -> Timeline:

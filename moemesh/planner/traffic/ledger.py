@@ -1,6 +1,6 @@
 """The predicted ledger of a training step: what our own library enters, per rank, to the byte.
 
-It follows the same contracts as the code that communicates (tables in `parallel/tensor/boundary`,
+It follows the same contracts as the code that communicates (tables in `parallel/tensor`,
 `tensor/vocabulary`, `expert/*`, `recompute`, `data`): every collective with axis, phase, count and
 bytes. Only what depends on the routing needs an input: the choices of a run make the ledger exact,
 without them uniform routing gives expected bytes, rounded once per line.

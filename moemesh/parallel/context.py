@@ -1,0 +1,401 @@
+"""Context parallelism: the positions of a sequence are spread, attention reaches all keys.
+
+| step | in | out | forward comm | backward comm |
+|---|---|---|---|---|
+| all_gather | own queries, keys, values | own outputs | all_gather | all_gather, reduce_scatter |
+| all_to_all: attend | own positions, N heads | all positions, N/c heads | all_to_all | all_to_all |
+| all_to_all: return | all positions, N/c heads | own positions, N heads | all_to_all | all_to_all |
+| ring | own queries, own block | own outputs | c-1 blocks | c-1 blocks, c-1 gradients of them |
+
+The steps of ``plan.context``; c ranks, N query heads; a block: keys and values that one rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moemesh.comm import collectives, transfers
+from moemesh.comm.mesh import Axis
+from moemesh.comm.point_to_point import exchange
+from moemesh.config.context import context_runs, context_sizes, head_share
+from moemesh.model.attention_core import (
+    attend_to,
+    attention,
+    gradients_of,
+    output_of,
+    sink_gradient,
+    with_sinks,
+)
+from moemesh.model.visibility import Visibility
+from moemesh.ops.attention import Partial, merge, nothing_seen, wide
+
+# Rows of all positions of a sequence: in their order, or in that of the ranks that hold them.
+
+
+def _order(length: int, ranks: int, device: torch.device) -> Tensor:
+    """The positions in the order of the ranks."""
+    runs = (run for index in range(ranks) for run in context_runs(length, ranks, index))
+    parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def in_rank_order(x_L: Tensor, ranks: int) -> Tensor:
+    """[L, ...] by position -> the rows of rank 0, then those of rank 1, ..."""
+    return x_L[_order(len(x_L), ranks, x_L.device)]
+
+
+def in_position_order(x_L: Tensor, ranks: int) -> Tensor:
+    """The inverse of :func:`in_rank_order`."""
+    return x_L[torch.argsort(_order(len(x_L), ranks, x_L.device))]
+
+
+# Keys and values gathered: every rank attends with its own queries to all of them.
+#
+# Nothing of the other ranks is kept: the backward gathers again, then scatters the gradients.
+
+
+class GatheredKeyValues:
+    """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def attend(
+        self,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        visible: Visibility,
+        *,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
+        inputs = (query_BNSD, key_BMCD, value_BMCD)
+        return _GatheredAttention.apply(*inputs, sinks_N, visible, scale, self.axis)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        sinks_N: Tensor | None,
+        visible: Visibility,
+        scale: float,
+        axis: Axis,
+    ) -> Tensor:
+        everywhere = visible.between(visible.queries, (range(visible.length),))
+        pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "forward")
+        part = attend_to(query_BNSD, *pair, everywhere, scale=scale)
+        whole = with_sinks(part, sinks_N)
+        y_BNSD = output_of(whole, query_BNSD.dtype)
+        ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
+        ctx.visible, ctx.scale, ctx.axis = everywhere, scale, axis
+        return y_BNSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
+        whole, visible = Partial(*saved), ctx.visible
+        pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
+        found = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
+        # Gradients of all keys and values -> their sums over the ranks, of the own ones.
+        all_BMCD = torch.cat([found.key_BMCD, found.value_BMCD], dim=3).to(key_BMCD.dtype)
+        rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
+        num_sequences, _, num_own, width = key_BMCD.shape
+        sizes = [size * num_sequences for size in context_sizes(visible.length, ctx.axis.size)]
+        own = transfers.reduce_scatter(
+            rows_CBMD.flatten(0, 1), ctx.axis, sizes, phase="backward", caller="context.keys"
+        )
+        own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
+        by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
+        by_sinks = sink_gradient(gradient_BNSD, whole, sinks_N)
+        return found.query_BNSD.to(query_BNSD.dtype), by_key, by_value, by_sinks, None, None, None
+
+
+def _gather(
+    key_BMCD: Tensor, value_BMCD: Tensor, length: int, axis: Axis, phase: str
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all positions, in their order."""
+    own_CBMD = torch.cat([key_BMCD, value_BMCD], dim=3).permute(2, 0, 1, 3)
+    num_sequences = len(key_BMCD)
+    # A row is a token: there may be none, but none is empty.
+    sizes = [size * num_sequences for size in context_sizes(length, axis.size)]
+    rows = transfers.all_gather(
+        own_CBMD.flatten(0, 1), axis, sizes, phase=phase, caller="context.keys"
+    )
+    all_CBMD = rows.view(length, *own_CBMD.shape[1:])
+    all_BMCD = in_position_order(all_CBMD, axis.size).permute(1, 2, 0, 3)
+    key_BMCD, value_BMCD = all_BMCD.split([key_BMCD.shape[3], value_BMCD.shape[3]], dim=3)
+    return key_BMCD, value_BMCD
+
+
+# Heads for positions: every rank attends with some heads to whole sequences.
+#
+# Jacobs et al., "DeepSpeed Ulysses", 2023 (arXiv:2309.14509). Where the query heads of several
+# ranks read one key/value head, it goes to each of them: its gradient is the sum of theirs.
+
+
+class HeadShards:
+    """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def attend(
+        self,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        visible: Visibility,
+        *,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        ranks, index = self.axis.size, self.axis.index
+        num_heads, num_kv_heads = query_BNSD.shape[1], key_BMCD.shape[1]
+        shares = [head_share(num_heads, num_kv_heads, ranks, i) for i in range(ranks)]
+        share = shares[index]
+        parts = (
+            (query_BNSD, [each.queries for each in shares]),
+            (key_BMCD, [each.keys for each in shares]),
+            (value_BMCD, [each.keys for each in shares]),
+        )
+        query, key, value = self._to_heads(parts, visible.length)
+        # The query heads of a rank need not be whole groups of one key/value head each.
+        group = num_heads // num_kv_heads
+        if not share.is_even(group):
+            reads = [head // group - share.keys.start for head in share.queries]
+            key, value = key[:, reads], value[:, reads]
+        if sinks_N is not None:
+            sinks_N = sinks_N[share.queries.start : share.queries.stop]
+        whole = (range(visible.length),)
+        seen = visible.between(whole, whole)
+        y = attention(query, key, value, seen, sinks_N=sinks_N, scale=scale)
+        # [B, heads of this rank, all positions, D] -> [B, heads, own positions, D].
+        sizes, (num_sequences, own_heads, _, width) = context_sizes(visible.length, ranks), y.shape
+        ordered = in_rank_order(y.permute(2, 0, 1, 3), ranks)
+        received = collectives.all_to_all(
+            ordered.reshape(-1, width),
+            self.axis,
+            [size * num_sequences * own_heads for size in sizes],
+            [sizes[index] * num_sequences * own_heads] * ranks,
+            caller="context.positions",
+        )
+        # Blocks of own positions, one a rank, whose heads follow one another.
+        shape = (ranks, sizes[index], num_sequences, own_heads, width)
+        return received.view(shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+    def _to_heads(self, parts: Sequence[tuple[Tensor, list[range]]], length: int) -> list[Tensor]:
+        """[B, heads, own positions, D] each -> [B, heads of this rank, all positions, D] each.
+
+        ``parts``: a tensor, and which of its heads each rank gets.
+        """
+        sizes, index = context_sizes(length, self.axis.size), self.axis.index
+        # Rows of one exchange are equally wide: all head sizes are whole numbers of them.
+        width = gcd(*(x.shape[3] for x, _ in parts))
+
+        def num_rows(x: Tensor, heads: range, positions: int) -> int:
+            return len(heads) * len(x) * positions * (x.shape[3] // width)
+
+        sent: list[Tensor] = []
+        for rank in range(self.axis.size):
+            for x, heads in parts:
+                own = x[:, heads[rank].start : heads[rank].stop]
+                sent.append(own.transpose(0, 1).reshape(-1, width))
+        received = collectives.all_to_all(
+            torch.cat(sent),
+            self.axis,
+            [
+                sum(num_rows(x, heads[rank], x.shape[2]) for x, heads in parts)
+                for rank in range(self.axis.size)
+            ],
+            [sum(num_rows(x, heads[index], size) for x, heads in parts) for size in sizes],
+            caller="context.heads",
+        )
+        rows = [num_rows(x, heads[index], size) for size in sizes for x, heads in parts]
+        blocks = received.split(rows)
+        found: list[Tensor] = []
+        for place, (x, heads) in enumerate(parts):
+            # Of every rank [heads, B, its positions, D]; positions first, to put them in order.
+            shape = (len(heads[index]), len(x), -1, x.shape[3])
+            shards = [
+                block.view(shape[0], shape[1], size, shape[3]).permute(2, 1, 0, 3)
+                for block, size in zip(blocks[place :: len(parts)], sizes, strict=True)
+            ]
+            ordered = in_position_order(torch.cat(shards), self.axis.size)
+            found.append(ordered.permute(1, 2, 0, 3))
+        return found
+
+
+# Ring attention: keys and values travel once round the ranks while these compute.
+#
+# Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889). In the backward
+# a block collects its gradient on its way: it leaves the rank behind its owner with that rank's
+# part, and the last rank hands it to the owner. Sums are at least fp32. A message is under way
+# while the block before it is computed. Ranks skip the queries that see nothing of a block.
+
+
+#: Messages of blocks and of their gradients meet on the same pairs of ranks.
+_KEYS_TAG, _GRADIENTS_TAG = 1, 2
+
+
+class RingKeyValues:
+    """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def attend(
+        self,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        visible: Visibility,
+        *,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
+        ring = _Ring(self.axis, visible, key_BMCD, value_BMCD)
+        inputs = (query_BNSD, key_BMCD, value_BMCD)
+        return _RingAttention.apply(*inputs, sinks_N, visible, scale, ring)
+
+
+class _Ring:
+    """The messages of one attention: who holds which positions, and how large the blocks are."""
+
+    def __init__(
+        self, axis: Axis, visible: Visibility, key_BMCD: Tensor, value_BMCD: Tensor
+    ) -> None:
+        self.axis, self.visible = axis, visible
+        self.num_sequences, self.num_heads = key_BMCD.shape[:2]
+        self.key_size, self.value_size = key_BMCD.shape[3], value_BMCD.shape[3]
+        self.sizes = context_sizes(visible.length, axis.size)
+
+    def source(self, step: int) -> int:
+        """The rank whose block is here at `step`."""
+        return (self.axis.index - step) % self.axis.size
+
+    def seen(self, step: int) -> Visibility:
+        runs = context_runs(self.visible.length, self.axis.size, self.source(step))
+        return self.visible.between(self.visible.queries, runs)
+
+    def pack(self, key_BMCD: Tensor, value_BMCD: Tensor) -> Tensor:
+        return torch.cat([key_BMCD.flatten(), value_BMCD.flatten()])
+
+    def unpack(self, block: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        size = (self.num_sequences, self.num_heads, self.sizes[self.source(step)])
+        rows = size[0] * size[1] * size[2]
+        key, value = block.split([rows * self.key_size, rows * self.value_size])
+        return key.view(*size, self.key_size), value.view(*size, self.value_size)
+
+    def send_on(
+        self, block: Tensor, step: int, *, phase: str, caller: str, tag: int
+    ) -> tuple[Tensor, list[dist.Work]]:
+        """Start to send `block`, which is here at `step`, to the next rank, and to receive what
+        comes then; keep both until all works have been waited for."""
+        axis = self.axis
+        rows = self.num_sequences * self.num_heads * self.sizes[self.source(step + 1)]
+        into = block.new_empty(rows * (self.key_size + self.value_size))
+        sends = [(block, (axis.index + 1) % axis.size)] if len(block) else []
+        receives = [(into, (axis.index - 1) % axis.size)] if len(into) else []
+        return into, exchange(sends, receives, axis, phase=phase, caller=caller, tag=tag)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        sinks_N: Tensor | None,
+        visible: Visibility,
+        scale: float,
+        ring: _Ring,
+    ) -> Tensor:
+        found = nothing_seen(query_BNSD, ring.value_size)
+        last = ring.axis.size - 1
+        block = ring.pack(key_BMCD, value_BMCD)
+        for step in range(last + 1):
+            following, works = block, []
+            if step < last:
+                following, works = ring.send_on(
+                    block, step, phase="forward", caller="context.keys", tag=_KEYS_TAG
+                )
+            part = attend_to(query_BNSD, *ring.unpack(block, step), ring.seen(step), scale=scale)
+            found = merge(found, part)
+            for work in works:
+                work.wait()
+            block = following
+        whole = with_sinks(found, sinks_N)
+        y_BNSD = output_of(whole, query_BNSD.dtype)
+        ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
+        ctx.scale, ctx.ring = scale, ring
+        return y_BNSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
+        whole, ring = Partial(*saved), ctx.ring
+        last = ring.axis.size - 1
+        by_query = torch.zeros_like(query_BNSD, dtype=wide(query_BNSD.dtype))
+        block = ring.pack(key_BMCD, value_BMCD)
+        own, collected, on_the_way = block, block, []
+        for step in range(last + 1):
+            following, works = block, []
+            if step < last:
+                following, works = ring.send_on(
+                    block, step, phase="backward", caller="context.keys", tag=_KEYS_TAG
+                )
+            found = gradients_of(
+                gradient_BNSD,
+                whole,
+                query_BNSD,
+                *ring.unpack(block, step),
+                ring.seen(step),
+                scale=ctx.scale,
+            )
+            by_query += found.query_BNSD
+            gradient = ring.pack(found.key_BMCD, found.value_BMCD)
+            if step == 0:
+                own = gradient
+            else:
+                # What the ranks before have collected for this block has arrived meanwhile.
+                for work in on_the_way:
+                    work.wait()
+                collected = gradient if step == 1 else gradient.add_(collected)
+                sent = collected
+                collected, on_the_way = ring.send_on(
+                    sent, step, phase="backward", caller="context.gradients", tag=_GRADIENTS_TAG
+                )
+            for work in works:
+                work.wait()
+            block = following
+        for work in on_the_way:
+            work.wait()
+        if last:
+            own += collected
+        by_key, by_value = ring.unpack(own, 0)
+        return (
+            by_query.to(query_BNSD.dtype),
+            by_key.to(key_BMCD.dtype),
+            by_value.to(value_BMCD.dtype),
+            sink_gradient(gradient_BNSD, whole, sinks_N),
+            None,
+            None,
+            None,
+        )

@@ -1,1 +1,0 @@
-"""Context parallelism: the positions of a sequence are spread, attention reaches all keys."""

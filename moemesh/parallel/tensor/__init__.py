@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism: sharded weights inside blocks, sharded tokens between them."""
