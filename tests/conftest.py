@@ -17,8 +17,8 @@ terminal.FIRST = 1e6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for each core: a test waits for processes about half of its time."""
-    return min(2 * usable_cores(), 8)
+    """One more than cores: a test waits for processes about half of its time."""
+    return min(usable_cores() + 1, 8)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,6 +39,16 @@ def load_placement(path: Path) -> np.ndarray[Any, Any]:
     return _read(path, PLACEMENT_KEYS, lambda _: None)
 
 
+def gpus_of(path: Path) -> int | None:
+    """The GPUs of the placement in a file, where it says them: a file of `moemesh balance`."""
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    value = cast("dict[str, object]", found).get("num_gpus") if isinstance(found, dict) else None
+    return value if isinstance(value, int) else None
+
+
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
     readers: dict[str, Callable[[Path, tuple[str, ...]], Any]] = {
         ".json": _read_json,
@@ -78,7 +88,7 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
                 f"{path}: row {number} has {names[number]}, row 0 has {names[0]}: every row is a "
                 "layer with a load for each expert"
             )
-    array = np.asarray(table)
+    array: np.ndarray[Any, Any] = np.asarray(table)
     if array.dtype.kind in "iufb":
         return array
     if not isinstance(table, list):

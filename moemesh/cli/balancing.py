@@ -85,6 +85,7 @@ class Placed:
         names = ("physical_to_logical", "logical_to_physical", "replica_count")
         shown: dict[str, Any] = {
             **{name: one.tolist() for name, one in zip(names, self.maps, strict=True)},
+            "num_gpus": self.loads_after.shape[1],
             "balance": self.balance[1].tolist(),
             "bound": self.bound.tolist(),
             "balance_before": self.balance[0].tolist(),
@@ -153,7 +154,7 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_loads, scaled
-    from moemesh.balance.load_files import load_placement, load_table
+    from moemesh.balance.load_files import gpus_of, load_placement, load_table
     from moemesh.config.divisors import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
@@ -168,6 +169,11 @@ def place(settings: BalanceSettings) -> Placed:
     top = loads.max(axis=1, keepdims=True)
     loads = np.where((top > LARGEST_LOAD) | (top < 1 / LARGEST_LOAD), scaled(loads), loads)
     previous = load_placement(settings.previous) if settings.previous else None
+    if settings.previous and (gpus := gpus_of(settings.previous)) not in (None, settings.gpus):
+        _warn(
+            f"{settings.previous} places experts on {gpus} GPUs; it is read as one for "
+            f"{settings.gpus}, slot by slot, and so are its loads before"
+        )
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
     replicas = settings.replicas

@@ -40,7 +40,7 @@ def watch(
 
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is a file: watch takes the folder of a run")
-    if not run.parent.is_dir():
+    if not run.parent.is_dir() and not run.parent.parent.is_dir():  # `train` makes one folder
         raise UserError(f"{run}: there is no folder {run.parent}, so no run can begin in it")
     watched = Watched(run)
     until = time.monotonic() + wait

@@ -127,7 +127,8 @@ def load_run(
     problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
     if problems:
         raise ConfigError(_as_the_model(problem, base) for problem in problems)
-    notes = tuple(note for source in given for note in source.notes)
+    sources = given if "data.tokenizer" in leaves else [base, *given]
+    notes = tuple(note for source in sources for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 
 

@@ -503,6 +503,14 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]
     command = _resume(run, arguments)
+    finite, newest = failure.get("finite_step"), max(_checkpoints(run.folder), default=-1)
+    if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
+        # Nothing was finite with the weights that the next start would go on from.
+        sentences.append(
+            f"The checkpoint of step {newest:,} holds the weights that gave no finite step: begin "
+            "anew in another folder."
+        )
+        command = _changed(run, [lower_rate(run)], goes_on=False) or command
     if cause.name == "damaged checkpoint":
         command = shlex.join(["moemesh", "checkpoint", "verify", str(run.folder)])
     if (bundle := failure.get("bundle")) and str(bundle) not in message:
@@ -519,12 +527,14 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     )
 
 
+def _checkpoints(folder: Path) -> list[int]:
+    """The steps of the checkpoints in the folder of a run."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
+    return [int(name) for name in names if name.isdecimal()]
+
+
 def _checkpoint(folder: Path) -> str:
-    steps = [
-        int(path.name.removeprefix("step-"))
-        for path in folder.glob("checkpoints/step-*")
-        if path.name.removeprefix("step-").isdecimal()
-    ]
+    steps = _checkpoints(folder)
     with suppress(OSError, ConfigError):
         config = load_run([folder / "config.toml"], [], environ={}).config
         if place := config.train.checkpoint_folder:

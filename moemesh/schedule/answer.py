@@ -294,8 +294,8 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
 
 
 def _numbers(option: str, given: str, problems: list[str]) -> Cost:
-    found = tuple(_number(option, part, problems) for part in given.split(","))
-    return found if len(found) > 1 else found[0]
+    found = [_number(option, part, problems) for part in given.split(",")]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def _number(option: str, given: str, problems: list[str]) -> float:

@@ -168,6 +168,8 @@ class Session:
                 stopping = steps.is_stopping() or step == self.stop.after
                 self.checkpoints.look()
                 saves = stopping or self._is_due(step, train.checkpoint_every)
+                # A checkpoint without an update would take the place of an older, better one.
+                saves &= stopping or step == train.steps or not self.guard.is_skipping
                 if train.vote_every and (
                     saves or step // train.vote_every > began // train.vote_every
                 ):

@@ -87,6 +87,9 @@ def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [sum(map(len, rounds)) for rounds in moved["transfers"]] == moved["moved"]
     with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas says 24"):
         place(BalanceSettings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
+    assert "warning" not in capsys.readouterr().err
+    place(BalanceSettings(loads=path, previous=old, **(SIZES | {"gpus": 4})))
+    assert "places experts on 8 GPUs; it is read as one for 4" in capsys.readouterr().err
 
 
 def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

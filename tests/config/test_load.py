@@ -117,6 +117,10 @@ def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:
     assert (model.num_experts, model.num_shared_experts, model.z_loss_coefficient) == (4, 0, 0.5)
     assert resolved.origins["model.num_layers"] == str(tmp_path / "config.json")
     assert load_run_text(resolved_toml(resolved.config)).config == resolved.config
+    (note,) = resolved.notes
+    assert note.startswith(f"{tmp_path} holds no tokenizer.json: text is read by bytes")
+    chosen = [f"model.path={tmp_path}", "data.tokenizer=bytes"]
+    assert load_run([], chosen, {}).notes == ()
 
 
 def test_keys_beside_a_model_folder_that_its_weights_do_not_fit(tmp_path: Path) -> None:

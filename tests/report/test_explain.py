@@ -278,6 +278,19 @@ def test_a_diverged_run_is_given_each_key_once_and_a_usual_rate(tmp_path, argv, 
     assert found == sorted(["moemesh", *command.split()])
 
 
+@pytest.mark.parametrize(("newest", "is_anew"), [(2, False), (3, True), (6, True)])
+def test_weights_that_gave_no_finite_step_are_not_gone_on_from(tmp_path, newest, is_anew):
+    folder = folder_of(tmp_path / "run", timeline())
+    (folder / "checkpoints" / f"step-{newest}").mkdir(parents=True)
+    failure = {"kind": "Diverged", "message": "is not finite", "finite_step": 3}
+    (folder / "failure.json").write_text(json.dumps(failure))
+    found = explain(Run.load(folder))
+    assert (f"of step {newest} holds the weights that gave no finite step" in found.text) == is_anew
+    words = shlex.split(found.command)
+    assert "train.lr=0.0001" in words
+    assert (f"{folder}-train-lr-0-0001" in words) == is_anew
+
+
 @pytest.mark.parametrize(
     ("more", "rate"),
     [("", "0.003"), ('path = "hf"', "1e-05"), ('path = "hf"\n[lora]\nrank = 8', "0.0001")],

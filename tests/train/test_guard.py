@@ -218,6 +218,9 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
         advice = rank.facts["advice"]
         assert "the same command would end here again" in advice and "1e+30" in advice
     rank = outcomes[0]
+    # No checkpoint is made of steps that are skipped, in the place of an older one.
+    saved = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
+    assert max(saved, default=0) <= rank.facts["finite_step"]
     told = [*of_kind(rank.events, "skipped"), rank.error]
     # The weights are the cause, not the samples of a step.
     assert all("; samples " not in one for one in told[-3:])

@@ -128,7 +128,9 @@ def read_folder(path: Path) -> ConfigSource:
         leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
-    return ConfigSource(leaves=leaves)
+        return ConfigSource(leaves=leaves)
+    note = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer says how"
+    return ConfigSource(leaves=leaves, notes=(note,))
 
 
 def _refused(code: str, key: str, path: Path, message: str, fix: str = "") -> ConfigError:

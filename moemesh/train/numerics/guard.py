@@ -137,6 +137,12 @@ class Guard:
             self._say(loss, "alarm")
         return replace(result, skipped=True)
 
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the last steps were not finite: the weights are those of a step before, which may
+        be what ruins them."""
+        return self._skipped > 0
+
     def settle(self, examine: Examine) -> str | None:
         """Decide on the steps judged since the last call: None to go on, else why to go back to a
         checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
@@ -159,12 +165,13 @@ class Guard:
                 reason = f"step {step} is not finite"
                 continue
             if action == "stop":
-                raise self._failure(text, found, "train.on_nonfinite is stop")
+                raise self._failure(text, found, "train.on_nonfinite is stop", step - in_a_row)
             if found.phase == "weight":
-                raise self._failure(text, found, "no later step can be finite")
+                why = "no later step can be finite"
+                raise self._failure(text, found, why, step - in_a_row)
             if in_a_row >= self._train.max_skips:
                 why = f"no step of the last {in_a_row} was finite"
-                raise self._failure(text, found, why)
+                raise self._failure(text, found, why, step - in_a_row)
             self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
 
@@ -175,7 +182,7 @@ class Guard:
         if self._train.on_nonfinite == "rollback":
             self._say(text, "alarm")
             return f"the state of step {step} is not finite"
-        raise self._failure(text, found, "no later step can be finite")
+        raise self._failure(text, found, "no later step can be finite", step)
 
     def returned(self, reason: str, step: int | None, bad: range) -> None:
         """The run goes back to the checkpoint of `step` because of `reason`; it leaves out the
@@ -199,9 +206,11 @@ class Guard:
             "rollback",
         )
 
-    def _failure(self, text: str, found: Finding, reason: str) -> Diverged:
+    def _failure(self, text: str, found: Finding, reason: str, finite_step: int) -> Diverged:
+        """`finite_step`: the last whose loss and gradients were finite."""
         bundle = {} if self._bundle is None else {"bundle": self._bundle}
         facts = found.facts() | bundle | {"advice": self._advice(found)}
+        facts["finite_step"] = finite_step
         return Diverged(f"{text}; {reason}", facts)
 
     def _advice(self, found: Finding) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -37,7 +39,11 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
     """The configuration to use the model of `source` with: its tokenizer, on one device, and what
     `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
     if (source / CONFIG).exists():
-        config = load_run([], [f"model.path={source}", *given]).config
+        resolved = load_run([], [f"model.path={source}", *given])
+        config = resolved.config
+        if "RANK" not in os.environ:  # ranks read what their launcher has read
+            for note in resolved.notes:
+                print(f"note: {note}", file=sys.stderr, flush=True)
     elif (source / "config.toml").exists():
         sections = ("model", "data", "train", "lora")
         config = load_recorded(source / "config.toml", given, sections=sections)
