@@ -88,7 +88,7 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
                 f"{path}: row {number} has {names[number]}, row 0 has {names[0]}: every row is a "
                 "layer with a load for each expert"
             )
-    array: np.ndarray[Any, Any] = np.asarray(table)
+    array: np.ndarray[Any, Any] = np.asarray(cast("Any", table))
     if array.dtype.kind in "iufb":
         return array
     if not isinstance(table, list):
