@@ -43,7 +43,7 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
         config = resolved.config
         if "RANK" not in os.environ:  # ranks read what their launcher has read
             for note in resolved.notes:
-                print(f"note: {note}", file=sys.stderr, flush=True)
+                print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
     elif (source / "config.toml").exists():
         sections = ("model", "data", "train", "lora")
         config = load_recorded(source / "config.toml", given, sections=sections)
