@@ -31,6 +31,7 @@ from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.load import load_run
+from moemesh.config.lora import LoraConfig
 from moemesh.model.batch import Batch
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.inference.loading import load
@@ -40,6 +41,8 @@ from moemesh.train.step import gradients_of_step, update
 #: Steps before the first that counts: allocators and kernels settle.
 _STEPS_BEFORE = 3
 _RATE, _CLIP, _DECAY = 1e-4, 1.0, 0.1
+#: Projections with adapters: those that peft adapts, too, in a model whose experts are stacked.
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 #: One whole step on the tokens [B, S + 1] of all ranks; returns the mean loss of a token.
 Step = Callable[[Tensor], float]
@@ -147,7 +150,9 @@ def _ours(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
     keys = [f"plan.{key}" for key in filter(None, settings.plan.split(","))]
     keys += [f"model.path={folder}", f"train.dtype={dtype}", f"train.weight_decay={_DECAY}"]
     keys += [f"data.seq_len={settings.seq_len}", f"data.global_batch={settings.sequences}"]
-    keys += [f"lora.rank={settings.lora}"] if settings.lora else []
+    if settings.lora:
+        targets = ", ".join(f'"{name}"' for name in _ADAPTED)
+        keys += [f"lora.rank={settings.lora}", f"lora.targets=[{targets}]"]
     config = load_run([], keys, {}).config
     parallel = load(config, mesh, folder)
     optimizer = Optimizer.of(parallel, config.train)
@@ -178,7 +183,7 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
     if settings.lora:
         peft: Any = importlib.import_module("peft")
         wanted = peft.LoraConfig(
-            r=settings.lora, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+            r=settings.lora, lora_alpha=LoraConfig().alpha, target_modules=list(_ADAPTED)
         )
         model = peft.get_peft_model(model, wanted)
     trained = [one for one in model.parameters() if one.requires_grad]
