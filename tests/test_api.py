@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,6 +66,13 @@ def test_a_wrong_keyword_is_answered_by_the_nearest_one() -> None:
         last = "out" if name == "train" else list(inspect.signature(function).parameters)[-1]
         with pytest.raises(TypeError, match=rf"'{last}_': did you mean '{last}'\?"):
             function(**{f"{last}_": 3})
+    layer, schedule = cast("Any", mm.MoELayer), cast("Any", mm.schedules.zb_v)
+    with pytest.raises(TypeError, match=r"MoELayer\(\) has no argument 'topk': .* 'top_k'\?"):
+        layer(64, 64, 4, topk=2)
+    with pytest.raises(TypeError, match=r"'router_scor': did you mean 'router_score'\?"):
+        layer(64, 64, 4, 2, router_scor="sigmoid")
+    with pytest.raises(TypeError, match=r"no argument 'ranks': did you mean 'num_ranks'\?"):
+        schedule(ranks=4, num_microbatches=8)
 
 
 def test_importing_is_light() -> None:

@@ -112,7 +112,7 @@ class Group(_CommandLine, TyperGroup):
         if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
             fix = f"{elsewhere}, in a checkout"
         elif near := _nearest_verb(word, group):
-            fix = f"moemesh {near}"
+            fix = shlex.join(["moemesh", *near.split(), *args[1:]])
         else:
             fix = f"one of {', '.join(self.list_commands(ctx))}"
         message = f"`{ctx.command_path}` has no verb `{args[0]}`"

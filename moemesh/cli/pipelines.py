@@ -108,6 +108,7 @@ def _compare_all(request: ScheduleRequest, as_json: bool) -> None:
 def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 160) -> str:
     """The answer for a person: the picture if no line is longer than `width`, else how to see it;
     totals beside their formulas, then a row a rank."""
+    from moemesh.report.timeline_text import legend
     from moemesh.schedule.answer import short
 
     simulation, closed, schedule = found.simulation, found.closed, found.schedule
@@ -132,7 +133,7 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
     ]
     columns = max(map(len, picture.splitlines()), default=0)
     if 0 < columns <= width:
-        lines += [picture, ""]
+        lines += [picture, *_wrapped([legend(picture)]), ""]
     elif picture:
         note = f"the picture is {columns:,} columns wide: --text prints it, --svg FILE draws it"
         lines += [note, ""]

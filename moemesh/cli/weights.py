@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -191,7 +190,7 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Answer --prompt by the chat template; without it, talk at the terminal."
+            "--chat", help="Answer --prompt by the chat template; without it, the lines of stdin."
         ),
     ] = False,
     system: Annotated[
@@ -223,10 +222,9 @@ def generate(
     """
     from moemesh.comm.slurm import rank_of
 
-    if prompt is None and not (chat and sys.stdin.isatty()):
-        need = "--chat without it talks at a terminal, and stdin is none" if chat else "is missing"
-        fix = '--prompt "What is 3 + 4?"'
-        raise typer.BadParameter(f"{need}; fix: {fix}", param_hint="--prompt")
+    if prompt is None and not chat:
+        need = 'is missing; fix: --prompt "What is 3 + 4?"'
+        raise typer.BadParameter(need, param_hint="--prompt")
     if system is not None and not chat:
         message = "is a turn of a conversation; fix: add --chat"
         raise typer.BadParameter(message, param_hint="--system")

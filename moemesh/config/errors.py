@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
-from typing import ParamSpec, TypeVar
+from inspect import Parameter, signature
+from typing import ParamSpec, TypeVar, get_args, get_type_hints
 
 from moemesh.config.toml import format_value
 
@@ -27,15 +27,21 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the public interface: TypeError for a keyword that it does not have names the
-    nearest one."""
-    names = list(signature(function).parameters)
+    nearest one. Keywords may be those of a TypedDict: ``**options: Unpack[Options]``."""
+    parameters = signature(function).parameters
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if unknown := [name for name in kwargs if name not in names]:
-            near = get_close_matches(unknown[0], names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
-            raise TypeError(f"{function.__name__}() has no argument {unknown[0]!r}: {hint}")
+        if any(name not in parameters for name in kwargs):
+            names = [name for name in parameters if name != "self"]
+            if parameters[names[-1]].kind is Parameter.VAR_KEYWORD:
+                (options,) = get_args(get_type_hints(function)[names.pop()])
+                names += get_type_hints(options)
+            for unknown in (name for name in kwargs if name not in names):
+                near = get_close_matches(unknown, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+                called = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{called}() has no argument {unknown!r}: {hint}")
         return function(*args, **kwargs)
 
     return call

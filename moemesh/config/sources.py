@@ -93,9 +93,10 @@ def read_file(path: Path) -> ConfigSource:
 
 
 def _mended(text: str) -> str:
-    """Broken TOML as it was probably meant: a list of numbers and texts, or a text."""
+    """Broken TOML as it was probably meant: a list of numbers and texts, a number, or a text."""
     if text[0] != "[":
-        return format_value(text.strip("\"'"))
+        bare = text.strip("\"'")
+        return format_value(bare if bare[:1] in ("[", "{") else parse_value(bare, "", ""))
     parts = (part.strip(" \"'[]{}") for part in text.split(","))
     return format_value([parse_value(part, "", "") for part in parts if part])
 
@@ -110,7 +111,8 @@ def _syntax_fix(said: str, line: str) -> str:
     if "Unclosed" in said:
         return "close every bracket: the open one may be in a line above"
     if "Invalid value" in said:
-        return f"{key} = {_mended(value)}" if value else "a value behind the equals sign"
+        given = value.strip("= ")
+        return f"{key} = {_mended(given)}" if given else "a value behind the equals sign"
     return "each key as key = value, with text in quotes, and every quote closed"
 
 

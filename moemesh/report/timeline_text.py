@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
-from moemesh.report.boxes import boxes_of
+from moemesh.report.boxes import LONG_NAMES, boxes_of
 from moemesh.trace.timeline import Timeline
 
 #: A tick that would need more columns than this is no common measure, only an accident.
@@ -68,6 +69,16 @@ def draw(timeline: Timeline, *, tick: float | None = None) -> str:
             column = max(end, column)
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def legend(picture: str) -> str:
+    """One line that says the signs which are in `picture`."""
+    letters = set(re.findall(r"\b([A-Za-z])\d", picture))
+    told = [f"{key} {name}" for key, name in LONG_NAMES.items() if letters & {key, key.lower()}]
+    signs = [". idle"] if re.search(r" \.( |$)", picture, re.MULTILINE) else []
+    signs += ["+ in one block"] if "+" in picture else []
+    small = ["small letters: the second pipe or an odd chunk"] if letters & set("fbiw") else []
+    return "; ".join([", ".join([*told, *signs]), *small])
 
 
 def common_measure(times: set[float]) -> float | None:

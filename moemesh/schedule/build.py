@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, public
 from moemesh.schedule import ampnet, conditions, generators, terapipe
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
@@ -63,6 +63,7 @@ RECIPES: dict[str, Generator] = {
 }
 
 
+@public
 def build(
     name: str,
     num_ranks: int,

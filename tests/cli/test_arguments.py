@@ -152,7 +152,7 @@ def test_the_fix_of_what_is_missing_can_be_typed(
         ("launch", "--local or --slurm"),
         ("launch --slurm --k8s", "--slurm or --k8s"),
         ("schedule", "moemesh schedule 1f1b --ranks 4 --microbatches 8"),
-        ("generate r --chat", '--prompt "What is 3 + 4?"'),
+        ("generate r", '--prompt "What is 3 + 4?"'),
     ],
 )
 def test_what_does_not_go_together_has_a_fix(

@@ -265,6 +265,8 @@ def test_duplicates(tmp_path: Path) -> None:
         ("plan]", "[plan]"),
         ("tp = [2\ndp = 3", "close every bracket: the open one may be in a line above"),
         ("dtype = float32", 'dtype = "float32"'),
+        ("lr = = 3", "lr = 3"),
+        ("lr = =", "a value behind the equals sign"),
         ("freeze = [router, 3]", 'freeze = ["router", 3]'),
         ("tp =", "a value behind the equals sign"),
         ("tp = 1\ntp = 2", "give each key, and each section, once"),
@@ -280,6 +282,7 @@ def test_a_broken_line_has_its_own_fix(line: str, fix: str, tmp_path: Path) -> N
     [
         ("[plan=3", "--set plan.ep=VALUE"),
         ("train.freeze=[router", """close every quote and bracket: 'train.freeze=["router"]'"""),
+        ("data.path={x", """close every quote and bracket: 'data.path="{x"'"""),
         ('data.path="x', """close every quote and bracket: 'data.path="x"'"""),
     ],
 )

@@ -213,7 +213,7 @@ COMMANDS: list[Mistake] = [
     Mistake("generate other_run --prompt a", ("other_run", "checkpoint")),
     Mistake("generate no_weights --prompt a", ("no_weights", "safetensors")),
     Mistake("generate other_run", ("--prompt",)),
-    Mistake("generate other_run --chat", ("--prompt", "stdin")),
+    Mistake("generate other_run --chat", ("other_run", "checkpoint")),
     Mistake("generate other_run --prompt a --system b", ("--system", "--chat")),
     Mistake("generate other_run --prompt a --temperature -1", ("--temperature", "-1")),
     Mistake("generate other_run --prompt a --top-p 2", ("--top-p", "2")),

@@ -131,6 +131,14 @@ class TestStacked:
 
 
 class TestText:
+    def test_the_legend_says_the_signs_of_the_picture(self) -> None:
+        def legend(name: str) -> str:
+            return timeline_text.legend(timeline_text.draw(simulate(build(name, 4, 8)).timeline))
+
+        assert legend("gpipe") == "F forward, B backward, . idle"
+        assert "I input gradient, W weight gradient" in legend("dualpipe")
+        assert "+ in one block; small letters: the second pipe" in legend("dualpipe")
+
     def test_columns_are_ticks(self) -> None:
         lines = timeline_text.draw(simulate(build("1f1b", 2, 2)).timeline).splitlines()
         assert lines == ["rank 0: F0 F1 .  .  B0--- .  B1---", "rank 1: .  F0 B0--- F1 B1---"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -131,11 +132,28 @@ def test_a_conversation_at_the_terminal(
         return line
 
     monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     generation.generate(folder, None, chat=True)
     first = "<user>first?</s>\n<assistant>"
     assert model.prompts == [first, f"{first}One <.</s>\n<user>second?</s>\n<assistant>"]
     captured = capsys.readouterr()
     assert captured.out == "One <.\nTwo.\n\n" and "/exit or Ctrl-D" in captured.err
+
+
+def test_a_conversation_from_a_pipe(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = answering("One.</s>", "Two.</s>")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first?\n\nsecond?\n"))
+    generation.generate(folder, None, chat=True)
+    assert len(model.prompts) == 2 and "<assistant>One.</s>" in model.prompts[1]
+    assert capsys.readouterr() == ("One.\nTwo.\n", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(UserError, match="stdin holds no question: give one as --prompt"):
+        generation.generate(folder, None, chat=True)
 
 
 def test_what_chat_refuses(
@@ -151,9 +169,7 @@ def test_what_chat_refuses(
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"name the folder of a tokenizer with chat_template"):
         generation.generate(folder, "?", chat=True)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     for options, message in (
-        (["--chat"], "stdin is none"),
         ([], "is missing"),
         (["--prompt", "a", "--system", "b"], "add --chat"),
     ):

@@ -33,7 +33,7 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config import experts as keys
 from moemesh.config.divisors import nearest_divisors
-from moemesh.config.errors import check_kind
+from moemesh.config.errors import check_kind, public
 from moemesh.config.layout import Layout
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
@@ -171,9 +171,6 @@ def model_config(
     hidden_size: int, expert_size: int, num_experts: int, top_k: int, options: Mapping[str, Any]
 ) -> ModelConfig:
     """The options as a checked ModelConfig."""
-    known = RoutingOptions.__annotations__
-    for name in options.keys() - known.keys():
-        raise TypeError(f"MoELayer has no option {name!r}: {nearest_choice(name, sorted(known))}")
     numbers = {
         "hidden_size": hidden_size,
         "expert_size": expert_size,
@@ -259,6 +256,7 @@ class MoELayer(nn.Module):
     options.
     """
 
+    @public
     def __init__(
         self,
         hidden_size: int,

@@ -115,7 +115,7 @@ def generate(
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
     returns the exit code. With `chat`, `prompt` is a question, put and answered by the chat
-    template; None: questions are read from the terminal."""
+    template; None: questions are the lines of stdin."""
     config = config_of(source, overrides)
     _refuse_spread_sequences(config.plan)
     tokenizer = Tokenizer.open(config.data.tokenizer)
@@ -125,8 +125,8 @@ def generate(
         print(f"note: {note}", file=sys.stderr, flush=True)
     if prompt is None and config.plan.world_size > 1:
         raise UserError(
-            f"the plan has {config.plan.world_size} ranks, and a conversation at the terminal is "
-            "held by one: give --prompt TEXT, or one rank"
+            f"the plan has {config.plan.world_size} ranks, and a conversation is held by one: "
+            "give --prompt TEXT, or one rank"
         )
     turns = [] if system is None else [{"role": "system", "content": system}]
 
@@ -223,16 +223,21 @@ def _converse(
     ids_of: Callable[[str], list[int]],
     answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
 ) -> None:
-    """Questions from the terminal, and answers to it, until /exit or the end of the input."""
-    print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+    """Questions from stdin, a line each, and their answers, until /exit or the end of the input."""
+    is_terminal, before = sys.stdin.isatty(), len(turns)
+    if is_terminal:
+        print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
     with suppress(EOFError, KeyboardInterrupt):
-        while (question := input("> ").strip()) != "/exit":
+        while (question := input("> " if is_terminal else "").strip()) != "/exit":
             if question:
                 text, _ = answer(ids_of(question), _print_more)
                 turns.append({"role": "user", "content": question})
                 turns.append({"role": "assistant", "content": text})
-                print()
-    print(flush=True)
+                print(flush=True)
+    if is_terminal:
+        print(flush=True)
+    elif len(turns) == before:
+        raise UserError("stdin holds no question: give one as --prompt, or a line each")
 
 
 def _stops(source: Path, model_path: str | None) -> Collection[int]:
