@@ -33,7 +33,7 @@ train: $(VENV)/ready
 	"$(BIN)/moemesh" train --set plan.tp=2 --set plan.dp=2 --set plan.ep=4 --out "$(OUT)"
 
 test: $(VENV)/ready
-	"$(BIN)/python" -m pytest -n auto --dist worksteal $(PYTEST_FLAGS)
+	"$(BIN)/python" -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/ready
 	"$(BIN)/python" -m pytest -m slow $(PYTEST_FLAGS)

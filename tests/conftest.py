@@ -8,17 +8,10 @@ import hypothesis
 import pytest
 
 from moemesh.cli import terminal
-from moemesh.trace.machine import usable_cores
 from tests import sandbox
 
 # Whether a verb works for a second depends on the machine: none says so by chance.
 terminal.FIRST = 1e6
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: a test waits for processes about half of its time."""
-    return min(usable_cores() + 1, 8)
 
 
 @pytest.hookimpl(tryfirst=True)
