@@ -54,7 +54,17 @@ def attention(
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
     # The fused kernels of CUDA refuse a batch of 0, which a rank without sequences has.
-    if visible.is_whole and sinks_N is None and query_BNSD.numel():
+    has_kernel = sinks_N is None and query_BNSD.numel() > 0
+    if (
+        has_kernel
+        and torch.is_inference_mode_enabled()
+        and (seen := visible.by_the_last) is not None
+    ):
+        # A token of generated text: one query behind all keys, which needs no mask.
+        y_BNSD = F.scaled_dot_product_attention(
+            query_BNSD, key_BMCD[:, :, seen], value_BMCD[:, :, seen], scale=scale, enable_gqa=True
+        )
+    elif has_kernel and visible.is_whole:
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD, value_BMCD, is_causal=True, scale=scale, enable_gqa=True
         )

@@ -19,6 +19,7 @@ from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import Flow, LocalTokens, Tokens
+from moemesh.ops.expert_mlp import expert_mlp_of_few
 from moemesh.ops.linear import linear
 from moemesh.ops.permute import count_ids
 from moemesh.ops.swiglu import SwigluForm
@@ -78,6 +79,33 @@ class PlainExchange:
         return self.dispatcher.combine(results, self.plan).wait()
 
 
+class DirectExchange:
+    """The experts of a few tokens of generated text, where they lie: nothing is sorted or sent."""
+
+    @staticmethod
+    def suits(moe: MoE, routing: Routing) -> bool:
+        """Whether all experts are here, on a CPU, and rows so few that they hardly share any."""
+        return (
+            torch.is_inference_mode_enabled()
+            and isinstance(moe.dispatcher, LocalDispatcher)
+            and routing.is_complete
+            and routing.experts_TK.device.type == "cpu"
+            and routing.experts_TK.numel() <= moe.config.num_experts
+            and moe.experts.rest is None
+        )
+
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return x_TH, weights_TK, experts_TK
+
+    def compute(self, experts: Experts, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return expert_mlp_of_few(*rows, experts.weights)
+
+    def combine(self, results: Tensor) -> Tensor:
+        return results
+
+
 #: Made once a forward.
 Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
 
@@ -129,7 +157,10 @@ class MoE(nn.Module):
             # From logical ids, which the router and its losses know, to the dispatcher's.
             places_TK = self.place_E[experts_TK.clamp(min=0)]
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
-        exchange = self.runner(self.dispatcher, context.flow)
+        if DirectExchange.suits(self, routing):
+            exchange: ExpertExchange = DirectExchange()
+        else:
+            exchange = self.runner(self.dispatcher, context.flow)
         rows = exchange.dispatch(
             x_TH, routing.weights_TK, experts_TK, is_complete=routing.is_complete
         )

@@ -285,6 +285,31 @@ def _gate_and_up(
     return h_BG
 
 
+def expert_mlp_of_few(
+    x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: ExpertWeights
+) -> Tensor:
+    """The sums [T, H] of the weighted outputs of each token's experts, without gradient, for fewer
+    rows than experts: in the order of tokens and slots, each a product of its own."""
+    ids_R, weights_R = experts_TK.flatten(), weights_TK.flatten()
+    numbers = ids_R.tolist()
+
+    def gemm(x_RI: Tensor, weight_EIO: Tensor) -> Tensor:
+        rows = zip(x_RI.split(1), numbers, strict=True)
+        return torch.cat([x_1I @ weight_EIO[expert] for x_1I, expert in rows])
+
+    x_RH = x_TH.repeat_interleave(experts_TK.shape[1], dim=0)
+    h_RG = gemm(x_RH, experts.gate_up.flatten(1, 2).transpose(1, 2))
+    add_products(experts.of_gate_up, x_RH, h_RG, experts.scale, gemm)
+    if experts.gate_up_bias is not None:
+        h_RG += experts.gate_up_bias.flatten(1)[ids_R]
+    product_RF = swiglu(h_RG, weights_R, experts.form)
+    y_RH = gemm(product_RF, experts.down.transpose(1, 2))
+    add_products(experts.of_down, product_RF, y_RH, experts.scale, gemm)
+    if experts.down_bias is not None:
+        y_RH[:, experts.part] += experts.down_bias[ids_R] * weights_R[:, None].to(y_RH.dtype)
+    return y_RH.view(*experts_TK.shape, -1).sum(1)
+
+
 def expert_mlp(
     source_NH: Tensor,
     rows: RowMap,

@@ -228,6 +228,8 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
         return _AdaptedLinear.apply(x, form, kind, weight.weight, *factors)
     if isinstance(x_TI, SwigluOf):
         return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
+    if not torch.is_grad_enabled():  # nothing is kept for a backward
+        return x_TI @ weight.reshape(-1, weight.shape[-1]).t()
     return _Linear.apply(x_TI, weight)
 
 

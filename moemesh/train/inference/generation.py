@@ -57,7 +57,7 @@ class KeyValueCache:
         return None
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def continuation(
     model: Transformer, prompt: Sequence[int], choose: Choose, device: torch.device | str = "cpu"
 ) -> Iterator[int]:
