@@ -55,11 +55,8 @@ def attention(
     value_BMCD = _padded(value_BMCD, query_BNSD)
     # The fused kernels of CUDA refuse a batch of 0, which a rank without sequences has.
     has_kernel = sinks_N is None and query_BNSD.numel() > 0
-    if (
-        has_kernel
-        and torch.is_inference_mode_enabled()
-        and (seen := visible.by_the_last) is not None
-    ):
+    seen = visible.by_the_last if torch.is_inference_mode_enabled() else None
+    if has_kernel and seen is not None:
         # A token of generated text: one query behind all keys, which needs no mask.
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD[:, :, seen], value_BMCD[:, :, seen], scale=scale, enable_gqa=True

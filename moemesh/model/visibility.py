@@ -44,15 +44,12 @@ class Visibility:
     def by_the_last(self) -> slice | None:
         """The keys that a lone query behind all of them sees, as places among those held here; None
         where there are more queries, or documents."""
-        is_lone = len(self.queries) == 1 and len(self.queries[0]) == 1
-        if not is_lone or self.starts_BL is not None:
+        if len(self.queries) != 1 or len(self.queries[0]) != 1 or self.starts_BL is not None:
             return None
         stop = self.queries[0].stop
-        return (
-            slice(max(stop - (self.window or stop), 0), stop)
-            if self.keys == (range(stop),)
-            else None
-        )
+        if self.keys != (range(stop),):
+            return None
+        return slice(max(stop - (self.window or stop), 0), stop)
 
     @property
     def is_triangle(self) -> bool:
