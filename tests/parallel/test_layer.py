@@ -347,7 +347,7 @@ def test_ranks_without_a_process_group_are_named(monkeypatch: pytest.MonkeyPatch
         ({"dispatcher": "alltoall"}, LayerError, "did you mean all_to_all"),
         ({"gradients": "average"}, LayerError, "choices: mean, sum"),
         ({"dispatch_chunks": 0}, LayerError, "at least 1"),
-        ({"router_scores": "softmax"}, TypeError, "did you mean router_score"),
+        ({"router_scores": "softmax"}, TypeError, "did you mean 'router_score'"),
         ({"router_score": "soft"}, ConfigError, "router_score cannot be"),
     ],
 )
