@@ -55,7 +55,7 @@ def attention(
     value_BMCD = _padded(value_BMCD, query_BNSD)
     # The fused kernels of CUDA refuse a batch of 0, which a rank without sequences has.
     has_kernel = sinks_N is None and query_BNSD.numel() > 0
-    seen = visible.by_the_last if torch.is_inference_mode_enabled() else None
+    seen = None if torch.is_grad_enabled() else visible.by_the_last
     if has_kernel and seen is not None:
         # A token of generated text: one query behind all keys, which needs no mask.
         y_BNSD = F.scaled_dot_product_attention(

@@ -18,7 +18,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
-from moemesh.model.seams import Flow, LocalTokens, Tokens
+from moemesh.model.seams import NO_SLICES, Flow, LocalTokens, Tokens
 from moemesh.ops.expert_mlp import expert_mlp_of_few
 from moemesh.ops.linear import linear
 from moemesh.ops.permute import count_ids
@@ -83,10 +83,10 @@ class DirectExchange:
     """The experts of a few tokens of generated text, where they lie: nothing is sorted or sent."""
 
     @staticmethod
-    def suits(moe: MoE, routing: Routing) -> bool:
+    def suits(moe: MoE, routing: Routing, context: Context) -> bool:
         """Whether all experts are here, on a CPU, and rows so few that they hardly share any."""
         return (
-            torch.is_inference_mode_enabled()
+            not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
             and isinstance(moe.dispatcher, LocalDispatcher)
             and routing.is_complete
             and routing.experts_TK.device.type == "cpu"
@@ -157,7 +157,7 @@ class MoE(nn.Module):
             # From logical ids, which the router and its losses know, to the dispatcher's.
             places_TK = self.place_E[experts_TK.clamp(min=0)]
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
-        if DirectExchange.suits(self, routing):
+        if DirectExchange.suits(self, routing, context):
             exchange: ExpertExchange = DirectExchange()
         else:
             exchange = self.runner(self.dispatcher, context.flow)

@@ -57,7 +57,7 @@ class KeyValueCache:
         return None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continuation(
     model: Transformer, prompt: Sequence[int], choose: Choose, device: torch.device | str = "cpu"
 ) -> Iterator[int]:
