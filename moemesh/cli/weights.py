@@ -225,6 +225,9 @@ def generate(
     if prompt is None and not chat:
         need = 'is missing; fix: --prompt "What is 3 + 4?"'
         raise typer.BadParameter(need, param_hint="--prompt")
+    if prompt is None and as_json:
+        need = 'answers one --prompt; fix: --prompt "What is 3 + 4?"'
+        raise typer.BadParameter(need, param_hint="--json")
     if system is not None and not chat:
         message = "is a turn of a conversation; fix: add --chat"
         raise typer.BadParameter(message, param_hint="--system")

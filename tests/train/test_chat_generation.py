@@ -171,6 +171,7 @@ def test_what_chat_refuses(
         generation.generate(folder, "?", chat=True)
     for options, message in (
         ([], "is missing"),
+        (["--chat", "--json"], "answers one --prompt"),
         (["--prompt", "a", "--system", "b"], "add --chat"),
     ):
         monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
