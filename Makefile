@@ -13,6 +13,7 @@ PROBE = import os, threading, urllib.request; end = threading.Timer(5, os._exit,
 	end.daemon = True; end.start(); urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=5)
 VERSION = import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 3.11 or newer is \
 	needed, and $(PYTHON) is ' + sys.version.split()[0] + ': make PYTHON=python3.12, say')
+TESTS = "$(BIN)/python" -m pytest -n auto --maxprocesses 8 --dist worksteal
 OUT ?= runs/tiny
 
 .PHONY: train test test-slow check house format bench gpu docs clean
@@ -33,7 +34,7 @@ train: $(VENV)/ready
 	"$(BIN)/moemesh" train --set plan.tp=2 --set plan.dp=2 --set plan.ep=4 --out "$(OUT)"
 
 test: $(VENV)/ready
-	"$(BIN)/python" -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
+	$(TESTS) $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/ready
 	"$(BIN)/python" -m pytest -m slow $(PYTEST_FLAGS)
@@ -43,6 +44,7 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright -p .
 	$(BIN)/lint-imports
+	$(TESTS) -m "documents and not slow"
 
 # Lines, files, functions and names of the package.
 house: $(VENV)/ready

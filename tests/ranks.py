@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -321,33 +321,35 @@ class _Watch:
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
+        #: Name and contents of everything watched, and the keys and values that it should have.
         self._parts = [(kind.__qualname__, vars(kind)) for kind in self._CLASSES]
-        self._values: list[dict[Any, object]] = []
+        self._known: list[tuple[list[Any], list[object]]] = []
         self._settings: dict[str, object] = {}
 
     def remember(self) -> None:
-        """Take the present state for how it should be."""
+        """Take the present state for how it should be, on top of what was found unchanged."""
         for name, module in list(sys.modules.items()):
             if self._modules.get(name) is not module and self._is_watched(name):
                 self._modules[name] = module
                 self._parts.extend(_parts(name, module, self._OURS))
-        self._values = [_values(part) for _, part in self._parts]
+        new = self._parts[len(self._known) :]
+        self._known += [(list(_keys(part)), list(_values(part))) for _, part in new]
         self._settings = _settings()
 
     def changes(self) -> list[str]:
         """The names of what is no longer as it was remembered."""
         found = []
-        for (name, part), before in zip(self._parts, self._values, strict=True):
-            now = _values(part)
-            if before.keys() == now.keys() and all(
-                map(operator.is_, before.values(), now.values())
-            ):
+        for (name, part), (keys, values) in zip(self._parts, self._known, strict=True):
+            now = list(_keys(part))
+            if keys == now and all(map(operator.is_, values, _values(part))):
                 continue
-            keys = [*before, *(now.keys() - before.keys())]
+            before, after = (
+                dict(zip(*pair, strict=True)) for pair in ((keys, values), (now, _values(part)))
+            )
             found += [
                 f"{name}.{key}"
-                for key in keys
-                if before.get(key) is not now.get(key) and key not in self._EXEMPT
+                for key in {**before, **after}
+                if before.get(key) is not after.get(key) and key not in self._EXEMPT
             ]
         now = _settings()
         return found + [name for name, value in self._settings.items() if value != now[name]]
@@ -375,12 +377,16 @@ def _parts(name: str, module: ModuleType, ours: tuple[str, ...]) -> Iterator[tup
             yield f"{name}.{key}", vars(value)
 
 
-def _values(part: Any) -> dict[Any, object]:
-    if type(part) is list:
-        return dict(enumerate(part))
-    if type(part) is set:
-        return {id(value): value for value in part}
-    return dict(part)
+def _keys(part: Any) -> Iterable[Any]:
+    if isinstance(part, set):
+        return sorted(map(id, part))
+    return range(len(part)) if isinstance(part, list) else part
+
+
+def _values(part: Any) -> Iterable[object]:
+    if isinstance(part, set):
+        return sorted(part, key=id)
+    return part if isinstance(part, list) else part.values()
 
 
 def _settings() -> dict[str, object]:

@@ -33,6 +33,8 @@ from tests.documents import (
 )
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.documents
+
 #: First words of commands that are not run: they install, build or need a person.
 NOT_RUN = ("make", "pip", "git", "source")
 

@@ -18,6 +18,8 @@ from tests import commands
 from tests.documents import SMALL_RUN
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.documents
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TESTED = {
     "checkpoint.py",

@@ -19,6 +19,8 @@ from tests.huggingface.tiny import save
 from tests.planner.published_configs import WITH_EXPERTS
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.documents
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 LINES = 40
 #: The files of a user, as the recipes name them.

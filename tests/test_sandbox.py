@@ -211,7 +211,8 @@ def test_verbs_that_write_pass_in_a_used_checkout(tmp_path: Path) -> None:
         "tests/test_sandbox.py::test_variables_of_the_user_are_gone",
         "tests/cli/test_data.py::"
         "test_a_vocabulary_beyond_the_embedding_is_refused_before_anything_is_read",
-        "tests/train/test_preparation.py",
+        "tests/train/test_preparation.py::test_a_dry_run_says_all_and_writes_nothing",
+        "tests/train/test_preparation.py::test_a_finished_run_is_told_before_its_data_is_read",
         timeout=PATIENCE,
     )
 

@@ -12,6 +12,8 @@ import pytest
 from tests.documents import ROOT, text_of
 from tests.test_cli import run
 
+pytestmark = pytest.mark.documents
+
 COMMANDS = tuple(dict.fromkeys(re.findall(r"`moemesh ([a-z][^`]*)`", text_of("docs/seeds.md"))))
 
 

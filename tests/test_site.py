@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.documents import ROOT
 from tests.waiting import PATIENCE
+
+pytestmark = pytest.mark.documents
 
 
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def loss_of_transformers(folder: Path, text: str) -> float:
         return float(model(ids[:, :-1], labels=ids[:, :-1], shift_labels=ids[:, 1:]).loss)
 
 
+@pytest.mark.documents
 def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     user, by_verb = User(tmp_path), dict[str, list[str]]()
     for words in commands_of_readme():

@@ -51,7 +51,7 @@ def kept_on_rank(mesh: Mesh, plan_keys: dict[str, Any], length: int) -> int:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("length", [2048, pytest.param(32768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [1024, pytest.param(32768, marks=pytest.mark.slow)])
 def test_four_ranks_keep_a_quarter(length: int, context: str) -> None:
     alone = kept_on_rank(Mesh.single("cpu"), {}, length)
     plan = {"cp": 4, "context": context}

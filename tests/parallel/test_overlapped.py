@@ -55,13 +55,13 @@ class Case:
 
 CASES = [
     Case(DUALPIPE | DATA, dtype="float32"),
-    Case(DUALPIPE_V | DATA, shape=FEW),
-    Case(DUALPIPE | TENSOR, "tied"),
     Case(DUALPIPE_V | TENSOR, "z_loss"),
     Case(DUALPIPE | DATA | {"dispatch_chunks": 2}, "dense_first"),
     Case(DUALPIPE_V | DATA | {"dispatcher": "all_gather"}, "no_shared"),
 ]
 MORE_CASES = [
+    Case(DUALPIPE_V | DATA, shape=FEW),
+    Case(DUALPIPE | TENSOR, "tied"),
     Case(DUALPIPE | DATA),
     Case(DUALPIPE_V | DATA),
     Case(DUALPIPE_V | DATA, dtype="float32"),

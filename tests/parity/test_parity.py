@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": MODEL | {"num_experts": 0, "num_shared_experts": 0},
 }
 TRAIN: dict[str, Any] = {
-    "steps": 3,
+    "steps": 2,
     "dtype": "float64",
     "optimizer": "sgd",
     "lr": 0.2,
@@ -169,8 +169,8 @@ def test_the_reference_does_something() -> None:
     assert trained.losses[0] != trained.losses[-1]
 
 
-def test_float32_losses_stay_together_over_twenty_steps() -> None:
-    keys = TRAIN | {"dtype": "float32", "steps": 20, "lr": 0.05}
+def test_float32_losses_stay_together_over_ten_steps() -> None:
+    keys = TRAIN | {"dtype": "float32", "steps": 10, "lr": 0.05}
     alone = train(MODELS["moe"], {}, keys)
     spread = train(MODELS["moe"], {"tp": 2, "dp": 2, "ep": 4}, keys)
     worst = max(abs(a / b - 1) for a, b in zip(spread.losses, alone.losses, strict=True))

@@ -14,7 +14,7 @@ from tests.parity.training import Shape, train
 TINY = load_run([], []).config.model.model_dump()
 HALF = TINY | {"num_layers": TINY["num_layers"] // 2}
 SHAPE = Shape(global_batch=8, seq_len=32)
-TRAIN: dict[str, Any] = {"steps": 4, "lr": 3e-3, "warmup_steps": 1}
+TRAIN: dict[str, Any] = {"steps": 2, "lr": 3e-3, "warmup_steps": 1}
 MESH: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 4, "ranks_per_node": 2}
 DISPATCHERS = ["all_gather", "hierarchical", "low_latency", "auto"]
 
