@@ -35,11 +35,11 @@ MODELS = ("tiny", "llama3-8b", "qwen3-30b-a3b", "mixtral-8x7b")
 CLUSTERS = ("dgx_h100", "dgx_a100", "gb200_nvl72", "laptop_cpu", "hgx_b300", "dgx_h200")
 #: (model, cluster, nodes, sequence length, batch, answers that are looked at).
 FEW = (
-    ("llama3-8b", "dgx_h100", 8, 4096, 64, 8),
-    ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 256, 8),
-    ("qwen3-30b-a3b", "dgx_h200", 1, 32768, 1, 6),
-    ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 6),
-    ("tiny", "laptop_cpu", 2, 128, 32, 6),
+    ("llama3-8b", "dgx_h100", 8, 4096, 64, 4),
+    ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 256, 4),
+    ("qwen3-30b-a3b", "dgx_h200", 1, 32768, 1, 3),
+    ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 3),
+    ("tiny", "laptop_cpu", 2, 128, 32, 3),
 )
 _CHANCE = random.Random(20261122)
 MANY = tuple(
@@ -68,7 +68,7 @@ def answers(
     found = SearchSpace(model.shape, cluster, space)
     best = found.fitting(found.capacity, top)
     rest = [index for index in range(found.examined) if found.needed[index] <= found.capacity]
-    others = random.Random(batch + seq_len).sample(rest, min(5, len(rest)))
+    others = random.Random(batch + seq_len).sample(rest, min(top // 2, len(rest)))
     return tuple(found.candidate(index) for index in dict.fromkeys([*best, *others]))
 
 
@@ -108,7 +108,7 @@ def test_what_is_planned_can_be_trained_and_costs_what_was_said(case) -> None:
     name, cluster, nodes, seq_len, batch, top = case
     model, there = load_model(name), machine(cluster, nodes)
     found = answers(model, there, seq_len, batch, top)
-    assert len(found) >= min(top, 6)
+    assert len(found) >= top
     for candidate in found:
         assert_is_what_runs(model, there, candidate)
 

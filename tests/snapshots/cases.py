@@ -7,7 +7,6 @@ every verb, and ``validate.txt`` the predictions of a small table of measured ru
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ from tests.sandbox import ROOT
 
 FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.txt"))
+#: Files whose text is made as a whole; the others hold commands and their answers.
+WHOLE = ("help", "validate")
 #: Numbers are kept to so many digits: libraries round the last ones by the processor.
 DIGITS = 9
 #: A key whose number is the time that a search took.
@@ -39,8 +40,13 @@ def text_of(name: str) -> str:
         return "\n".join(f"$ moemesh {verb} --help\n{help_of(verb)}" for verb in verbs())
     if name == "validate":
         return validation()
-    commands = re.findall(r"^\$ moemesh (.*)", path_of(name).read_text(encoding="utf-8"), re.M)
-    return "".join(f"$ moemesh {command}\n{answer(command)}\n" for command in commands)
+    return "".join(f"$ moemesh {command}\n{answer(command)}\n" for command in kept(name))
+
+
+def kept(name: str) -> dict[str, str]:
+    """Command line -> answer, of the commands in the file."""
+    parts = path_of(name).read_text(encoding="utf-8").split("$ moemesh ")[1:]
+    return {line: answer for line, _, answer in (part.partition("\n") for part in parts)}
 
 
 def verbs() -> list[str]:

@@ -1,15 +1,31 @@
 """Answers and help texts equal the files that a person read: a change of them shows in a diff.
 
-``python -m tests.snapshots`` writes the files again. Refusals are in ``tests/mistakes``.
+``python -m tests.snapshots`` writes the files again; all are compared with ``-m "slow or not slow"``. Refusals are in ``tests/mistakes``.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.snapshots.cases import NAMES, path_of, text_of
+from tests.snapshots.cases import NAMES, WHOLE, answer, kept, path_of, text_of
+
+#: One in so many commands of a verb that searches runs by default.
+EVERY = {"plan": 3, "estimate": 2, "partition": 2}
+ANSWERS = [
+    pytest.param(
+        name, command, id=command, marks=[pytest.mark.slow] * bool(number % EVERY.get(name, 1))
+    )
+    for name in NAMES
+    if name not in WHOLE
+    for number, command in enumerate(kept(name))
+]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_answers_are_those_that_were_read(name: str) -> None:
+@pytest.mark.parametrize("name", WHOLE)
+def test_helps_and_predictions_are_those_that_were_read(name: str) -> None:
     assert text_of(name) == path_of(name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "command"), ANSWERS)
+def test_answers_are_those_that_were_read(name: str, command: str) -> None:
+    assert f"{answer(command)}\n" == kept(name)[command]
