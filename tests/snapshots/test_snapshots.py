@@ -1,6 +1,7 @@
 """Answers and help texts equal the files that a person read: a change of them shows in a diff.
 
-``python -m tests.snapshots`` writes the files again; all are compared with ``-m "slow or not slow"``. Refusals are in ``tests/mistakes``.
+``python -m tests.snapshots`` writes the files again, and ``-m "slow or not slow"`` compares all of
+them. Refusals are in ``tests/mistakes``.
 """
 
 from __future__ import annotations
