@@ -13,6 +13,7 @@ from moemesh.cli.plan_text import (
     batch_words,
     cells,
     certified,
+    cheapest,
     command_lines,
     figures,
     heading,
@@ -48,7 +49,8 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
     heads += ["Days", "GPU-hours"] if planned.tokens else []
     notes = (
-        *(risk_of_memory(planned), *published(planned), certified(planned)),
+        *filter(None, (risk_of_memory(planned), *published(planned), cheapest(planned))),
+        certified(planned),
         f"binding: {planned.advice.binding}",
         *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
     )

@@ -60,6 +60,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         "",
         *wrapped(risk_of_memory(planned)),
         *(line for told in published(planned) for line in wrapped(told)),
+        *wrapped(cheapest(planned)),
         *wrapped(certified(planned)),
     ]
     for rival in planned.rivals:
@@ -261,6 +262,23 @@ def published(planned: PlannedAnswer) -> list[str]:
             told += f"; in your number type {run.here:.4g} s"
         lines.append(told)
     return lines
+
+
+def cheapest(planned: PlannedAnswer) -> str:
+    """The layout of fewer nodes with the fewest GPU-hours; nothing without a number of tokens."""
+    tokens, found = planned.tokens, planned.cheapest
+    if tokens is None:
+        return ""
+    if found is None:
+        return "cheapest: 1, to one percent: fewer nodes save no GPU-hours"
+    hours, first = (planned.speed(one).gpu_hours(tokens) for one in (found, planned.candidates[0]))
+    nodes = found.layout.world_size // planned.cluster.gpus_per_node
+    keys = plan_keys(found.layout)
+    said = keys_text({key: x for key, x in keys.items() if x != vars(Plan()).get(key)})
+    return (
+        f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
+        f"{planned.speed(found).days(tokens):,.1f} days, {said}"
+    )
 
 
 def certified(planned: PlannedAnswer) -> str:

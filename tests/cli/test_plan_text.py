@@ -157,6 +157,27 @@ def test_published_runs_stand_beside_the_prediction() -> None:
     assert not published(plan_named("tiny", "dgx_h100", 64, 8))
 
 
+def test_the_cheapest_is_the_one_that_a_search_of_its_nodes_finds() -> None:
+    """A small batch on many nodes waits more than it computes; on one node nothing is cheaper."""
+    batch = {"model": "qwen3-30b-a3b", "cluster": "dgx_h100", "seq_len": 4096, "global_batch": 32}
+    wide = plan_named(**batch, nodes=4, tokens="1T")  # type: ignore[arg-type]
+    assert wide.cheapest is not None
+    nodes = wide.cheapest.layout.world_size // 8
+    costs = {
+        n: plan_named(**batch, nodes=n).fastest_first[0].seconds * n  # type: ignore[arg-type]
+        for n in (1, 2, 4)
+    }
+    assert wide.cheapest.seconds * nodes == pytest.approx(costs[nodes])
+    assert min(costs, key=lambda n: costs[n]) == nodes < 4
+    (told,) = [line for line in plan_text(wide, "").splitlines() if line.startswith("cheapest")]
+    hours = 1e12 / (32 * 4096) * costs[nodes] * 8 / 3600
+    assert told.startswith(f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours (-")
+    answer = to_json(wide)["cheapest"]
+    assert answer["speed"]["gpu_hours"] == pytest.approx(hours) and answer["plan"]["dp"]
+    alone = plan_named("tiny", "dgx_h100", 64, 8, tokens="1B")
+    assert to_json(alone)["cheapest"] is None and "fewer nodes save no" in plan_text(alone, "")
+
+
 def test_text_of_comments_is_one_line_each(planned: PlannedAnswer) -> None:
     heads = [line for line in plan_file(planned).splitlines() if line.startswith("#")]
     assert len(heads) == 4 and "16 devices of dgx_h100" in heads[0]

@@ -127,6 +127,8 @@ class PlannedAnswer:
     has_safe: bool = True
     #: What others measured of the model on such devices.
     published: tuple[KnownRun, ...] = ()
+    #: The best layout of fewer nodes, where its GPU-hours are the fewest; only with `tokens`.
+    cheapest: Candidate | None = None
 
     def speed(self, found: Candidate) -> Speed:
         """Tokens a second, MFU and days of a candidate."""
@@ -206,6 +208,27 @@ def _what_helps(found: SearchSpace) -> str:
     return f"{', '.join(fixes[:-1])} or {fixes[-1]}"
 
 
+def cheapest(planned: PlannedAnswer, space: Space, tell: Callable[[str], None]) -> Candidate | None:
+    """The fastest layout of half, a quarter, ... of the nodes, if its GPU-hours are fewer than the
+    first answer's by more than one percent; None where fewer devices save nothing."""
+    best, found = planned.candidates[0], None
+    least = 0.99 * best.seconds * space.num_devices
+    nodes = planned.cluster.nodes // 2
+    while nodes:
+        cluster = planned.cluster.model_copy(update={"nodes": nodes})
+        smaller = replace(space, num_devices=cluster.num_devices)
+        try:
+            searched = SearchSpace(planned.model.shape, cluster, smaller, tell)
+        except ConfigError:  # no layout of so many devices is legal
+            break
+        numbers = searched.fitting(searched.capacity, 1)
+        if not numbers or searched.seconds(numbers[0]) * cluster.num_devices >= least:
+            break
+        found = searched.candidate(numbers[0])
+        least, nodes = found.seconds * cluster.num_devices, nodes // 2
+    return found
+
+
 def plan_named(
     model: str | Path | ModelConfig | Model,
     cluster: str | Path | Cluster,
@@ -280,7 +303,10 @@ def plan_named(
         if problems := untrained(smallest, known):
             fix = "leave --trainable out to plan what other trainers would run"
             raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
-    return replace(plan(known, machine, space, top, rivals=why, tell=tell), tokens=wanted)
+    planned = plan(known, machine, space, top, rivals=why, tell=tell)
+    if wanted is None:
+        return planned
+    return replace(planned, tokens=wanted, cheapest=cheapest(planned, space, tell))
 
 
 def to_json(planned: PlannedAnswer) -> dict[str, Any]:
@@ -297,6 +323,7 @@ def to_json(planned: PlannedAnswer) -> dict[str, Any]:
         "why_not": list(advice.why_not),
         "why": [rival.to_json() for rival in planned.rivals],
         "published": [run.to_json(planned.tokens) for run in planned.published],
+        "cheapest": planned.cheapest and candidate_json(planned, planned.cheapest),
     }
 
 
