@@ -172,11 +172,15 @@ def entry_times(
     schedule, entries = program.schedule, program.entries
     # Without a call for each where costs and delays are per stage.
     tables = {kind: table for kind, table in bound.by_kind.items() if not callable(table)}
-    flat = len(tables) == len(bound.by_kind)
-    costs = [
-        tables[entry[0].kind][entry[0].stage] if flat and len(entry) == 1 else bound.entry(entry)
-        for entry in entries
-    ]
+    if len(tables) == len(bound.by_kind) and bound.costs.overlapped is None:
+        costs = [
+            tables[entry[0].kind][entry[0].stage]
+            if len(entry) == 1
+            else sum([tables[op.kind][op.stage] for op in entry])
+            for entry in entries
+        ]
+    else:
+        costs = [bound.entry(entry) for entry in entries]
     delays = None if callable(bound.delays) else bound.delays
     link_free: dict[tuple[int, int], float] = {}
     starts: list[float] = [0] * len(entries)

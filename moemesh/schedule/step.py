@@ -215,21 +215,29 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     found: list[tuple[tuple[float, ...], ...]] = []
     for rank in range(step.ranks):
         place = {stage: index for index, stage in enumerate(step.stages_of(rank))}
-        held = [0] * len(place)
-        # What is alive after the forwards of each entry.
-        moments: set[tuple[float, ...]] = set()
+        held, grown = [0] * len(place), False
+        # What is alive before each release that a forward comes before: all others keep less.
+        moments: set[tuple[int, ...]] = set()
         for entry in schedule.orders[rank]:
             for op in entry:
                 if op.kind == "F":
                     held[place[op.stage]] += 1
-            limit = math.inf if step.is_stream else most
-            moments.add(tuple(min(count / schedule.num_slices, limit) for count in held))
+                    grown = True
             for op in entry:
                 if op.kind in ("B", "W"):
+                    if grown:
+                        moments.add(tuple(held))
+                        grown = False
                     held[place[op.stage]] -= 1
+        if grown:
+            moments.add(tuple(held))
         assert schedule.num_pipes > 1 or not any(held)
         kept: list[tuple[float, ...]] = []
-        for one in sorted(moments, reverse=True):
+        limit = math.inf if step.is_stream else most
+        shares = {
+            tuple(min(count / schedule.num_slices, limit) for count in one) for one in moments
+        }
+        for one in sorted(shares, reverse=True):
             # In this order the first numbers fall, so that of pairs the last one kept has the
             # largest second number.
             others = kept[-1:] if len(one) <= 2 else kept
