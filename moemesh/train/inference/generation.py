@@ -36,22 +36,34 @@ Choose = Callable[[Tensor], int]
 
 
 class KeyValueCache:
-    """The :class:`~moemesh.model.seams.SliceState` of a sequence that grows at its end."""
+    """The :class:`~moemesh.model.seams.SliceState` of a sequence that grows, without autograd.
+
+    Each layer has room for twice the positions that it held when its room was full, so that a token
+    is written behind the others, which are not copied.
+    """
 
     #: Auxiliary losses are for training.
     is_last = False
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._length: dict[int, int] = {}
+        self._room: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions so far, these at the end."""
-        if layer in self._kept:
-            key_BMCD, value_BMCD = self._kept[layer]
-            key_BMSD = torch.cat([key_BMCD, key_BMSD], dim=2)
-            value_BMSD = torch.cat([value_BMCD, value_BMSD], dim=2)
-        self._kept[layer] = key_BMSD, value_BMSD
-        return key_BMSD, value_BMSD
+        """Keys and values of all positions so far, these at the end: views of the layer's room."""
+        start = self._length.get(layer, 0)
+        stop = self._length[layer] = start + key_BMSD.shape[2]
+        both, kept = (key_BMSD, value_BMSD), self._room.get(layer)
+        if kept is None or kept[0].shape[2] < stop:
+            sizes = [(*x.shape[:2], max(stop, 2 * start), x.shape[3]) for x in both]
+            key, value = (x.new_empty(size) for x, size in zip(both, sizes, strict=True))
+            for room, before in zip((key, value), kept or (), strict=False):
+                room[:, :, :start] = before[:, :, :start]
+            kept = self._room[layer] = key, value
+        for room, new in zip(kept, both, strict=True):
+            room[:, :, start:stop] = new
+        key, value = (room[:, :, :stop] for room in kept)
+        return key, value
 
     def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
         return None
