@@ -51,6 +51,9 @@ def begin(config: pytest.Config) -> None:
     _sessions.append((patch, base))
     for name in filter(FOREIGN.match, list(os.environ)):
         patch.delenv(name)
+    # Without kept bytecode every process of a test compiles three hundred files.
+    patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    patch.setattr(sys, "dont_write_bytecode", False)
     kept = base / "kept"
     if _KEPT in os.environ:  # pytest in a test
         kept = Path(os.environ[_KEPT])
