@@ -32,7 +32,7 @@ from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.weights import saving
-from moemesh.train.weights.run_checkpoints import Checkpoints
+from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
