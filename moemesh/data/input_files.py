@@ -113,7 +113,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [_classified(root, format)]
     if not stat.S_ISDIR(mode):
         raise DataError(f"data.path {path} is neither a regular file nor a folder")
-    if is_saved_dataset(root):
+    if any((root / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS)):
         if format not in ("auto", "dataset"):
             raise DataError(
                 f'data.path {path} is a dataset that was saved to disk, and data.format is "'
@@ -132,11 +132,6 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
     return [_classified(file, format) for file in found]
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether Hugging Face datasets has written `folder`."""
-    return any((folder / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS))
 
 
 def check_head(file: DataFile) -> None:

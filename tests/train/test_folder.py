@@ -26,8 +26,15 @@ from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.train.records import run_folder as folder_module
-from moemesh.train.records.data_record import record, refuse_other_data
-from moemesh.train.records.run_folder import Events, RunFolder, RunFolderError, refuse_changes
+from moemesh.train.records.run_folder import (
+    Events,
+    RunFolder,
+    RunFolderError,
+    record_of_data,
+    record_of_data,
+    refuse_changes,
+    refuse_other_data,
+)
 from tests.checkpoint.simulate import save_one, whole
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
@@ -364,7 +371,7 @@ def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
         Samples(Corpus(tokens=np.arange(seed, 900) % 256, source="t", **facts), seq_len=16, seed=0)
         for seed in (0, 1)
     )
-    state = {"config": OLD, "data": record(samples)}
+    state = {"config": OLD, "data": record_of_data(samples)}
     save_one(place, 3, [whole("w", torch.zeros(2))], state)
 
     def folder(name: str) -> RunFolder:
@@ -384,7 +391,7 @@ def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
     # Allowed once, and ended before it saved: the checkpoint counts.
     run = folder("run")
     run.write_text("config.toml", OLD.replace("lr = 0.003", "lr = 0.1"))
-    run.write_json("data.json", record(others))
+    run.write_json("data.json", record_of_data(others))
     assert run.changes(OLD) == []
     refuse_other_data(run, samples, allowed=False)
     with pytest.raises(RunFolderError, match=r"config.toml has another train.lr, with .* saved\):"):
