@@ -31,7 +31,6 @@ from moemesh.train.records.run_folder import (
     RunFolder,
     RunFolderError,
     record_of_data,
-    record_of_data,
     refuse_changes,
     refuse_other_data,
 )

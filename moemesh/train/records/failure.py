@@ -20,8 +20,8 @@ from typing import Any
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
 from moemesh.train.records.run_folder import LOGS, checkpoints_of
+from moemesh.watch.observer import Ended
 from moemesh.watch.progress_words import own_word
-from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Verdict
 from moemesh.watch.word_file import Collective, Word
 
