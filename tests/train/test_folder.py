@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from moemesh.checkpoint import ownership
-from moemesh.checkpoint.ownership import OwnedError
 from moemesh.checkpoint.retention import Standing, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
@@ -199,7 +198,7 @@ def test_two_runs_with_one_folder_of_checkpoints(
     one.lock()
     rank = RunFolder.open(tmp_path / "a", checkpoint_folder=shared)
     rank.join()
-    with pytest.raises(OwnedError, match=rf"in use by .*pid {os.getpid()} on .*, since 20"):
+    with pytest.raises(RunFolderError, match=rf"in use by .*pid {os.getpid()} on .*, since 20"):
         two.lock()
     assert one.lost() is None and rank.lost() is None
     two.lock(takeover=True)  # the lease of its own run folder was given back

@@ -205,8 +205,8 @@ class RunFolder:
     def lock(
         self, *, takeover: bool = False, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError or
-        OwnedError saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
+        """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError
+        saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
         :meth:`Ownership.take`.
 
         The lock dies with the process (and with children forked while it is held), so a crashed run
