@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moemesh.data.documents import between
+from moemesh.data.corpus import between
 from moemesh.data.indexed import IndexedWriter
 from moemesh.data.tokenizer import Tokenizer
 from tests import commands

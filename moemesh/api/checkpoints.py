@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moemesh.api.training import ParallelModel
-from moemesh.checkpoint import together
+from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.checkpoint.tree import (
@@ -62,11 +62,13 @@ def save_checkpoint(
         leaves = _ProgramState(state).leaves()
     except CheckpointError as error:
         problem = str(error)
-    together.agree(problem, axis)
+    store.agree(problem, axis)
     shards = [shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)]
     values = {path: leaf for path, leaf in leaves.items() if not is_tensor(leaf)}
     own = own_shards(shards, axis, check_replicas=check_replicas)
-    return together.save(Path(folder), step, own, {"values": merged_values(values, axis)}, axis)
+    return store.save_together(
+        Path(folder), step, own, {"values": merged_values(values, axis)}, axis
+    )
 
 
 @public
@@ -90,7 +92,7 @@ def load_checkpoint(
     for names that differ, and for tensors of another shape or dtype.
     """
     axis = _axis(group)
-    checkpoint, skipped = together.open_together(Path(folder), axis, step)
+    checkpoint, skipped = store.open_together(Path(folder), axis, step)
     for number, why in skipped if axis.index == 0 else ():
         warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
     if checkpoint is None:

@@ -13,16 +13,13 @@ stands still for a while is dead. Two clocks are never compared.
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from os import getpid
 from typing import Any
 
 from moemesh.checkpoint.files import (
@@ -35,8 +32,7 @@ from moemesh.checkpoint.files import (
     replace_file,
 )
 from moemesh.checkpoint.remote import Place
-from moemesh.config.errors import UserError
-from moemesh.watch.lease import describe_holder
+from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
 _HEARTBEAT_SECONDS = 10.0
@@ -47,15 +43,6 @@ _LOOK_SECONDS = 1.0
 #: is no object store, or gone, for a higher one.
 _PAUSES = (0.0, 0.1, 0.3, 0.6)
 _LIMIT = 4096
-
-
-class OwnedError(UserError):
-    """Another run keeps its checkpoints in this folder; the message says which, and what to do.
-    `holder`: that run, in words, where one is known."""
-
-    def __init__(self, message: str, holder: str = "") -> None:
-        super().__init__(message)
-        self.holder = holder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +85,7 @@ class Ownership:
     ) -> Ownership:
         """Claim `folder` for the run of the identity `run`.
 
-        Raises OwnedError where a run of another identity is alive that keeps its checkpoints there,
+        Raises RunFolderError where a run of another identity is alive that keeps checkpoints there,
         unless `takeover`. `say` gets a line before anything that takes long.
         """
         try:
@@ -119,14 +106,7 @@ class Ownership:
                     if found != (number, body):
                         raise _owned(folder, found[1])
             claim = Claim(folder=folder, run=run, number=number + 1)
-            own: dict[str, Any] = {
-                "run": run,
-                "host": socket.gethostname(),
-                "pid": getpid(),
-                "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "counter": 0,
-                "held": True,
-            }
+            own: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
             with suppress(FileExistsError):  # another was faster, which the next look tells
                 create_file(_file(folder, claim.number), json.dumps(own).encode())
             number, body = _highest(folder)
@@ -136,7 +116,7 @@ class Ownership:
                 if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
                     remove_file(claim.folder / name)
         except (CheckpointError, OSError) as error:
-            raise OwnedError(f"{folder}: its owner cannot be determined ({error})") from error
+            raise RunFolderError(f"{folder}: its owner cannot be determined ({error})") from error
         return Ownership(claim, own)
 
     def release(self) -> None:
@@ -159,9 +139,9 @@ class Ownership:
                 replace_file(_file(self.claim.folder, self.claim.number), body)
 
 
-def _owned(folder: Place, body: dict[str, Any]) -> OwnedError:
+def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:
     holder = describe_holder(body)
-    return OwnedError(
+    return RunFolderError(
         f"{folder} is in use by another run ({holder}): choose another folder "
         "(train.checkpoint_folder), or take this one from it with --takeover",
         holder,

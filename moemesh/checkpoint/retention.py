@@ -75,13 +75,13 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
 def standing(folder: Place, step: int, *, read_back: bool) -> Standing:
     """The standing of ``folder/step-<step>``. `read_back`: one that is not known to be verified is
     read; else it is not verified, without a problem."""
-    known = _read_verified(folder).get(f"step-{step}")
+    known, known_finite = _read_verified(folder).get(f"step-{step}", (None, None))
     try:
         stored = open_stored(folder, step)
         digest, names = stored.manifest.digest, stored.manifest.nonfinite
         is_finite = None if names is None else not names
-        if known is not None and known.digest == digest:
-            if (is_finite := is_finite if known.is_finite is None else known.is_finite) is None:
+        if known == digest:
+            if (is_finite := is_finite if known_finite is None else known_finite) is None:
                 is_finite = not nonfinite(stored) if read_back else None
             return Standing(step, digest, True, is_finite)
         if not read_back:
@@ -97,8 +97,8 @@ def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False
     known = {} if only else _read_verified(folder)
     for one in standings:
         if one.is_verified and one.digest is not None:
-            known[f"step-{one.step}"] = _Known(one.digest, one.is_finite)
-    content = {name: {"digest": one.digest, "finite": one.is_finite} for name, one in known.items()}
+            known[f"step-{one.step}"] = (one.digest, one.is_finite)
+    content = {name: {"digest": digest, "finite": fine} for name, (digest, fine) in known.items()}
     text = json.dumps(content, indent=1).encode()
     try:
         if read_start(folder / VERIFIED, len(text) + 1) == text:
@@ -168,24 +168,18 @@ def prune(
     return plan.doomed
 
 
-class _Known(NamedTuple):
-    digest: str
-    is_finite: bool | None
-
-
-def _read_verified(folder: Place) -> dict[str, _Known]:
-    """Step name -> what is remembered of it; a damaged list is empty. Older versions wrote the
-    digest alone."""
+def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
+    """Step name -> digest and whether its numbers are finite; a damaged list is empty. Older
+    versions wrote the digest alone."""
     try:
         content: Any = json.loads(read_start(folder / VERIFIED, 1 << 20))
     except (CheckpointError, OSError, ValueError, RecursionError):
         return {}
-    found: dict[str, _Known] = {}
+    found: dict[str, tuple[str, bool | None]] = {}
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, str):
-            found[name] = _Known(value, None)
+            found[name] = (value, None)
         elif isinstance(value, dict) and isinstance(value.get("digest"), str):
             is_finite = value.get("finite")
-            known = is_finite if isinstance(is_finite, bool) else None
-            found[name] = _Known(value["digest"], known)
+            found[name] = (value["digest"], is_finite if isinstance(is_finite, bool) else None)
     return found

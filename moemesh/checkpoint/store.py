@@ -9,8 +9,8 @@
       verified.json                 steps that were read back and found right
 
 Two phases: every rank writes and syncs its own file; when all have and the slices are complete,
-rank 0 writes the manifest and renames. Ranks talk in JSON through the `gather` and `barrier` given
-by the caller; the store knows neither torch.distributed nor layouts. A training run saves by
+rank 0 writes the manifest and renames. Ranks talk in JSON through the `gather` given by the
+caller, or through an axis of a mesh; the store knows no layouts. A training run saves by
 :mod:`moemesh.checkpoint.saver`, whose ranks talk through files.
 """
 
@@ -18,24 +18,32 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, make_folder, make_folders, remove_folder
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
+from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.stored import candidates
 from moemesh.checkpoint.writing import check_shards, check_step, commit, part_name, write_part
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Axis
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Opened",
     "Shard",
+    "agree",
     "candidates",
     "latest",
     "open_checkpoint",
+    "open_together",
     "prune",
     "save",
+    "save_together",
 ]
 
 #: JSON of this rank -> the JSON of all ranks, in rank order.
@@ -51,7 +59,6 @@ def save(
     rank: int = 0,
     world_size: int = 1,
     gather: Gather = lambda reply: [reply],
-    barrier: Callable[[], None] = lambda: None,
 ) -> Path:
     """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it,
     one where nothing is said of ranks.
@@ -79,7 +86,7 @@ def save(
         # The verdict was exchanged: all ranks are here, and none returns before the folder is gone.
         if rank == 0:
             remove_folder(folder / f"{final.name}.tmp-{identity}")
-        barrier()
+        gather(None)
         raise
     return final
 
@@ -115,3 +122,59 @@ def _begin(
         make_folders(final.parent)
         make_folder(final.parent / f"{final.name}.tmp-{identity}")
     return keyed
+
+
+# Checkpoints of several ranks: saved, found and opened by all ranks of an axis at once.
+
+
+class Opened(NamedTuple):
+    """The checkpoint (None: there is none that verifies), and the newer ones that do not, as
+    (step, reason); the same on every rank."""
+
+    checkpoint: Checkpoint | None
+    skipped: list[tuple[int, str]]
+
+
+def save_together(
+    folder: Place, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
+) -> Place:
+    """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest.
+
+    Raises CheckpointError on every rank when one fails; older checkpoints stay as they are.
+    """
+    gather = partial(gather_json, axis=axis)
+    return save(folder, step, shards, state, rank=axis.index, world_size=axis.size, gather=gather)
+
+
+def open_together(
+    folder: Place, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
+) -> Opened:
+    """Open that step, its digests checked by the ranks in parts, or (None) the newest that
+    verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Raises CheckpointError
+    on every rank when one cannot open it."""
+    chosen, skipped = step, list[tuple[int, str]]()
+    if step is None:
+        if axis.index == 0:
+            found = latest(folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite)
+            chosen = found.step if found else None
+        chosen, bad = gather_json([chosen, skipped], axis)[0]
+        skipped = [(number, why) for number, why in bad]
+        if chosen is None:
+            return Opened(None, skipped)
+    checkpoint, problem = None, None
+    assert chosen is not None
+    try:
+        checkpoint = open_checkpoint(folder, chosen, verify="sizes")
+        if step is not None:  # of the newest, the lowest rank has checked all digests
+            checkpoint.verify(axis.index, axis.size)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    agree(problem, axis)
+    return Opened(checkpoint, skipped)
+
+
+def agree(problem: str | None, axis: Axis) -> None:
+    """Raise CheckpointError on all ranks when one of them has a problem."""
+    for rank, found in enumerate(gather_json(problem, axis)):
+        if found:
+            raise CheckpointError(f"rank {rank}: {found}" if axis.size > 1 else found)

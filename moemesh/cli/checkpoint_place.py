@@ -49,7 +49,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     run writes there; yields what raises CheckpointError where a run has taken it over since.
     CheckpointError where one is at work there."""
     from moemesh.checkpoint.files import CheckpointError
-    from moemesh.checkpoint.ownership import OwnedError, Ownership, has_owner
+    from moemesh.checkpoint.ownership import Ownership, has_owner
     from moemesh.train.records.run_folder import LEASE, RunFolder
     from moemesh.watch.lease import RunFolderError
 
@@ -66,7 +66,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
         elif has_owner(folder):
             holding = Ownership.take(folder, uuid.uuid4().hex, say=say)
             lost = holding.claim.lost
-    except (RunFolderError, OwnedError) as error:
+    except RunFolderError as error:
         if not error.holder:
             raise
         raise CheckpointError(

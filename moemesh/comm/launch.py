@@ -45,12 +45,12 @@ from moemesh.watch.meeting import (
     write_told,
 )
 from moemesh.watch.node import Node, meet
+from moemesh.watch.observer import Ended
 from moemesh.watch.peers import introduce
 from moemesh.watch.signals import STOPPING_SOON
 from moemesh.watch.slow_rank import SlowRank
 from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
-    Ended,
     Supervisor,
     describe,
     python_command,

@@ -6,22 +6,26 @@ as text only where ``data.format`` says "text".
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import stat
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from moemesh.config.paths import nearest_path
-from moemesh.data.streams import Compression, open_stream
 from moemesh.data.tokenizer import DataError
 
 #: Formats of one file. "dataset" is a folder that Hugging Face datasets has saved.
 FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
+
+Compression = Literal["none", "gzip", "zstd"]
 
 #: Endings of names, after one of a compression is taken off.
 LINES = (".jsonl", ".ndjson")
@@ -109,7 +113,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [_classified(root, format)]
     if not stat.S_ISDIR(mode):
         raise DataError(f"data.path {path} is neither a regular file nor a folder")
-    if is_saved_dataset(root):
+    if any((root / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS)):
         if format not in ("auto", "dataset"):
             raise DataError(
                 f'data.path {path} is a dataset that was saved to disk, and data.format is "'
@@ -128,11 +132,6 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
     return [_classified(file, format) for file in found]
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether Hugging Face datasets has written `folder`."""
-    return any((folder / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS))
 
 
 def check_head(file: DataFile) -> None:
@@ -232,3 +231,85 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
         subfolders[:] = [name for name in subfolders if not skip(name)]
         found += [Path(folder, name) for name in names if not skip(name)]
     return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
+
+
+# Bytes of a file, decompressed as they are read.
+
+#: Compressed bytes that are taken at once: few, since a hostile file makes 30,000 times as many.
+CHUNK = 1 << 13
+
+
+@contextmanager
+def open_stream(path: Path, compression: Compression = "none") -> Iterator[BinaryIO]:
+    """The bytes of `path`, decompressed. DataError for what cannot be read: a missing file, another
+    content than its name says, a stream that is cut short or damaged."""
+    stream: BinaryIO | None = None
+    try:
+        with path.open("rb") as plain:
+            if compression == "none":
+                stream = plain
+            else:
+                start = plain.read(4)
+                plain.seek(0)
+                magic = {name: first for first, name in MAGIC}[f"{compression} data"]
+                if not start.startswith(magic):
+                    raise DataError(
+                        f"{path} is named as {compression} data, but does not begin as such: "
+                        "rename it"
+                    )
+                if compression == "gzip":
+                    stream = cast("BinaryIO", gzip.GzipFile(fileobj=plain))
+                else:
+                    stream = io.BufferedReader(_Zstd(path, plain), 1 << 17)  # pyright: ignore
+            yield stream
+    except (OSError, EOFError, zlib.error, _BrokenZstd) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        place = "" if stream is None else f" after {stream.tell():,} decompressed bytes"
+        raise DataError(f"{path}: the {compression} data are damaged{place} ({error})") from error
+
+
+class _BrokenZstd(Exception):
+    """The frames of a file end too early or cannot be read."""
+
+
+class _Zstd(io.RawIOBase):
+    """The frames of a zstd file, one behind the other. `zstandard`'s own reader takes a file that
+    is cut short for a whole one."""
+
+    def __init__(self, path: Path, plain: BinaryIO) -> None:
+        try:
+            import zstandard  # optional
+        except ImportError as error:
+            raise DataError(f"{path} needs the package zstandard: pip install zstandard") from error
+        self._package: Any = zstandard
+        self._plain, self._frame = plain, self._package.ZstdDecompressor().decompressobj()
+        self._inside, self._input, self._ready, self._position = False, b"", b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._input = self._input or self._plain.read(CHUNK)
+            if not self._input:
+                if self._inside:
+                    raise _BrokenZstd("the file ends inside a frame")
+                return 0
+            try:
+                self._ready = self._frame.decompress(self._input)
+            except self._package.ZstdError as error:
+                raise _BrokenZstd(str(error)) from error
+            self._inside, self._input = True, b""
+            if self._frame.eof:
+                self._input = self._frame.unused_data
+                self._frame = self._package.ZstdDecompressor().decompressobj()
+                self._inside = False
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        self._position += count
+        return count

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from moemesh.config.data import BadRecords
-from moemesh.data.documents import between, encoded
+from moemesh.data.corpus import between, encoded
 from moemesh.data.indexed import HashedFile, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile
 from moemesh.data.records import BadRecordLog, Record, Where, read

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from moemesh.config.data import BadRecords
-from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head
-from moemesh.data.streams import open_stream
+from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head, open_stream
 from moemesh.data.tokenizer import DataError
 
 #: A larger text file is read in pieces of about so many bytes, cut at the ends of lines.

@@ -356,17 +356,14 @@ class Samples(Windows):
         What a model scores that has learned how often each token occurs and nothing of its context:
         a training run that does not get below it has learned nothing else.
         """
-        held_V = self._count_targets(self._held_out.spread(self._most_counted))
+        most = max(1, UNIGRAM_TOKENS // self.seq_len)
+        held_V = self._count_targets(self._held_out.spread(most))
         probability_V = np.zeros(len(held_V))
         shares = self.interleaving.counts / self.interleaving.period
         for share, split in zip(shares, self.splits, strict=True):
-            counts_V = self._count_targets(split.training.ids.spread(self._most_counted))
+            counts_V = self._count_targets(split.training.ids.spread(most))
             probability_V += share * (counts_V + 1.0) / (int(counts_V.sum()) + len(counts_V))
         return float(-(held_V * np.log(probability_V)).sum() / max(held_V.sum(), 1))
-
-    @property
-    def _most_counted(self) -> int:
-        return max(1, UNIGRAM_TOKENS // self.seq_len)
 
     def _count_targets(self, ids: np.ndarray) -> np.ndarray:
         """Counts of each token as a target that carries loss in the samples `ids`, int64 [V]."""

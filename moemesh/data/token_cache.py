@@ -18,8 +18,7 @@ from pathlib import Path
 
 from moemesh.config.data import BadRecords
 from moemesh.data.chat import TEMPLATE
-from moemesh.data.corpus import check_ids, documents_of
-from moemesh.data.documents import between
+from moemesh.data.corpus import between, check_ids, documents_of
 from moemesh.data.indexed import IDX, SUFFIXES, IndexedTokens, IndexedWriter, beside
 from moemesh.data.input_files import DataFile, reading
 from moemesh.data.records import BadRecordLog

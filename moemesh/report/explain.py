@@ -22,10 +22,9 @@ from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
-from moemesh.trace.events import JUMPED, Event
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import MetricsRow, PlannedStep, Run
+from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run
 from moemesh.trace.state import State, state_of
 from moemesh.watch.failures import CAUSES, cause_of, culprit_of
 

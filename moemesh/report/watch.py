@@ -22,8 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moemesh.trace.duration import duration, flop_rate
-from moemesh.trace.events import Event
-from moemesh.trace.run import MetricsRow
+from moemesh.trace.run import Event, MetricsRow
 
 #: Points of a curve that are kept; of more, neighbours are averaged.
 MOST_POINTS = 512

@@ -21,7 +21,6 @@ from typing import Any, TypeVar, cast
 from moemesh.config.data import loss_unit
 from moemesh.config.paths import nearest_path
 from moemesh.config.shown import Shown
-from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
@@ -398,3 +397,31 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return str(error) or type(error).__name__
+
+
+# Events of a run: what was said besides steps, one object a line of `events.jsonl`.
+
+#: In the text of an event: a loss jumped.
+JUMPED = "deviations above the last ones"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`time` (UTC, ISO 8601), `step` (the last one that was finished, None before the first),
+    `kind` (a word such as "alarm") and what was said."""
+
+    time: str
+    step: int | None
+    kind: str
+    text: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Event:
+        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
+        step = data.get("step")
+        return cls(
+            time=str(data.get("time", "")),
+            step=None if step is None else int(step),
+            kind=str(data["kind"]),
+            text=str(data["text"]),
+        )

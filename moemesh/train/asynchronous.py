@@ -369,7 +369,7 @@ class StreamedSteps:
         return finished(*newest)
 
     def is_stopping(self) -> bool:
-        return self._session.any_rank(self._stopped or self._session.stop.requested)
+        return bool(self._session.largest(self._stopped or self._session.stop.requested))
 
     def _run(self, schedule: Schedule, stream: TrainingStream, recorder: TimelineRecorder) -> None:
         plan, parallel = self._session.config.plan, self._session.parallel

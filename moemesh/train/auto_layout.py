@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.cluster import load_cluster
+from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
@@ -159,10 +160,10 @@ def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
 
     found = [
         (pp, cp, tp, ep, ranks // (pp * cp * tp))
-        for pp in _divisors(ranks)
-        for cp in _divisors(ranks // pp)
-        for tp in _divisors(ranks // (pp * cp))
-        for ep in _divisors(ranks // pp)
+        for pp in divisors(ranks)
+        for cp in divisors(ranks // pp)
+        for tp in divisors(ranks // (pp * cp))
+        for ep in divisors(ranks // pp)
     ]
     for pp, cp, tp, ep, dp in sorted(found, key=distance):
         degrees = {"pp": pp, "cp": cp, "tp": tp, "ep": ep, "dp": dp}
@@ -174,7 +175,3 @@ def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
             if is_trained(config, plan):
                 yield plan
                 break
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if not number % size]

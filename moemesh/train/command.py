@@ -29,10 +29,16 @@ from moemesh.trace.machine import keep_freed_memory
 from moemesh.train.console import Console
 from moemesh.train.preflight import refuse_full_disk, refuse_too_large, untrainable
 from moemesh.train.preparation import Preparation, folder_of, prepare
-from moemesh.train.records.data_record import changes_samples, refuse_other_data
 from moemesh.train.records.failure import details, go_on, write_failure
 from moemesh.train.records.kept_schedules import readable, settle
-from moemesh.train.records.run_folder import DATA_CHANGE, Events, RunFolder, RunFolderError
+from moemesh.train.records.run_folder import (
+    DATA_CHANGE,
+    Events,
+    RunFolder,
+    RunFolderError,
+    changes_samples,
+    refuse_other_data,
+)
 from moemesh.train.restarts import limits_of, train_supervised
 from moemesh.train.trainer import train as train_rank
 from moemesh.train.watcher import watcher_command

@@ -19,9 +19,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.config.tuning import tuned_tensors
-from moemesh.data.input_files import HEAD, find
+from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.sources import validation_source
-from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
 from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule

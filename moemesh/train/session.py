@@ -22,7 +22,7 @@ from moemesh.train.numerics.bundle import Bundles
 from moemesh.train.numerics.examination import examine, examine_state, first_look
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.numerics.guard import Guard
-from moemesh.train.numerics.vote import CopiesDiffer, Vote
+from moemesh.train.numerics.vote import Vote
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -32,7 +32,7 @@ from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.weights import saving
-from moemesh.train.weights.run_checkpoints import Checkpoints
+from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
 from moemesh.watch.signals import StopRequest
 from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
@@ -173,7 +173,8 @@ class Session:
                 if train.vote_every and (
                     saves or step // train.vote_every > began // train.vote_every
                 ):
-                    self.compare_copies(step)
+                    progress_words.phase(CHECK)
+                    self.vote.settle(step, train.on_mismatch, self.console.say)
                 if saves:
                     self.row_bounds.look(step)
                     if damage := examine_state(self.parallel, self.optimizer):
@@ -229,18 +230,6 @@ class Session:
         if bundle is not None:
             self.bundles.finish(bundle, found, num_updates=weights_of)
         return found, None if bundle is None else str(bundle)
-
-    def compare_copies(self, step: int) -> None:
-        """Compare what several ranks hold; all ranks call. Raises CopiesDiffer, on all, when copies
-        differ and the policy is not to take that of the majority, or there is none."""
-        progress_words.phase(CHECK)
-        found = self.vote.compare()
-        if not found:
-            return
-        if self.config.train.on_mismatch == "stop" or not self.vote.take_majority(found):
-            raise CopiesDiffer(step, found)
-        told = "; ".join(map(str, found[:4]))
-        self.console.say(f"step {step}: {told}: the copy of the others is taken", "copies")
 
     def go_back(self, step: int, reason: str) -> int:
         """From behind step `step` to the newest checkpoint, whose step is returned; the samples
@@ -312,16 +301,13 @@ class Session:
             self._is_due(step, n) for n in (train.validate_every, train.checkpoint_every)
         )
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; all ranks call."""
-        return bool(self._largest(int(flag)))
-
     def exit_code(self) -> int:
         """The exit code of a run that was asked to stop, whichever rank was; all ranks call."""
         own = self.stop.exit_code if self.stop.requested else 0
-        return self._largest(own) or self.stop.exit_code
+        return self.largest(own) or self.stop.exit_code
 
-    def _largest(self, number: int) -> int:
+    def largest(self, number: int) -> int:
+        """The largest `number` of any rank; all ranks call."""
         numbers = torch.tensor([number])
         all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
         return int(numbers.item())

@@ -49,7 +49,7 @@ class SynchronousSteps:
         return FinishedStep(number=first, result=result, recorder=recorder, seconds=seconds)
 
     def is_stopping(self) -> bool:
-        return self._session.any_rank(self._session.stop.requested)
+        return bool(self._session.largest(self._session.stop.requested))
 
 
 def train(

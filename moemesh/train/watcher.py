@@ -31,7 +31,7 @@ from moemesh.watch.observer import Observer
 from moemesh.watch.peers import Peers, inherited
 from moemesh.watch.signs import Seen
 from moemesh.watch.slow_rank import SlowRanks
-from moemesh.watch.supervisor import Ended, describe, python_command
+from moemesh.watch.supervisor import describe, python_command
 from moemesh.watch.verdict import Judge, Limits, Verdict
 from moemesh.watch.word_file import WordFile
 
@@ -150,11 +150,7 @@ class Watcher:
 
     def _report(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
         logs = self._path / LOGS
-        stacks = observer.stacks(seen, logs)
-        observer.let_follow(verdict)
-        ended = Ended(
-            code=verdict.exit_code, verdict=verdict, stacks=stacks, traces=observer.traces()
-        )
+        ended = observer.failed(verdict, seen, logs)
         with suppress(OSError):
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():

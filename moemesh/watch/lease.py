@@ -65,7 +65,7 @@ class Lease:
         self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
         self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
-        self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._holder = holder_now()
         try:
             self._claim_epoch()
         except RunFolderError:
@@ -197,11 +197,9 @@ class Lease:
 
     def _write(self, *, held: bool) -> None:
         body = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **self._holder,
             "boot": boot_name(),
             "epoch": self.epoch,
-            "started": self._started,
             "counter": self._beats,
             "held": held,
             "run": self.run,
@@ -268,6 +266,12 @@ def _read(handle: int) -> dict[str, Any]:
 def _number(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     return value if isinstance(value, int) else 0
+
+
+def holder_now() -> dict[str, Any]:
+    """This process as a holder, which :func:`describe_holder` puts in words."""
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
 
 
 def describe_holder(body: dict[str, Any]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +34,24 @@ class Processes(Protocol):
     def pid(self, rank: int) -> int:
         """The id of the process, where the rank has not told its own."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The end of the ranks: the exit code of the run, and the verdict where it failed.
+
+    ``stopped_by``: the signal that this process was asked to stop with; ``is_cut``: the ranks did
+    not leave by themselves; ``was_training``: they were past their start. ``stacks``: of each rank
+    that could still write them. ``traces``: of exceptions that ranks told of.
+    """
+
+    code: int
+    verdict: Verdict | None = None
+    stopped_by: signal.Signals | None = None
+    is_cut: bool = False
+    was_training: bool = True
+    stacks: dict[int, str]
+    traces: dict[int, str]
 
 
 class Observer:
@@ -80,8 +100,9 @@ class Observer:
             )
         return seen
 
-    def stacks(self, seen: Sequence[Seen], logs: Path) -> dict[int, str]:
-        """The stacks of the threads of every rank that is alive, also written into `logs`."""
+    def failed(self, verdict: Verdict, seen: Sequence[Seen], logs: Path) -> Ended:
+        """The end of ranks that `verdict` speaks of: with the stacks of every rank that is alive,
+        also written into `logs`, and with what the ranks told of by then."""
         asked = [one for one in seen if one.exit_code is None and one.word is not None]
         for one in asked:
             assert one.word is not None
@@ -97,22 +118,20 @@ class Observer:
             if stack:
                 with suppress(OSError):
                     (logs / f"rank-{rank}.stacks").write_text(stack)
-        return {rank: stack for rank, stack in found.items() if stack}
-
-    def let_follow(self, verdict: Verdict) -> None:
-        """Give the other ranks time for their own errors, which a dead peer brings at once."""
-        if verdict.kind in ("hung", "busy", "stopped", "network-cut"):
-            return
+        # Time for the other ranks' own errors, which a dead peer brings at once.
         end = time.monotonic() + _FOLLOW_SECONDS
-        while time.monotonic() < end:
+        is_awaited = verdict.kind not in ("hung", "busy", "stopped", "network-cut")
+        while is_awaited and time.monotonic() < end:
             if all(one.exit_code is not None or one.told is not None for one in self.look()):
-                return
+                break
             time.sleep(LOOK_SECONDS)
-
-    def traces(self) -> dict[int, str]:
-        """Traces of the exceptions that ranks told of."""
         told = {rank: read_told(self.folder, rank) for rank in self.ranks}
-        return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
+        return Ended(
+            code=verdict.exit_code,
+            verdict=verdict,
+            stacks={rank: stack for rank, stack in found.items() if stack},
+            traces={rank: one.trace for rank, one in told.items() if one is not None and one.trace},
+        )
 
 
 def _text(file: Path) -> str:

@@ -14,14 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from moemesh.watch.devices import settings_for_gpus
 from moemesh.watch.meeting import WORDS, meeting_place
-from moemesh.watch.observer import Observer
+from moemesh.watch.observer import Ended, Observer
 from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, say
 from moemesh.watch.signs import Seen, Told
 from moemesh.watch.slow_rank import SlowRank, SlowRanks
@@ -32,24 +31,6 @@ from moemesh.watch.word_file import RANK_BYTES, SETUP, Word, WordFile
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _TAIL_LINES = 30
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """The end of the ranks: the exit code of the run, and the verdict where it failed.
-
-    ``stopped_by``: the signal that this process was asked to stop with; ``is_cut``: the ranks did
-    not leave by themselves; ``was_training``: they were past their start. ``stacks``: of each rank
-    that could still write them. ``traces``: of exceptions that ranks told of.
-    """
-
-    code: int
-    verdict: Verdict | None = None
-    stopped_by: signal.Signals | None = None
-    is_cut: bool = False
-    was_training: bool = True
-    stacks: dict[int, str]
-    traces: dict[int, str]
 
 
 def describe(ended: Ended, logs: Path, *, kept: Path | None) -> str:
@@ -173,10 +154,7 @@ class Supervisor:
             for slow in self._slow.look([one.word for one in seen if one.word is not None]):
                 self._notice(slow)
             if verdict is not None:
-                stacks = observer.stacks(seen, self._logs)
-                observer.let_follow(verdict)
-                code, traces = verdict.exit_code, observer.traces()
-                return Ended(code=code, verdict=verdict, stacks=stacks, traces=traces)
+                return observer.failed(verdict, seen, self._logs)
             if all(one.has_left(now) for one in seen) and not self._judge.is_deciding:
                 return self._ended(seen, stopped_by)
             time.sleep(observer.pause)

@@ -35,9 +35,6 @@ class Ranks:
 
         return exchange
 
-    def barrier(self) -> None:
-        self._barrier.wait()
-
 
 def save_as_ranks(
     folder: Path,
@@ -57,7 +54,6 @@ def save_as_ranks(
             rank=rank,
             world_size=len(per_rank),
             gather=ranks.gather(rank),
-            barrier=ranks.barrier,
         )
 
     return on_threads(len(per_rank), work)
@@ -94,7 +90,6 @@ def save_one(
         rank=0,
         world_size=1,
         gather=lambda value: [value],
-        barrier=lambda: None,
     )
 
 

@@ -16,12 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from moemesh.checkpoint import job, ownership
 from moemesh.checkpoint.files import list_names, read_start
-from moemesh.checkpoint.ownership import Claim, OwnedError, Ownership
+from moemesh.checkpoint.ownership import Claim, Ownership
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import candidates, latest
 from moemesh.checkpoint.stored import examine
+from moemesh.watch.lease import RunFolderError
 from tests.checkpoint.savers import TENSOR, one_rank, shards
 from tests.checkpoint.test_faults import never
 
@@ -81,7 +82,9 @@ def test_a_second_run_is_refused_while_the_first_lives(
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 100.0)  # its first sign ends that
     first = held(folder, "a")
     lines: list[str] = []
-    with pytest.raises(OwnedError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"):
+    with pytest.raises(
+        RunFolderError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"
+    ):
         held(folder, "b", say=lines.append)
     assert first.claim.lost() is None and "a sign of its life" in lines[0]
     first.release()
@@ -114,7 +117,7 @@ def test_of_many_that_start_at_once_one_goes_on(folder: Place) -> None:
 
     def run(name: str) -> None:
         start.wait()
-        with suppress(OwnedError):
+        with suppress(RunFolderError):
             taken.append(Ownership.take(folder, name))
 
     threads = [threading.Thread(target=run, args=(f"run{n}",)) for n in range(8)]

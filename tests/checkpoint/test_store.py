@@ -300,5 +300,4 @@ def test_gather_of_another_world_is_our_error(tmp_path: Path) -> None:
             rank=0,
             world_size=2,
             gather=lambda value: [value],
-            barrier=lambda: None,
         )

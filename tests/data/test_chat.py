@@ -11,8 +11,7 @@ import pytest
 
 from moemesh.comm.mesh import Mesh
 from moemesh.data.chat import ChatTemplate
-from moemesh.data.corpus import Corpus
-from moemesh.data.documents import Document
+from moemesh.data.corpus import Corpus, Document
 from moemesh.data.records import Where
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError, Tokenizer

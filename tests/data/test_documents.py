@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moemesh.data import documents
+from moemesh.data import corpus as documents
 from moemesh.data.chat import ChatTemplate
-from moemesh.data.documents import encoded
+from moemesh.data.corpus import encoded
 from moemesh.data.records import BadRecordError, Record, Where
 from moemesh.data.tokenizer import DataError, Tokenizer
 from tests.data.test_chat import by_itself

@@ -19,7 +19,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.weights import saving
-from moemesh.train.weights.run_checkpoints import Checkpoints
+from moemesh.train.weights.saving import Checkpoints
 from tests.parity.training import Part, Shape, assemble, microbatches, owned
 from tests.ranks import end_meshes, run_on_ranks
 from tests.waiting import PATIENCE

@@ -19,7 +19,7 @@ from moemesh.config.errors import UserError
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.train.inference import generation
-from moemesh.train.records import data_record
+from moemesh.train.records import run_folder
 from tests.data.test_packing import corpus_of
 from tests.huggingface.conversations import add_tokenizer
 from tests.huggingface.tiny import save
@@ -187,7 +187,7 @@ def test_a_run_that_was_tuned_on_conversations_says_so(
     texts = [corpus_of([10] * 30), corpus_of([10] * 30, texts=tuple(range(30)))]
     texts[1].__dict__["learned"] = None
     for corpus in texts:
-        facts = data_record.record(Samples(corpus, seq_len=8, seed=0))
+        facts = run_folder.record_of_data(Samples(corpus, seq_len=8, seed=0))
         (folder / "data.json").write_text(json.dumps(facts))
         generation.generate(folder, "?", max_tokens=2)
         said = "this run was tuned on conversations: --chat" in capsys.readouterr().err

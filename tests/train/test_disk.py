@@ -19,7 +19,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.train import preflight
 from moemesh.train.console import Console
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.weights.run_checkpoints import Checkpoints
+from moemesh.train.weights.saving import Checkpoints
 from tests.train import runs
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from moemesh.checkpoint import ownership
-from moemesh.checkpoint.ownership import OwnedError
 from moemesh.checkpoint.retention import Standing, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
@@ -26,8 +25,14 @@ from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.train.records import run_folder as folder_module
-from moemesh.train.records.data_record import record, refuse_other_data
-from moemesh.train.records.run_folder import Events, RunFolder, RunFolderError, refuse_changes
+from moemesh.train.records.run_folder import (
+    Events,
+    RunFolder,
+    RunFolderError,
+    record_of_data,
+    refuse_changes,
+    refuse_other_data,
+)
 from tests.checkpoint.simulate import save_one, whole
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
@@ -193,7 +198,7 @@ def test_two_runs_with_one_folder_of_checkpoints(
     one.lock()
     rank = RunFolder.open(tmp_path / "a", checkpoint_folder=shared)
     rank.join()
-    with pytest.raises(OwnedError, match=rf"in use by .*pid {os.getpid()} on .*, since 20"):
+    with pytest.raises(RunFolderError, match=rf"in use by .*pid {os.getpid()} on .*, since 20"):
         two.lock()
     assert one.lost() is None and rank.lost() is None
     two.lock(takeover=True)  # the lease of its own run folder was given back
@@ -364,7 +369,7 @@ def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
         Samples(Corpus(tokens=np.arange(seed, 900) % 256, source="t", **facts), seq_len=16, seed=0)
         for seed in (0, 1)
     )
-    state = {"config": OLD, "data": record(samples)}
+    state = {"config": OLD, "data": record_of_data(samples)}
     save_one(place, 3, [whole("w", torch.zeros(2))], state)
 
     def folder(name: str) -> RunFolder:
@@ -384,7 +389,7 @@ def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
     # Allowed once, and ended before it saved: the checkpoint counts.
     run = folder("run")
     run.write_text("config.toml", OLD.replace("lr = 0.003", "lr = 0.1"))
-    run.write_json("data.json", record(others))
+    run.write_json("data.json", record_of_data(others))
     assert run.changes(OLD) == []
     refuse_other_data(run, samples, allowed=False)
     with pytest.raises(RunFolderError, match=r"config.toml has another train.lr, with .* saved\):"):

@@ -24,8 +24,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.train import session as sessions
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
-from moemesh.train.numerics import replay
-from moemesh.train.numerics.bundle import Bundle
+from moemesh.train.numerics.bundle import ALONE, Bundle, replay_step
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.numerics.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
 from moemesh.train.numerics.vote import CopiesDiffer
@@ -206,7 +205,7 @@ def test_a_run_stops_with_facts(tmp_path: Path, plan: str) -> None:
 
 
 def replay_on_rank(mesh: Mesh, folder: Path, overrides: list[str]) -> Finding:
-    return replay.run(Bundle(folder, overrides), mesh)
+    return replay_step(Bundle(folder, overrides), mesh)
 
 
 def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
     bundle = Path(rank.facts["bundle"])
     body = json.loads((bundle / "bundle.json").read_text())
     ranks = mesh_on_ranks(Plan(dp=2, ep=2).layout, replay_on_rank, bundle, [])
-    for found in (*ranks, replay_on_rank(Mesh.single("cpu"), bundle, list(replay.ALONE))):
+    for found in (*ranks, replay_on_rank(Mesh.single("cpu"), bundle, list(ALONE))):
         assert (found.phase, found.name) == (body["found"]["phase"], rank.facts["module"])
         assert found.microbatch == body["found"]["microbatch"]
     with pytest.raises(UserError, match="not a replay bundle"):

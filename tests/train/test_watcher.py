@@ -23,9 +23,8 @@ from moemesh.watch import observer
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
 from moemesh.watch.node import Guests, Node, meet
-from moemesh.watch.observer import Observer
+from moemesh.watch.observer import Ended, Observer
 from moemesh.watch.signs import GONE, Seen
-from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Limits, Verdict
 from moemesh.watch.word_file import Word, WordFile
 from tests.drill.rank import Spec as FaultSpec

@@ -10,8 +10,8 @@ import pytest
 
 from moemesh.train.records.failure import write_verdict
 from moemesh.watch import progress_words
+from moemesh.watch.observer import Ended
 from moemesh.watch.signs import Seen
-from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import mismatch
 from moemesh.watch.word_file import RANK_BYTES, Collective, Word, read_word
 from tests import commands

@@ -238,15 +238,14 @@ def _experts(path: list[str], block: str, shape: Shape, names: Names) -> list[Te
             return names.stack(leaf, block, shape)
         case ["experts", leaf]:
             return [
-                _of_stack(piece, expert)
+                # The piece of one expert as a piece of the stack of all.
+                piece._replace(
+                    view=(1, *piece.view),
+                    order=(0, *(dim + 1 for dim in piece.order)),
+                    offset=(expert, *piece.offset),
+                )
                 for expert in range(shape[0])
                 for piece in _mlp(leaf, f"{block}.experts.{expert}", shape[1:], names)
             ]
         case _:
             raise KeyError(".".join(path))
-
-
-def _of_stack(piece: TensorPiece, expert: int) -> TensorPiece:
-    """The piece of one expert as a piece of the stack of all."""
-    order = (0, *(dim + 1 for dim in piece.order))
-    return piece._replace(view=(1, *piece.view), order=order, offset=(expert, *piece.offset))

@@ -45,12 +45,6 @@ class Fp8Blocks(NamedTuple):
     def sources(self) -> tuple[str, ...]:
         return self.weight, self.weight + SCALE
 
-    @property
-    def scale_shape(self) -> Shape:
-        *stack, num_rows, num_columns = self.shape
-        rows, columns = self.block
-        return (*stack, -(-num_rows // rows), -(-num_columns // columns))
-
 
 class Mxfp4(NamedTuple):
     """A stack of matrices [E, C, R] whose columns lie in groups of 32."""
@@ -87,7 +81,9 @@ def _fp8(
             problems.append(f"{name} {list(entry.shape)} is in fp8 and no matrix")
             continue
         tensor = Fp8Blocks(name, entry.shape, block)
-        problems += _partner(stored, name, name + SCALE, tensor.scale_shape)
+        *stack, num_rows, num_columns = entry.shape
+        scales = (*stack, -(-num_rows // block[0]), -(-num_columns // block[1]))
+        problems += _partner(stored, name, name + SCALE, scales)
         found[name] = tensor
     return found, problems
 

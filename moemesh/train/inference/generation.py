@@ -20,7 +20,6 @@ from torch import Tensor
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.plan import Plan
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
@@ -28,7 +27,7 @@ from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.loading import load, on_ranks
-from moemesh.train.records.data_record import was_tuned_on_conversations
+from moemesh.train.records.run_folder import was_tuned_on_conversations
 from moemesh.train.weights.weight_sources import config_of
 
 #: Logits [V] -> the id of the next token.
@@ -129,7 +128,20 @@ def generate(
     returns the exit code. With `chat`, `prompt` is a question, put and answered by the chat
     template; None: questions are the lines of stdin."""
     config = config_of(source, overrides)
-    _refuse_spread_sequences(config.plan)
+    # Keys and values of a sequence are kept where its tokens are: on every rank.
+    problems = [
+        Problem(
+            code="conflict",
+            key=f"plan.{axis}",
+            value=getattr(config.plan, axis),
+            message="generation keeps a sequence whole on every rank",
+            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
+        )
+        for axis in ("pp", "cp")
+        if getattr(config.plan, axis) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
@@ -211,23 +223,6 @@ def generate(
 
 
 _print_more = partial(print, end="", flush=True)
-
-
-def _refuse_spread_sequences(plan: Plan) -> None:
-    """Keys and values of a sequence are kept where its tokens are: on every rank."""
-    problems = [
-        Problem(
-            code="conflict",
-            key=f"plan.{axis}",
-            value=getattr(plan, axis),
-            message="generation keeps a sequence whole on every rank",
-            fix=f"{axis} = 1; plan.tp and plan.ep spread weights",
-        )
-        for axis in ("pp", "cp")
-        if getattr(plan, axis) > 1
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _converse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moemesh.checkpoint import together
+from moemesh.checkpoint import store
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier
@@ -56,7 +56,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
         saving.load_weights(open_weights(config, say), parallel, optimizer)
         return parallel
     folder = checkpoints_of(source)
-    checkpoint, skipped = together.open_together(folder, mesh.control)
+    checkpoint, skipped = store.open_together(folder, mesh.control)
     if checkpoint is None:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(f"{folder}: holds no readable checkpoint{why}")

@@ -92,18 +92,15 @@ class Look:
 
     def at_weights(self, optimizer: Optimizer | None) -> None:
         """Parameters, buffers, masters and moments."""
-        model = self._parallel.model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, tensor in held.items():
-            self._at_parameter("weight", name, tensor)
-        for name, tensor in self._parallel.reducer.held_weights.items():
-            self._at_parameter("weight", name, tensor)
+        model, reducer = self._parallel.model, self._parallel.reducer
+        held: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        held += reducer.held_weights.items()
         if optimizer is not None:
-            for name, tensor in optimizer.masters.items():
-                self._at_parameter("weight", name, tensor)
+            held += optimizer.masters.items()
             for kind, tensors in optimizer.state().items():
-                for name, tensor in tensors.items():
-                    self._at_parameter("weight", f"optimizer.{kind}.{name}", tensor)
+                held += [(f"optimizer.{kind}.{name}", one) for name, one in tensors.items()]
+        for name, tensor in held:
+            self._at_parameter("weight", name, tensor)
 
     @contextmanager
     def looking_on(self) -> Iterator[Pipeline]:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from moemesh.config.train import TrainConfig
-from moemesh.trace.events import JUMPED
+from moemesh.trace.run import JUMPED
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.step import StepResult
 

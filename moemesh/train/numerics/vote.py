@@ -14,7 +14,7 @@ The exchange is no part of what a plan predicts and is not entered in the ledger
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,11 +126,21 @@ class Vote:
                 yield axis, self._held[axis]
         assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
 
+    def settle(self, step: int, policy: str, say: Callable[[str, str], None]) -> None:
+        """Compare, behind `step`. Raises CopiesDiffer, on all ranks, when copies differ and the
+        `policy` (``train.on_mismatch``) is not to take that of the majority, or there is none."""
+        found = self.compare()
+        if not found:
+            return
+        if policy == "stop" or not self.take_majority(found):
+            raise CopiesDiffer(step, found)
+        told = "; ".join(map(str, found[:_MOST_NAMED]))
+        say(f"step {step}: {told}: the copy of the others is taken", "copies")
+
     def take_majority(self, found: Sequence[Mismatch]) -> bool:
         """Copy the most common copy of each over the others, masters and moments included where
         ranks hold all of them; whether every mismatch had one."""
-        whole = all(one.majority is not None for one in found)
-        if not whole:
+        if any(one.majority is None for one in found):
             return False
         rank = self._parallel.mesh["world"].ranks[self._parallel.mesh.rank]
         with self._parallel.mesh.ledger.paused():

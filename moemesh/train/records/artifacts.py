@@ -38,11 +38,10 @@ from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.records import data_record
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.row_log import cut_after
-from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder
+from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
 from moemesh.train.records.sinks import Sinks
 from moemesh.train.step import FinishedStep, StepResult
 from moemesh.watch import progress_words
@@ -144,7 +143,7 @@ class Artifacts:
         if not self._writes:
             return
         self._unigram = samples.unigram_loss()
-        config, data = resolved_toml(self.config), data_record.record(samples)
+        config, data = resolved_toml(self.config), record_of_data(samples)
         self.identity = {"config": config, "data": data}
         self.folder.write_json(DATA, data)
         plan = self.config.plan

@@ -20,8 +20,8 @@ from typing import Any
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
 from moemesh.train.records.run_folder import LOGS, checkpoints_of
+from moemesh.watch.observer import Ended
 from moemesh.watch.progress_words import own_word
-from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Verdict
 from moemesh.watch.word_file import Collective, Word
 
@@ -31,31 +31,35 @@ SCHEMA = 1
 _FRAMES = 8
 #: Seconds in which the place of the checkpoints must say which is the newest, for a message.
 _ASK_SECONDS = 2.0
-#: Kinds of failures that no exception named.
-_KINDS = {
-    "killed": "Killed",
-    "exited": "Exited",
-    "stopped": "Stopped",
-    "mismatch": "Mismatch",
-    "hung": "Hung",
-    "busy": "Busy",
-    "lost-contact": "LostContact",
-    "network-cut": "NetworkCut",
-}
 _STACKS = (
     "rank-*.stacks say where every rank was (in logs/; in failures/EPOCH/ once the run has gone on)"
 )
-_ADVICE = {
-    "Killed": "look into the kernel's log (dmesg) for an out-of-memory kill, and into the "
-    "scheduler's",
-    "Exited": "look for a call of exit in code of your own, and into the logs of the rank",
-    "Stopped": "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
-    "Mismatch": "look for code that only some ranks run, or for sizes that differ between them",
-    "Hung": _STACKS,
-    "Busy": _STACKS,
-    "NetworkCut": "the network between the hosts was cut, or the other host died or froze: nobody "
-    "here can tell which; look at that host first, then at the links and switches between",
-    "LostContact": "look at the network, and at the hosts of the other ranks",
+#: Kinds of failures that no exception named: the word in the file, and where to look for the cause.
+_KINDS = {
+    "killed": (
+        "Killed",
+        "look into the kernel's log (dmesg) for an out-of-memory kill, and into the scheduler's",
+    ),
+    "exited": (
+        "Exited",
+        "look for a call of exit in code of your own, and into the logs of the rank",
+    ),
+    "stopped": (
+        "Stopped",
+        "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
+    ),
+    "mismatch": (
+        "Mismatch",
+        "look for code that only some ranks run, or for sizes that differ between them",
+    ),
+    "hung": ("Hung", _STACKS),
+    "busy": ("Busy", _STACKS),
+    "lost-contact": ("LostContact", "look at the network, and at the hosts of the other ranks"),
+    "network-cut": (
+        "NetworkCut",
+        "the network between the hosts was cut, or the other host died or froze: nobody here can "
+        "tell which; look at that host first, then at the links and switches between",
+    ),
 }
 
 
@@ -174,7 +178,7 @@ def _epoch_of(file: Path) -> int | None:
 
 def hint_on(verdict: Verdict) -> str:
     """A hint at where to look for the cause; empty where the message says it."""
-    return _ADVICE.get(kind_of(verdict), "")
+    return _KINDS[verdict.kind][1] if verdict.kind in _KINDS else ""
 
 
 def kind_of(verdict: Verdict) -> str:
@@ -182,7 +186,7 @@ def kind_of(verdict: Verdict) -> str:
     told = verdict.seen.told
     if verdict.kind == "exception" and told is not None:
         return told.kind
-    return _KINDS[verdict.kind]
+    return _KINDS[verdict.kind][0]
 
 
 def newest_step(folder: Path, *, seconds: float = _ASK_SECONDS) -> int | None:
@@ -227,7 +231,7 @@ def advice_on(
             f"the same command would fail again: {first_line}\n"
             "checkpoints are untouched; change the configuration first"
         )
-    hint = _ADVICE.get(kind_of(verdict))
+    hint = hint_on(verdict)
     if came_twice:
         hint = "the same command would fail there again: remove the cause first"
     return "\n".join([*([hint] if hint else []), go_on(folder, command)])

@@ -13,19 +13,17 @@ import torch
 from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     CheckpointWeights,
-    LogicalWeights,
-    NamedWeights,
-    newest,
-    stored_tensors,
-    write_checkpoint,
-    write_huggingface,
-)
-from moemesh.checkpoint.huggingface.delta import (
     Delta,
     Description,
+    LogicalWeights,
+    NamedWeights,
     fingerprint,
+    newest,
+    stored_tensors,
     trained_sources,
+    write_checkpoint,
     write_delta,
+    write_huggingface,
 )
 from moemesh.checkpoint.huggingface.derived import (
     EquivalentWeights,

@@ -10,6 +10,8 @@ Nothing in a name or a shape tells which layout wrote it, so any layout can read
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,14 +19,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint import together
+from moemesh.checkpoint import store
 from moemesh.checkpoint.files import put_aside
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
+from moemesh.comm.collectives import gather_json
+from moemesh.config.train import TrainConfig
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import Placement
+from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.watch.lease import LeaseLost
 
@@ -59,7 +66,7 @@ def save_weights(
     shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
     if parallel.mesh["stage"].index == 0:
         shards += _buffers(parallel, saved=True)
-    together.save(folder, step, shards, state, parallel.mesh.control)
+    store.save_together(folder, step, shards, state, parallel.mesh.control)
 
 
 def newest(
@@ -68,7 +75,7 @@ def newest(
     """The newest checkpoint that verifies, the same on every rank; None when there is none. One
     with numbers that are not finite only where all have such."""
     mesh = parallel.mesh
-    found, skipped = together.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
+    found, skipped = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
     if found is None and skipped:
         reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
         raise CheckpointError(
@@ -174,3 +181,119 @@ def _first_holder(parallel: RankModel, buffer: str) -> int:
     module = buffer.rpartition(".")[0] + "."
     found = (where for name, where in parallel.placements.items() if name.startswith(module))
     return next(found).holders[0]
+
+
+# The checkpoints of a run while it trains: started between steps, and what becomes of them.
+
+#: Waiting longer than this for the last checkpoint before the next is worth an event.
+_WAITED_SECONDS = 0.5
+
+
+class Checkpoints:
+    """Saves the state of a run; all ranks make one and call its methods together."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        parallel: RankModel,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        console: Console,
+    ) -> None:
+        """`console`: of rank 0 it gets what is to be known."""
+        mesh = parallel.mesh
+        self._parallel, self._optimizer, self._path = parallel, optimizer, folder.path
+        self._console = console
+        self._tells = mesh.rank == 0
+        self._saver = Saver(
+            folder.checkpoints,
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            gather=lambda value: gather_json(value, mesh.control),
+            keep=config.checkpoints_kept,
+            in_background=config.checkpoint_async,
+            ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
+            lost=folder.lost,
+        )
+        self._has_said_why = self._has_saved = False
+
+    def save(self, step: int, state: dict[str, object]) -> None:
+        """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
+        tries again. Waits for the one before, so that their number does not depend on the disk."""
+        since = time.monotonic()
+        before = self.finish(hurry=True)
+        waited = time.monotonic() - since
+        if before is not None and waited > _WAITED_SECONDS:
+            self._console.say(
+                f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
+                f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
+                "checkpoint",
+            )
+        try:
+            self._start(step, state)
+        except CheckpointError as error:
+            self._complain(step, str(error))
+
+    def save_last(self, step: int, state: dict[str, object]) -> None:
+        """Write a checkpoint of the present state to the end. Raises CheckpointError on every rank
+        where all attempts fail."""
+        self.finish(hurry=True)
+        self._start(step, state)
+        outcome = self.finish(raises=True)
+        assert outcome is not None
+
+    def finish(self, *, hurry: bool = False, raises: bool = False) -> SaveOutcome | None:
+        """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
+        `raises` CheckpointError. `hurry`: nothing that fails now is tried again. Raises LeaseLost
+        on every rank where the checkpoints are another run's now."""
+        outcome = self._saver.finish(hurry=hurry)
+        self.look()
+        if outcome is None:
+            return None
+        if outcome.is_lost:
+            raise LeaseLost(
+                f"checkpoint of step {outcome.step} not saved: {outcome.problem}: this run stops"
+            )
+        if outcome.problem is not None:
+            if raises:
+                advice = "mend what the message names (a full disk: make room); "
+                advice += go_on(self._path, ["moemesh", *sys.argv[1:]])
+                raise CheckpointError(
+                    f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
+                )
+            self._complain(outcome.step, outcome.problem)
+        elif not self._has_saved and self._tells:
+            self._has_saved = True
+            self._console.keep(f"first checkpoint of this start: step {outcome.step}", "saved")
+        if outcome.nonfinite and self._tells:
+            more = len(outcome.nonfinite) - 1
+            names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
+            self._console.warn(
+                f"checkpoint of step {outcome.step}: numbers in {names} are not finite: it "
+                "replaces no older checkpoint, and no run goes on from it while there is another"
+            )
+        return outcome
+
+    def look(self) -> None:
+        """Tell what failed in the meantime; cheap, for every step."""
+        for text in self._saver.news():
+            self._console.warn(f"checkpoint: {text}")
+
+    def abandon(self) -> None:
+        """This process ends at once: leave the checkpoint under way unfinished."""
+        self._saver.abandon()
+
+    def _start(self, step: int, state: dict[str, object]) -> None:
+        shards, own = contents(self._parallel, self._optimizer, state)
+        self._saver.start(step, shards, own)
+        if (why := self._saver.why_blocking) and not self._has_said_why:
+            self._has_said_why = True
+            text = f"checkpoints are written while training waits: {why}"
+            self._console.say(text, "checkpoint")
+
+    def _complain(self, step: int, problem: str) -> None:
+        if self._tells:
+            self._console.warn(
+                f"checkpoint of step {step} not saved, training goes on, the next one is tried "
+                f"again: {problem}"
+            )
