@@ -14,14 +14,14 @@ from moemesh.cli.completion import Complete
 
 
 def options_from(
-    settings: type, **completions: Complete
+    settings: type, /, **completions: Complete
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
     An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
     keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
-    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"). Its default is
-    the field's. The verb gets an instance.
+    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"), "any sign"
+    where the verb judges it. Its default is the field's. The verb gets an instance.
     `completions` complete the values of fields in a shell.
     """
 
@@ -37,8 +37,9 @@ def options_from(
             keywords: dict[str, Any] = dict(more[0]) if more else {}
             make = typer.Argument if keywords.pop("argument", False) else typer.Option
             flags = keywords.pop("names", ())
-            if keywords.pop("tokens", False):
-                keywords |= {"parser": tokens, "metavar": "N"}
+            if parser := keywords.pop("tokens", False):
+                parser = tokens_of_any_sign if parser == "any sign" else tokens
+                keywords = {"parser": parser, "metavar": "N"} | keywords
             if field.name in completions:
                 keywords["autocompletion"] = completions[field.name]
             own.append(

@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
 from dataclasses import replace
-from enum import StrEnum
 from itertools import compress
 from pathlib import Path
 from typing import Annotated
@@ -12,18 +11,10 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
+from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, PLAN, options_from
 from moemesh.cli.terminal import progress
+from moemesh.planner.requests import PlanRequest
 from moemesh.trace.strict_json import strict_json
-
-
-class Precision(StrEnum):
-    """Number types of the planned matrix products."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT8 = "float8"
-    FLOAT4 = "float4"
-
 
 Headroom = Annotated[
     str | None,
@@ -116,47 +107,11 @@ def estimate(
 
 
 @app.command(short_help="Find the best layouts of a model on a cluster.")
+@options_from(
+    PlanRequest, model=completion.models, cluster=completion.clusters, settings=completion.settings
+)
 def plan(
-    model: Annotated[str, MODEL],
-    cluster: Annotated[str, CLUSTER],
-    seq_len: Annotated[int, LENGTH],
-    global_batch: Annotated[int, BATCH],
-    nodes: Annotated[int | None, NODES] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", help="Number of layouts to show. [default: those with a role; of --json 5]"
-        ),
-    ] = None,
-    precision: Annotated[
-        Precision, typer.Option(help="Precision of the matrix products.")
-    ] = Precision.BFLOAT16,
-    anywhere: Annotated[
-        bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
-    ] = False,
-    trainable: Annotated[
-        bool, typer.Option("--trainable", help="Only what `moemesh train` carries out.")
-    ] = False,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Tokens of the training (14.8T, 300B): days, GPU-hours."),
-    ] = None,
-    headroom: Headroom = None,
-    why: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PLAN", help='Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.'
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            autocompletion=completion.settings,
-            help="Key of what trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
-        ),
-    ] = None,
+    request: PlanRequest,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
     ] = None,
@@ -188,24 +143,10 @@ def plan(
         if path is not None:
             check_target(path, kind)
     with progress("searching layouts", quiet=as_json) as tell:
-        found = plan_named(
-            model,
-            cluster,
-            seq_len,
-            global_batch,
-            nodes=nodes,
-            top=5 if top is None else top,
-            precision=precision.value,
-            anywhere=anywhere,
-            trainable=trainable,
-            tokens=tokens,
-            headroom=headroom,
-            why=why or (),
-            settings=settings or (),
-            tell=tell,
-        )
-    words = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
-    asked = shlex.join(map(str, [*words, "--global-batch", global_batch]))
+        found = plan_named(request, tell)
+    names = ("model", "cluster", "seq_len", "global_batch")
+    given = [(f"--{name.replace('_', '-')}", str(getattr(request, name))) for name in names]
+    asked = shlex.join(word for pair in given for word in pair)
     if html is not None:
         from moemesh.cli.plan_page import plan_html
 
@@ -219,7 +160,7 @@ def plan(
     else:
         from moemesh.cli.plan_text import plan_text
 
-        is_shown = [one.roles or top or explain for one in found.candidates[:top]]
+        is_shown = [one.roles or request.top or explain for one in found.candidates[: request.top]]
         found = replace(found, candidates=tuple(compress(found.candidates, is_shown)))
         typer.echo(plan_text(found, asked, str(write) if is_written else "", explain=explain))
     if write is not None and not is_written:
