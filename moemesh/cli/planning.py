@@ -1,4 +1,4 @@
-"""Verbs of the planner: estimate, plan, validate, calibrate."""
+"""Verbs of the planner: estimate and plan."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
@@ -148,7 +148,7 @@ def plan(
     given = [(f"--{name.replace('_', '-')}", str(getattr(request, name))) for name in names]
     asked = shlex.join(word for pair in given for word in pair)
     if html is not None:
-        from moemesh.cli.plan_page import plan_html
+        from moemesh.cli.plan_text import plan_html
 
         write_texts([(html, plan_html(found, asked))])
     answer = to_json(found)
@@ -168,78 +168,3 @@ def plan(
 
         refused = ", ".join(answer["plans"][0]["not_trained"])
         raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
-
-
-RunsTable = Annotated[
-    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
-]
-
-
-ArchsFile = Annotated[
-    Path | None,
-    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
-]
-
-
-@app.command(short_help="Predict a table of measured runs.")
-def validate(
-    runs: RunsTable,
-    archs: ArchsFile = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
-    ] = None,
-    cross: Annotated[
-        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
-    ] = False,
-    intervals: Annotated[
-        Path | None,
-        typer.Option(
-            "--intervals",
-            metavar="FILE",
-            help="Refit without each source; print 80 % intervals and their coverage, write the "
-            "errors.",
-        ),
-    ] = None,
-) -> None:
-    """Predict every row of a table of measured runs, and say how far off it is.
-
-    Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
-
-        moemesh validate runs.csv --json predictions.json
-    """
-    from moemesh.cli import accuracy
-
-    text = accuracy.validate_command(
-        runs, archs, out, cluster or [], plot=plot, cross=cross, intervals=intervals
-    )
-    typer.echo(text)
-
-
-@app.command(short_help="Fit a cluster to measured runs.")
-def calibrate(
-    runs: RunsTable,
-    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
-    archs: ArchsFile = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
-    ] = None,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
-    ] = False,
-) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file.
-
-    Example:
-
-        moemesh calibrate runs.csv --out mine.toml
-    """
-    from moemesh.cli import accuracy
-
-    typer.echo(accuracy.calibrate_command(runs, archs, out, cluster, shared))

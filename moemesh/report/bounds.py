@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from moemesh.report.evidence import GRADIENT_AXES, Evidence, busiest_axis
 from moemesh.trace.duration import flop_rate
@@ -40,30 +41,22 @@ def _share(evidence: Evidence, name: str) -> str:
 
 def small_products(evidence: Evidence) -> str:
     """Why products are too small for the device, where the shape tells; "" where they are not."""
-    rows = rows_per_expert(evidence)
-    hidden = evidence.run.section("model").get("hidden_size")
+    model, data = evidence.run.section("model"), evidence.run.section("data")
+    hidden, experts = model.get("hidden_size"), model.get("num_experts")
+    numbers = [data.get("global_batch"), data.get("seq_len"), model.get("experts_per_token")]
+    choices = [number for number in numbers if isinstance(number, int)]
     found: list[str] = []
-    if rows is not None and rows < ENOUGH_ROWS:
-        found.append(f"an expert multiplies {rows:,.0f} rows at once (enough are {ENOUGH_ROWS})")
+    if isinstance(experts, int) and experts >= 1 and len(choices) == len(numbers):
+        copies = evidence.degree("edp") * evidence.degree("dispatch_chunks")
+        # Rows of one product of an expert with uniform routing.
+        rows = prod(choices) / (experts * copies * evidence.degree("microbatches"))
+        if rows < ENOUGH_ROWS:
+            found.append(
+                f"an expert multiplies {rows:,.0f} rows at once (enough are {ENOUGH_ROWS})"
+            )
     if isinstance(hidden, int) and hidden < ENOUGH_COLUMNS:
         found.append(f"a row has {hidden:,} columns (enough are {ENOUGH_COLUMNS:,})")
     return " and ".join(found)
-
-
-def rows_per_expert(evidence: Evidence) -> float | None:
-    """Rows of one product of an expert with uniform routing; None without experts."""
-    model, data = evidence.run.section("model"), evidence.run.section("data")
-    numbers = [data.get("global_batch"), data.get("seq_len"), model.get("experts_per_token")]
-    experts = model.get("num_experts")
-    choices = 1
-    for number in numbers:
-        if not isinstance(number, int):
-            return None
-        choices *= number
-    if not isinstance(experts, int) or experts < 1:
-        return None
-    copies = evidence.degree("edp") * evidence.degree("dispatch_chunks")
-    return choices / (experts * copies * evidence.degree("microbatches"))
 
 
 def _say_communication(evidence: Evidence) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moemesh import cli
-from moemesh.cli.plan_page import plan_html
+from moemesh.cli.plan_text import plan_html
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.trace.memory_profile import PREDICTED_PEAK

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moemesh.cli.plan_page import plan_html
+from moemesh.cli.plan_text import plan_html
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named
 from moemesh.report import comparison, page
