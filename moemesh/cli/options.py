@@ -11,6 +11,7 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.completion import Complete
+from moemesh.planner.requests import BATCH_HELP, CLUSTER_HELP, LENGTH_HELP, MODEL_HELP
 
 
 def options_from(
@@ -91,10 +92,10 @@ MODEL = typer.Option(
     "--model",
     metavar="M",
     autocompletion=completion.models,
-    help="Preset, folder of transformers, config.json or TOML file.",
+    help=MODEL_HELP,
 )
 CLUSTER = typer.Option(
-    "--cluster", metavar="C", autocompletion=completion.clusters, help="Preset or TOML file."
+    "--cluster", metavar="C", autocompletion=completion.clusters, help=CLUSTER_HELP
 )
 PLAN = typer.Option(
     "--plan",
@@ -102,8 +103,5 @@ PLAN = typer.Option(
     autocompletion=completion.plans,
     help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
 )
-LENGTH = typer.Option(
-    "--seq-len", metavar="S", parser=tokens_of_any_sign, help="Tokens of one sequence; 4k is 4096."
-)
-BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
-NODES = typer.Option("--nodes", metavar="N", help="Nodes, instead of the cluster's own number.")
+LENGTH = typer.Option("--seq-len", metavar="S", parser=tokens_of_any_sign, help=LENGTH_HELP)
+BATCH = typer.Option("--global-batch", metavar="B", help=BATCH_HELP)

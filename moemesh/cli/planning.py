@@ -13,17 +13,8 @@ from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, PLAN, options_from
 from moemesh.cli.terminal import progress
-from moemesh.planner.requests import PlanRequest
+from moemesh.planner.requests import HEADROOM_HELP, PlanRequest
 from moemesh.trace.strict_json import strict_json
-
-Headroom = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHARE|SIZE",
-        help="Memory of each device to leave free, such as 10% or 6GiB. "
-        "[default: 1.5% on GPUs, as calibrated]",
-    ),
-]
 
 
 @app.command(short_help="Price one layout, without running it.")
@@ -49,7 +40,7 @@ def estimate(
             help="Pipeline rank of the traffic: first, inner, last, a number, or worst (memory).",
         ),
     ] = "worst",
-    headroom: Headroom = None,
+    headroom: Annotated[str | None, typer.Option(metavar="SHARE|SIZE", help=HEADROOM_HELP)] = None,
     cache: Annotated[
         str | None,
         typer.Option(

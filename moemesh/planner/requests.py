@@ -19,8 +19,15 @@ else:  # as a command line has them
     ModelSource = ClusterSource = Quantity = str
     Precision = Literal["bfloat16", "float8", "float4"]
 
-_CLUSTER = "Preset or TOML file."
-_LENGTH = "Tokens of one sequence; 4k is 4096."
+#: Help of options that several verbs have.
+MODEL_HELP = "Preset, folder of transformers, config.json or TOML file."
+CLUSTER_HELP = "Preset or TOML file."
+LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
+BATCH_HELP = "Sequences of one step."
+HEADROOM_HELP = (
+    "Memory of each device to leave free, such as 10% or 6GiB. "
+    "[default: 1.5% on GPUs, as calibrated]"
+)
 _NODES = "Nodes, instead of the cluster's own number."
 _LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
 
@@ -29,12 +36,10 @@ _LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
 class PlanRequest:
     """The search of `moemesh plan`: a model, a cluster, a batch, and limits of the layouts."""
 
-    model: Annotated[
-        ModelSource, "Preset, folder of transformers, config.json or TOML file.", {"metavar": "M"}
-    ]
-    cluster: Annotated[ClusterSource, _CLUSTER, {"metavar": "C"}]
-    seq_len: Annotated[int, _LENGTH, _LENGTH_WORDS]
-    global_batch: Annotated[int, "Sequences of one step.", {"metavar": "B"}]
+    model: Annotated[ModelSource, MODEL_HELP, {"metavar": "M"}]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS]
+    global_batch: Annotated[int, BATCH_HELP, {"metavar": "B"}]
     nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
     #: Of layouts that are kept 5, where it is None.
     top: Annotated[
@@ -54,12 +59,7 @@ class PlanRequest:
         "Tokens of the training (14.8T, 300B): days, GPU-hours.",
         {"metavar": "N"},
     ] = None
-    headroom: Annotated[
-        Quantity | None,
-        "Memory of each device to leave free, such as 10% or 6GiB. "
-        "[default: 1.5% on GPUs, as calibrated]",
-        {"metavar": "SHARE|SIZE"},
-    ] = None
+    headroom: Annotated[Quantity | None, HEADROOM_HELP, {"metavar": "SHARE|SIZE"}] = None
     why: Annotated[
         list[str] | None,
         'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.',
@@ -77,10 +77,10 @@ class PartitionRequest:
     """A model, a cluster and the numbers of `moemesh partition`; None: chosen."""
 
     model: Annotated[ModelSource, "Preset, config.json, TOML file, or branching-alexnet."]
-    cluster: Annotated[ClusterSource, _CLUSTER, {"metavar": "C"}]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
     global_batch: Annotated[int, "Sequences (or images) of one step."]
     method: Annotated[str, "dp, ilp, random, learned, or all."] = "dp"
-    seq_len: Annotated[int, _LENGTH, _LENGTH_WORDS] = 4096
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS] = 4096
     nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
     stages: Annotated[int | None, "Number of stages; of branching-alexnet, of devices."] = None
     microbatches: Annotated[int | None, "Microbatches of one step."] = None
