@@ -15,6 +15,7 @@ from moemesh.config.shown import Shown
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.planned_layout import PlannedLayout, Precision
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import (
     candidate_json,
     not_trained,
@@ -98,21 +99,12 @@ def plan(
     `why` names layouts to be judged ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) when no layout fits in memory.
     """
-    found = plan_named(
-        model,
-        cluster,
-        seq_len,
-        global_batch,
-        nodes=nodes,
-        top=top,
-        precision=precision,
-        anywhere=anywhere,
-        trainable=trainable,
-        tokens=tokens,
-        headroom=headroom,
-        why=(why,) if isinstance(why, str) else why,
-        settings=settings,
-    )
+    request = PlanRequest(
+        model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
+        anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom,
+        why=[why] if isinstance(why, str) else list(why), settings=list(settings),
+    )  # fmt: skip
+    found = plan_named(request)
     details = to_json(found)
     recommended, *answers = (
         _answer(

@@ -1,36 +1,22 @@
 """The verbs `validate` and `calibrate`: tables of measured runs in, statistics or constants out."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from moemesh.cli.application import app
 from moemesh.cli.terminal import table
-from moemesh.config.cluster import load_cluster
-from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
-from moemesh.planner.accuracy.calibration_file import (
-    calibration_toml,
-    cluster_toml,
-    fitted_cluster,
-    runs_of_cluster,
-    use_cluster,
-)
-from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
-from moemesh.planner.accuracy.published import read_runs
-from moemesh.planner.accuracy.validate import (
-    ErrorStatistics,
-    Validation,
-    json_text,
-    summarize,
-    validate,
-)
-from moemesh.planner.intervals import Intervals
-from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
-from moemesh.report.agreement import Agreement, agreement_chart
-from moemesh.report.files import write_texts
+
+if TYPE_CHECKING:
+    from moemesh.planner.accuracy.calibrate import LeftOut
+    from moemesh.planner.accuracy.validate import ErrorStatistics, Validation
+    from moemesh.planner.intervals import Intervals
 
 _NUM_WORST = 12
 
@@ -41,38 +27,76 @@ devices it was not seen on, [release."stack 26.02"] of its releases; [memory.sta
 allocates (see moemesh.planner.peak_memory.Allocation)."""
 
 
-def validate_command(
-    runs_file: Path,
-    archs: Path | None,
-    out: Path | None,
-    clusters: Sequence[str],
-    *,
-    plot: Path | None = None,
-    cross: bool = False,
-    intervals: Path | None = None,
-) -> str:
-    """Predict every row of a table; writes the JSON object to `out` and the picture to `plot`.
+RunsTable = Annotated[
+    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
+]
 
-    Returns the statistics. With `cross` every finished run is predicted by a fit that saw no run
-    of its group instead of the packaged constants: minutes, and the honest figures. With
-    `intervals` each source is left out once, and its errors are written there.
+
+ArchsFile = Annotated[
+    Path | None,
+    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
+]
+
+
+@app.command("validate", short_help="Predict a table of measured runs.")
+def validate_runs(
+    runs: RunsTable,
+    archs: ArchsFile = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
+    ] = None,
+    cross: Annotated[
+        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
+    ] = False,
+    intervals: Annotated[
+        Path | None,
+        typer.Option(
+            "--intervals",
+            metavar="FILE",
+            help="Refit without each source; print 80 % intervals and their coverage, write the "
+            "errors.",
+        ),
+    ] = None,
+) -> None:
+    """Predict every row of a table of measured runs, and say how far off it is.
+
+    Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
+
+        moemesh validate runs.csv --json predictions.json
     """
-    runs = read_runs(runs_file, archs)
+    from moemesh.config.cluster import load_cluster
+    from moemesh.planner.accuracy.calibrate import cross_validate
+    from moemesh.planner.accuracy.calibration_file import use_cluster
+    from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
+    from moemesh.planner.accuracy.published import read_runs
+    from moemesh.planner.accuracy.validate import json_text, summarize, validate
+    from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
+    from moemesh.report.agreement import Agreement, agreement_chart
+    from moemesh.report.files import write_texts
+
+    read = read_runs(runs, archs)
     calibration = shipped_calibration()
-    for source in clusters:
-        runs, calibration = use_cluster(runs, calibration, load_cluster(source))
+    for source in cluster or []:
+        read, calibration = use_cluster(read, calibration, load_cluster(source))
     further = ""
     start = replace(prior_calibration(), allocations=calibration.allocations)
     if cross:
-        validation = summarize(cross_validate(runs, start))
+        validation = summarize(cross_validate(read, start))
         lines: list[str] = []
         kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
         for kind, name in kinds:
-            unseen = summarize(cross_validate(runs, start, left_out=kind))
+            unseen = summarize(cross_validate(read, start, left_out=kind))
             lines += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
         further = "\n" + "\n".join(lines)
     else:
-        validation = validate(runs, calibration)
+        validation = validate(read, calibration)
     if out is not None:
         write_texts([(out, json_text(validation))])
     if plot is not None:
@@ -89,13 +113,57 @@ def validate_command(
         title = "Step time of published runs, predicted and measured"
         write_texts([(plot, agreement_chart("agreement", title, points, unit="seconds a step"))])
     if intervals is not None:
-        errors = left_out_errors(runs, start)
+        errors = left_out_errors(read, start)
         write_texts([(intervals, intervals_toml(errors))])
         further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
-    return report(validation) + further
+    typer.echo(report(validation) + further)
 
 
-def intervals_text(found: Intervals) -> str:
+@app.command(short_help="Fit a cluster to measured runs.")
+def calibrate(
+    runs: RunsTable,
+    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
+    archs: ArchsFile = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
+    ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
+    ] = False,
+) -> None:
+    """Fit the few constants of a cluster to measured runs and write its Cluster file.
+
+    Example:
+
+        moemesh calibrate runs.csv --out mine.toml
+    """
+    from moemesh.planner.accuracy.calibrate import fit, measured_runs
+    from moemesh.planner.accuracy.calibration_file import (
+        calibration_toml,
+        cluster_toml,
+        fitted_cluster,
+        runs_of_cluster,
+    )
+    from moemesh.planner.accuracy.published import read_runs
+    from moemesh.planner.accuracy.validate import validate
+    from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
+    from moemesh.report.files import write_texts
+
+    read = read_runs(runs, archs)
+    if shared:
+        start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
+        found = fit(read, start)
+        write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
+        typer.echo(report(validate(read, found)))
+        return
+    chosen = runs_of_cluster(measured_runs(read), cluster)
+    calibration = fit(chosen, shipped_calibration(), share=False)
+    fitted = fitted_cluster(chosen, calibration)
+    write_texts([(out, cluster_toml(fitted, f"Fitted to {len(chosen)} runs of {runs.name}."))])
+    typer.echo(f"{report(validate(chosen, calibration))}\n\nwrote {out}: {fitted.name}")
+
+
+def intervals_text(found: "Intervals") -> str:
     """The widths of the intervals, and how many runs of each left-out source lie within."""
     lines = [
         "80 % intervals, and the share of a left-out source within those of the other sources:",
@@ -122,27 +190,7 @@ def _factor(width: float) -> str:
     return f"x {exp(-width):.2f} to {exp(width):.2f}"
 
 
-def calibrate_command(
-    runs_file: Path, archs: Path | None, out: Path, wanted: str | None, shared: bool
-) -> str:
-    """Fit the constants of the one cluster of a table (or of the one `wanted`) and write its
-    Cluster file; with `shared` all constants of all clusters, as the package ships them."""
-    runs = read_runs(runs_file, archs)
-    if shared:
-        start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
-        found = fit(runs, start)
-        write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
-        return report(validate(runs, found))
-    chosen = runs_of_cluster(measured_runs(runs), wanted)
-    calibration = fit(chosen, shipped_calibration(), share=False)
-    cluster = fitted_cluster(chosen, calibration)
-    write_texts(
-        [(out, cluster_toml(cluster, f"Fitted to {len(chosen)} runs of {runs_file.name}."))]
-    )
-    return f"{report(validate(chosen, calibration))}\n\nwrote {out}: {cluster.name}"
-
-
-def report(validation: Validation) -> str:
+def report(validation: "Validation") -> str:
     """The statistics as a table for a terminal, worst rows last."""
     errors = [*validation.by_source.items(), *_by_kind(validation)]
     if validation.memory:
@@ -184,12 +232,12 @@ def report(validation: Validation) -> str:
     return "\n".join(lines)
 
 
-def _by_kind(validation: Validation) -> list[tuple[str, ErrorStatistics]]:
+def _by_kind(validation: "Validation") -> "list[tuple[str, ErrorStatistics]]":
     kinds = (("dense step time", validation.dense), ("MoE step time", validation.moe))
     return [(name, found) for name, found in kinds if found]
 
 
-def _errors(rows: Sequence[tuple[str, ErrorStatistics]]) -> str:
+def _errors(rows: "Sequence[tuple[str, ErrorStatistics]]") -> str:
     return table(
         ("source", "rows", "median", "p95", "worst", "bias"),
         [

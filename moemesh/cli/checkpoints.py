@@ -1,21 +1,25 @@
-"""The verbs checkpoint ls, verify and prune: what lies on the disk, without torch."""
+"""The verbs checkpoint ls, verify, prune and diff: what lies on the disk, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
-from moemesh.cli.checkpoint_place import find, held
 from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
+    from moemesh.checkpoint.remote import Place as Folder
     from moemesh.checkpoint.stored import Damage
+
+#: Rows of a table of differences, unless all are asked for.
+_LINES = 20
 
 Place = Annotated[
     str,
@@ -24,6 +28,86 @@ Place = Annotated[
         help="A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
     ),
 ]
+
+
+class CheckpointPlace(NamedTuple):
+    """A folder of checkpoints, and the steps that are meant, newest first."""
+
+    folder: "Folder"
+    steps: list[int]
+
+    def path(self, step: int) -> "Folder":
+        return self.folder / f"step-{step}"
+
+
+def find(text: str) -> CheckpointPlace:
+    """What a path or address on the command line means. CheckpointError where there is no
+    checkpoint."""
+    from moemesh.checkpoint.files import COMMITTED, CheckpointError
+    from moemesh.checkpoint.remote import place_of
+    from moemesh.checkpoint.stored import candidates
+
+    place = place_of(text)
+    if match := COMMITTED.fullmatch(place.name):
+        for folder in _folders(place.parent):
+            if (folder / place.name).is_dir():
+                return CheckpointPlace(folder, [int(match[1])])
+        steps = next(filter(None, map(candidates, _folders(place.parent))), [])
+        others = f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
+        raise CheckpointError(f"{place}: there is no such checkpoint{others}")
+    for folder in _folders(place):
+        if steps := candidates(folder):
+            return CheckpointPlace(folder, steps)
+    raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
+
+
+@contextmanager
+def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
+    """Hold `folder`, the checkpoints of the run in the folder `run` where that is known, so that no
+    run writes there; yields what raises CheckpointError where a run has taken it over since.
+    CheckpointError where one is at work there."""
+    from moemesh.checkpoint.files import CheckpointError
+    from moemesh.checkpoint.ownership import Ownership, has_owner
+    from moemesh.train.records.run_folder import LEASE, RunFolder
+    from moemesh.watch.lease import RunFolderError
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    holding: RunFolder | Ownership | None = None
+    lost: Callable[[], str | None] | None = None
+    try:
+        if run is not None and (run / LEASE).exists():
+            holding = RunFolder(run, has_run=True, checkpoints=folder)
+            holding.lock(say=say)
+            lost = holding.lost
+        elif has_owner(folder):
+            holding = Ownership.take(folder, uuid.uuid4().hex, say=say)
+            lost = holding.claim.lost
+    except RunFolderError as error:
+        if not error.holder:
+            raise
+        raise CheckpointError(
+            f"{folder} is in use by a run ({error.holder}), which deletes old checkpoints by "
+            "itself, as train.checkpoints_kept says: prune when it has ended, or stop it first"
+        ) from error
+
+    def check() -> None:
+        if lost is not None and (why := lost()) is not None:
+            raise CheckpointError(f"{why}; nothing more was deleted")
+
+    try:
+        yield check
+    finally:
+        if holding is not None:
+            holding.release()
+
+
+def _folders(place: "Folder") -> "list[Folder]":
+    """Where a run in `place`, or `place` itself, would have checkpoints."""
+    from moemesh.train.records.run_folder import checkpoints_of
+
+    return [checkpoints_of(place), place] if isinstance(place, Path) else [place]
 
 
 @checkpoint_app.command(short_help="List steps, sizes and layouts, and which are verified.")
@@ -240,3 +324,89 @@ def prune(
         typer.echo(f"{name}: {word}")
     if not plan.doomed and not plan.leftovers:
         typer.echo("nothing to delete")
+
+
+@checkpoint_app.command(short_help="List tensors that differ in two checkpoints, and by how much.")
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    all_lines: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by logical names, whatever layouts wrote them.
+
+    largest: the largest absolute difference of two numbers; relative: over the largest magnitude
+    in A. Exit code 1 where anything differs. Example:
+
+        moemesh checkpoint diff runs/a/step-100 runs/b/step-100
+    """
+    from moemesh.checkpoint.numbers import difference
+    from moemesh.checkpoint.stored import open_stored
+
+    a, b = (open_stored(found.folder, found.steps[0]) for found in (find(first), find(second)))
+    ours, theirs = set(a.names()), set(b.names())
+    rows: list[dict[str, Any]] = []
+    others: list[str] = []
+    for name in sorted(ours & theirs):
+        one, other = a.entry(name), b.entry(name)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (one, other))
+            others.append(f"{name}: {' and '.join(kinds)}")
+        elif (found := difference(a, b, name)).num_different:
+            rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
+    rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
+    keys = sorted({*a.state, *b.state})
+    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
+    states = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    content: dict[str, Any] = {
+        "first": str(a.path),
+        "second": str(b.path),
+        "equal": len(ours & theirs) - len(rows) - len(others),
+        "different": rows,
+        "other_shape_or_dtype": others,
+        "only_in_first": sorted(ours - theirs),
+        "only_in_second": sorted(theirs - ours),
+        "state": states,
+    }
+    differs = bool(rows or others or ours ^ theirs)
+    if as_json:
+        typer.echo(strict_json(content, indent=1))
+        raise typer.Exit(int(differs))
+    shown = rows if all_lines else rows[:_LINES]
+    if rows:
+        header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
+        lines = [
+            [
+                row["tensor"],
+                row["dtype"],
+                f"{row['num_different']:,} of {row['num_elements']:,}",
+                f"{row['largest']:.3g}",
+                f"{row['relative']:.3g}",
+            ]
+            for row in shown
+        ]
+        typer.echo(table(header, lines, left=2))
+    if len(shown) < len(rows):
+        typer.echo(f"... and {len(rows) - len(shown)} more: --all shows them")
+    for row in rows:
+        if any(row["num_nonfinite"]):
+            here, there = row["num_nonfinite"]
+            typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
+    for line in others:
+        typer.echo(line)
+    for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
+        names: list[str] = content[key]
+        for name in names if all_lines else names[:_LINES]:
+            typer.echo(f"{name}: only in {side}")
+        if len(names) > _LINES and not all_lines:
+            typer.echo(f"... and {len(names) - _LINES} more only in {side}: --all shows them")
+    for key, (old, new) in content["state"].items():
+        if len(text := f"{key}: {strict_json(old)} and {strict_json(new)}") <= 100:
+            typer.echo(text)
+        else:
+            typer.echo(f"{key}: differs")
+    typer.echo(
+        f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
+        f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
+    )
+    raise typer.Exit(int(differs))

@@ -11,17 +11,18 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.completion import Complete
+from moemesh.planner.requests import BATCH_HELP, CLUSTER_HELP, LENGTH_HELP, MODEL_HELP
 
 
 def options_from(
-    settings: type, **completions: Complete
+    settings: type, /, **completions: Complete
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
     An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
     keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
-    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"). Its default is
-    the field's. The verb gets an instance.
+    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"), "any sign"
+    where the verb judges it. Its default is the field's. The verb gets an instance.
     `completions` complete the values of fields in a shell.
     """
 
@@ -37,8 +38,9 @@ def options_from(
             keywords: dict[str, Any] = dict(more[0]) if more else {}
             make = typer.Argument if keywords.pop("argument", False) else typer.Option
             flags = keywords.pop("names", ())
-            if keywords.pop("tokens", False):
-                keywords |= {"parser": tokens, "metavar": "N"}
+            if parser := keywords.pop("tokens", False):
+                parser = tokens_of_any_sign if parser == "any sign" else tokens
+                keywords = {"parser": parser, "metavar": "N"} | keywords
             if field.name in completions:
                 keywords["autocompletion"] = completions[field.name]
             own.append(
@@ -90,10 +92,10 @@ MODEL = typer.Option(
     "--model",
     metavar="M",
     autocompletion=completion.models,
-    help="Preset, folder of transformers, config.json or TOML file.",
+    help=MODEL_HELP,
 )
 CLUSTER = typer.Option(
-    "--cluster", metavar="C", autocompletion=completion.clusters, help="Preset or TOML file."
+    "--cluster", metavar="C", autocompletion=completion.clusters, help=CLUSTER_HELP
 )
 PLAN = typer.Option(
     "--plan",
@@ -101,8 +103,5 @@ PLAN = typer.Option(
     autocompletion=completion.plans,
     help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
 )
-LENGTH = typer.Option(
-    "--seq-len", metavar="S", parser=tokens_of_any_sign, help="Tokens of one sequence; 4k is 4096."
-)
-BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
-NODES = typer.Option("--nodes", metavar="N", help="Nodes, instead of the cluster's own number.")
+LENGTH = typer.Option("--seq-len", metavar="S", parser=tokens_of_any_sign, help=LENGTH_HELP)
+BATCH = typer.Option("--global-batch", metavar="B", help=BATCH_HELP)

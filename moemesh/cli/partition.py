@@ -1,14 +1,15 @@
 """The verb `partition`: stages, operator strategies and the plan that they imply."""
 
 # No `from __future__ import annotations` here: typer reads the annotations.
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import CLUSTER, LENGTH, NODES
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import interval, progress, table
+from moemesh.planner.requests import PartitionRequest
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -20,26 +21,9 @@ _MOST_NAMES = 4
 
 
 @app.command(short_help="Cut a model into stages and operator strategies.")
+@options_from(PartitionRequest, model=completion.models, cluster=completion.clusters)
 def partition(
-    model: Annotated[
-        str,
-        typer.Option(
-            autocompletion=completion.models,
-            help="Preset, config.json, TOML file, or branching-alexnet.",
-        ),
-    ],
-    cluster: Annotated[str, CLUSTER],
-    global_batch: Annotated[int, typer.Option(help="Sequences (or images) of one step.")],
-    method: Annotated[str, typer.Option(help="dp, ilp, random, learned, or all.")] = "dp",
-    seq_len: Annotated[int, LENGTH] = 4096,
-    nodes: Annotated[int | None, NODES] = None,
-    stages: Annotated[
-        int | None, typer.Option(help="Number of stages; of branching-alexnet, of devices.")
-    ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches of one step.")] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
-    evaluations: Annotated[int, typer.Option(help="Divisions that they may try.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Seed of random and learned.")] = 0,
+    request: PartitionRequest,
     as_json: AsJson = False,
 ) -> None:
     """Cut a model into pipeline stages and lay out the operators of each.
@@ -48,18 +32,12 @@ def partition(
 
         moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
     """
-    from moemesh.planner.stages.answer import METHODS
-    from moemesh.planner.stages.partition import PartitionRequest, compare
+    from moemesh.planner.stages.partition import compare
 
     with progress("cutting the model", quiet=as_json):
-        request = PartitionRequest(
-            model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, nodes=nodes,
-            stages=stages, microbatches=microbatches, schedule=schedule, evaluations=evaluations,
-            seed=seed,
-        )  # fmt: skip
-        found = compare(METHODS if method == "all" else (method,), request)
+        found = compare(request)
     if as_json:
-        rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
+        rows = {"methods": [one.summary() for one in found]} if request.method == "all" else {}
         typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))
     else:
         typer.echo(_text(found[0]))

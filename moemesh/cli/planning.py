@@ -1,9 +1,8 @@
-"""Verbs of the planner: estimate, plan, validate, calibrate."""
+"""Verbs of the planner: estimate and plan."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
 from dataclasses import replace
-from enum import StrEnum
 from itertools import compress
 from pathlib import Path
 from typing import Annotated
@@ -12,27 +11,10 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
+from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, PLAN, options_from
 from moemesh.cli.terminal import progress
+from moemesh.planner.requests import HEADROOM_HELP, PlanRequest
 from moemesh.trace.strict_json import strict_json
-
-
-class Precision(StrEnum):
-    """Number types of the planned matrix products."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT8 = "float8"
-    FLOAT4 = "float4"
-
-
-Headroom = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHARE|SIZE",
-        help="Memory of each device to leave free, such as 10% or 6GiB. "
-        "[default: 1.5% on GPUs, as calibrated]",
-    ),
-]
 
 
 @app.command(short_help="Price one layout, without running it.")
@@ -58,7 +40,7 @@ def estimate(
             help="Pipeline rank of the traffic: first, inner, last, a number, or worst (memory).",
         ),
     ] = "worst",
-    headroom: Headroom = None,
+    headroom: Annotated[str | None, typer.Option(metavar="SHARE|SIZE", help=HEADROOM_HELP)] = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -116,47 +98,11 @@ def estimate(
 
 
 @app.command(short_help="Find the best layouts of a model on a cluster.")
+@options_from(
+    PlanRequest, model=completion.models, cluster=completion.clusters, settings=completion.settings
+)
 def plan(
-    model: Annotated[str, MODEL],
-    cluster: Annotated[str, CLUSTER],
-    seq_len: Annotated[int, LENGTH],
-    global_batch: Annotated[int, BATCH],
-    nodes: Annotated[int | None, NODES] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", help="Number of layouts to show. [default: those with a role; of --json 5]"
-        ),
-    ] = None,
-    precision: Annotated[
-        Precision, typer.Option(help="Precision of the matrix products.")
-    ] = Precision.BFLOAT16,
-    anywhere: Annotated[
-        bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
-    ] = False,
-    trainable: Annotated[
-        bool, typer.Option("--trainable", help="Only what `moemesh train` carries out.")
-    ] = False,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Tokens of the training (14.8T, 300B): days, GPU-hours."),
-    ] = None,
-    headroom: Headroom = None,
-    why: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PLAN", help='Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.'
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            autocompletion=completion.settings,
-            help="Key of what trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
-        ),
-    ] = None,
+    request: PlanRequest,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
     ] = None,
@@ -188,26 +134,12 @@ def plan(
         if path is not None:
             check_target(path, kind)
     with progress("searching layouts", quiet=as_json) as tell:
-        found = plan_named(
-            model,
-            cluster,
-            seq_len,
-            global_batch,
-            nodes=nodes,
-            top=5 if top is None else top,
-            precision=precision.value,
-            anywhere=anywhere,
-            trainable=trainable,
-            tokens=tokens,
-            headroom=headroom,
-            why=why or (),
-            settings=settings or (),
-            tell=tell,
-        )
-    words = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
-    asked = shlex.join(map(str, [*words, "--global-batch", global_batch]))
+        found = plan_named(request, tell)
+    names = ("model", "cluster", "seq_len", "global_batch")
+    given = [(f"--{name.replace('_', '-')}", str(getattr(request, name))) for name in names]
+    asked = shlex.join(word for pair in given for word in pair)
     if html is not None:
-        from moemesh.cli.plan_page import plan_html
+        from moemesh.cli.plan_text import plan_html
 
         write_texts([(html, plan_html(found, asked))])
     answer = to_json(found)
@@ -219,7 +151,7 @@ def plan(
     else:
         from moemesh.cli.plan_text import plan_text
 
-        is_shown = [one.roles or top or explain for one in found.candidates[:top]]
+        is_shown = [one.roles or request.top or explain for one in found.candidates[: request.top]]
         found = replace(found, candidates=tuple(compress(found.candidates, is_shown)))
         typer.echo(plan_text(found, asked, str(write) if is_written else "", explain=explain))
     if write is not None and not is_written:
@@ -227,78 +159,3 @@ def plan(
 
         refused = ", ".join(answer["plans"][0]["not_trained"])
         raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
-
-
-RunsTable = Annotated[
-    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
-]
-
-
-ArchsFile = Annotated[
-    Path | None,
-    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
-]
-
-
-@app.command(short_help="Predict a table of measured runs.")
-def validate(
-    runs: RunsTable,
-    archs: ArchsFile = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
-    ] = None,
-    cross: Annotated[
-        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
-    ] = False,
-    intervals: Annotated[
-        Path | None,
-        typer.Option(
-            "--intervals",
-            metavar="FILE",
-            help="Refit without each source; print 80 % intervals and their coverage, write the "
-            "errors.",
-        ),
-    ] = None,
-) -> None:
-    """Predict every row of a table of measured runs, and say how far off it is.
-
-    Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
-
-        moemesh validate runs.csv --json predictions.json
-    """
-    from moemesh.cli import accuracy
-
-    text = accuracy.validate_command(
-        runs, archs, out, cluster or [], plot=plot, cross=cross, intervals=intervals
-    )
-    typer.echo(text)
-
-
-@app.command(short_help="Fit a cluster to measured runs.")
-def calibrate(
-    runs: RunsTable,
-    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
-    archs: ArchsFile = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
-    ] = None,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
-    ] = False,
-) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file.
-
-    Example:
-
-        moemesh calibrate runs.csv --out mine.toml
-    """
-    from moemesh.cli import accuracy
-
-    typer.echo(accuracy.calibrate_command(runs, archs, out, cluster, shared))

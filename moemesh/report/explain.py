@@ -343,12 +343,13 @@ def explain(run: Run) -> Explanation:
     if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
-        first = bounds[0]
-        sentences.append(f"Its speed is bounded by {first.name}: {_lower(first.say(evidence))}")
+        first, (text, proposed) = bounds[0], remedy.judge(evidence)
+        stated = text if remedy is first else first.judge(evidence)[0]
+        sentences.append(f"Its speed is bounded by {first.name}: {_lower(stated)}")
         if remedy is not first:
-            sentences.append(f"Next comes {remedy.name}: {_lower(remedy.say(evidence))}")
+            sentences.append(f"Next comes {remedy.name}: {_lower(text)}")
         sentences += [*_plan(evidence, run.planned), remedy.advice]
-        command = command or _next(run, remedy, evidence)
+        command = command or _next(run, proposed)
     elif run.metrics and not bounds:
         rest = "timeline.json, which is written at the end, is missing"
         if state == "running":
@@ -438,12 +439,12 @@ def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
     return [f"The plan expects {'; '.join(told)}."] if told else []
 
 
-def _next(run: Run, bound: Bound, evidence: Evidence) -> str:
-    """The first change of the bound that is legal, as the command that trains with it."""
+def _next(run: Run, changes: Sequence[Sequence[str]]) -> str:
+    """The first of the changes that is legal, as the command that trains with it."""
     file = run.folder / "config.toml"
     if not file.is_file():
         return ""
-    for overrides in bound.changes(evidence):
+    for overrides in changes:
         if found := _changed(run, overrides):
             return found
     return shlex.join(["moemesh", "profile", str(file)])

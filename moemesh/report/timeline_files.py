@@ -8,8 +8,8 @@ from typing import Any
 
 from moemesh.report.files import write_texts
 from moemesh.report.timeline_picture import timeline_rows
-from moemesh.trace.pipeline import Steps, activations, backlog, flows
-from moemesh.trace.timeline import MICROSECONDS, Timeline, WorkRecord
+from moemesh.trace.pipeline import activations, backlog, flows
+from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 # Timelines as a trace for Perfetto and chrome://tracing.
 #
@@ -29,77 +29,59 @@ def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
     events: list[Event] = []
     number = 0
     for process, timeline in enumerate(timelines):
+        scale, origin = MICROSECONDS[timeline.unit], timeline.start
         named = {"ph": "M", "pid": process, "tid": 0}
         title = f"pipeline, {timeline.source}"
-        header: list[Event] = [{"name": "process_name", **named, "args": {"name": title}}]
+        events.append({"name": "process_name", **named, "args": {"name": title}})
         for rank in timeline.ranks:
             named = {"ph": "M", "pid": process, "tid": rank}
-            header.append({"name": "thread_name", **named, "args": {"name": f"rank {rank}"}})
-            header.append({"name": "thread_sort_index", **named, "args": {"sort_index": rank}})
-        events += header
-        clock = _Clock(process, timeline)
-        events += [clock.complete(record) for record in timeline.records]
-        for flow in flows(timeline):
+            events.append({"name": "thread_name", **named, "args": {"name": f"rank {rank}"}})
+            events.append({"name": "thread_sort_index", **named, "args": {"sort_index": rank}})
+        for record in timeline.records:
+            details = record.to_json()
+            for name in ("rank", "start", "end", "name", "kind"):
+                details.pop(name, None)
+            if record.wait:
+                details["wait"] = record.wait * scale
+            events.append(
+                {
+                    "name": record.name,
+                    "cat": record.kind or "work",
+                    "ph": "X",
+                    "ts": (record.start - origin) * scale,
+                    "dur": record.duration * scale,
+                    "pid": process,
+                    "tid": record.rank,
+                    "args": details,
+                }
+            )
+        # A message is an arrow from the end of one record to the start of another.
+        for producer, consumer in ((flow.producer, flow.consumer) for flow in flows(timeline)):
             number += 1
-            events += clock.flow(number, flow.producer, flow.consumer)
+            common = {"name": "message", "cat": "message", "id": number, "pid": process}
+            # A flow belongs to the record that encloses its time, and an interval excludes its end.
+            left = (producer.end - origin) * scale - producer.duration * scale / 1024
+            right = (consumer.start - origin) * scale
+            events += [
+                {**common, "ph": "s", "ts": left, "tid": producer.rank},
+                {**common, "ph": "f", "bp": "e", "ts": right, "tid": consumer.rank},
+            ]
         for name, counts in (
             ("activations", activations(timeline, held=held)),
             ("weight gradients put off", backlog(timeline)),
         ):
             for rank, steps in counts.items():
-                events += clock.counter(f"{name}, rank {rank}", steps)
+                named = {"name": f"{name}, rank {rank}", "ph": "C"}
+                events += [
+                    {
+                        **named,
+                        "ts": (time - origin) * scale,
+                        "pid": process,
+                        "args": {"value": value},
+                    }
+                    for time, value in steps
+                ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-class _Clock:
-    """Events of one timeline, in microseconds from its first record."""
-
-    def __init__(self, process: int, timeline: Timeline) -> None:
-        self.process = process
-        self.scale = MICROSECONDS[timeline.unit]
-        self.origin = timeline.start
-
-    def at(self, time: float) -> float:
-        return (time - self.origin) * self.scale
-
-    def complete(self, record: WorkRecord) -> Event:
-        details = record.to_json()
-        for name in ("rank", "start", "end", "name", "kind"):
-            details.pop(name, None)
-        if record.wait:
-            details["wait"] = record.wait * self.scale
-        return {
-            "name": record.name,
-            "cat": record.kind or "work",
-            "ph": "X",
-            "ts": self.at(record.start),
-            "dur": record.duration * self.scale,
-            "pid": self.process,
-            "tid": record.rank,
-            "args": details,
-        }
-
-    def flow(self, number: int, producer: WorkRecord, consumer: WorkRecord) -> list[Event]:
-        """An arrow from the end of one record to the start of another."""
-        common = {"name": "message", "cat": "message", "id": number, "pid": self.process}
-        # A flow belongs to the record that encloses its time, and an interval excludes its end.
-        left = self.at(producer.end) - producer.duration * self.scale / 1024
-        return [
-            {**common, "ph": "s", "ts": left, "tid": producer.rank},
-            {**common, "ph": "f", "bp": "e", "ts": self.at(consumer.start), "tid": consumer.rank},
-        ]
-
-    def counter(self, name: str, steps: Steps) -> list[Event]:
-        return [
-            {
-                "name": name,
-                "ph": "C",
-                "ts": self.at(time),
-                "pid": self.process,
-                "args": {"value": value},
-            }
-            for time, value in steps
-        ]
 
 
 def write(

@@ -23,6 +23,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.planner.layout_sources import plan_of
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named
 from moemesh.planner.search.search import Candidate
 from moemesh.watch.devices import num_visible_gpus
@@ -110,13 +111,12 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     )
     candidates: Sequence[Candidate] = ()
     with suppress(ConfigError, NothingFits):
-        candidates = plan_named(
-            config.model,
-            machine,
-            config.data.seq_len,
-            config.data.global_batch,
-            trainable=True,  # which the search prices in bfloat16, whatever train.dtype is
-        ).candidates
+        data = config.data
+        # The search prices what is trained in bfloat16, whatever train.dtype is.
+        request = PlanRequest(
+            config.model, machine, data.seq_len, data.global_batch, trainable=True
+        )
+        candidates = plan_named(request).candidates
     for candidate in candidates:
         plan = plan_of(candidate.layout)
         kept = {name: getattr(config.plan, name) for name in _KEPT}

@@ -94,7 +94,7 @@ def test_green_on_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("moemesh.cli.data_text.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("moemesh.cli.data.sys.stdout.isatty", lambda: True, raising=False)
     _, out, _ = run(capsys, monkeypatch, "data", "show", *settings(folder))
     assert "\x1b[32mGrüße \\u001b[31m" in out and "{+" not in out
 

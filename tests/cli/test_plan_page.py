@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moemesh import cli
-from moemesh.cli.plan_page import plan_html
+from moemesh.cli.plan_text import plan_html
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.trace.memory_profile import PREDICTED_PEAK
 from tests.report.test_page import Document
@@ -20,7 +21,9 @@ from tests.report.test_page import Document
 def planned() -> PlannedAnswer:
     why = ["tp=4,data=zero3", "tp=3", "pp=2,recompute=none,data=replicate"]
     return plan_named(
-        "deepseek-v2-lite", "dgx_h100", 4096, 64, top=4, tokens="1T", why=why, trainable=True
+        PlanRequest(
+            "deepseek-v2-lite", "dgx_h100", 4096, 64, top=4, tokens="1T", why=why, trainable=True
+        )
     )
 
 

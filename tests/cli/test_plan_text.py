@@ -15,6 +15,7 @@ from moemesh.cli.plan_text import plan_text, published, risk_of_memory
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import (
     PLAN_FILE,
     PlannedAnswer,
@@ -38,7 +39,7 @@ def run(*words: str) -> Result:
 
 @pytest.fixture(scope="module")
 def planned() -> PlannedAnswer:
-    return plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=2)
+    return plan_named(PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=2))
 
 
 def test_the_first_screen_has_twenty_lines(planned: PlannedAnswer) -> None:
@@ -67,16 +68,18 @@ def test_the_first_screen_has_twenty_lines(planned: PlannedAnswer) -> None:
 def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: PlannedAnswer) -> None:
     """More headroom never makes the same layout riskier, and the advice is one that can be taken:
     the layout that it names is safe."""
-    tight = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="30GiB")
+    tight = plan_named(
+        PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="30GiB")
+    )
     assert tight.memory_interval(tight.candidates[0]).high > 50 * 2**30
     assert risk_of_memory(tight).startswith("risk: none seen")
     small = planned.cluster.model_copy(update={"memory_bytes": 60 * 2**30})
-    risky = plan_named("qwen3-30b-a3b", small, 4096, 256, top=5)
+    risky = plan_named(PlanRequest("qwen3-30b-a3b", small, 4096, 256, top=5))
     told = risk_of_memory(risky)
     number = told.split("; ")[1].split()[0]
     assert "may run out" in told and risky.is_safe(risky.candidates[int(number) - 1])
     tiny = planned.cluster.model_copy(update={"memory_bytes": 41 * 2**30})
-    none = plan_named("qwen3-30b-a3b", tiny, 4096, 256, top=5)
+    none = plan_named(PlanRequest("qwen3-30b-a3b", tiny, 4096, 256, top=5))
     assert "no layout's fits" in risk_of_memory(none) and not none.has_safe
 
 
@@ -94,7 +97,9 @@ def test_the_file_is_the_answer(
     assert tomllib.loads(text)["plan"]
     config = load_run([Path("plan.toml")], []).config
     settings = ["lora.rank=4"] if tokens is None else []
-    best = plan_named("tiny", "laptop_cpu", 64, 8, trainable=True, settings=settings).candidates[0]
+    best = plan_named(
+        PlanRequest("tiny", "laptop_cpu", 64, 8, trainable=True, settings=settings)
+    ).candidates[0]
     again = from_plan(config.plan, seq_len=config.data.seq_len, global_batch=8)
     assert (
         again.text
@@ -148,23 +153,23 @@ def test_published_runs_stand_beside_the_prediction() -> None:
     (run,) = known_runs(load_model("deepseek-v3"), machine, "bfloat16")
     assert run.speed.gpu_hours(14.8e12) == pytest.approx(2.664e6, rel=0.002)
     assert run.predicted == pytest.approx(run.seconds, rel=0.12) and run.here > run.predicted
-    small = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 64, tokens="1T")
+    small = plan_named(PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 64, tokens="1T"))
     (told,) = published(small)
     hours = 1e12 / (512 * 4096) * 21.773 * 8 / 3600
     assert f"{hours:,.0f} GPU-hours" in told and "8 x H100-80G, 21.77 s" in told
     assert " ".join(told.split()) in " ".join(plan_text(small, "").split())
     assert to_json(small)["published"][0]["speed"]["gpu_hours"] == pytest.approx(hours)
-    assert not published(plan_named("tiny", "dgx_h100", 64, 8))
+    assert not published(plan_named(PlanRequest("tiny", "dgx_h100", 64, 8)))
 
 
 def test_the_cheapest_is_the_one_that_a_search_of_its_nodes_finds() -> None:
     """A small batch on many nodes waits more than it computes; on one node nothing is cheaper."""
     batch = {"model": "qwen3-30b-a3b", "cluster": "dgx_h100", "seq_len": 4096, "global_batch": 32}
-    wide = plan_named(**batch, nodes=4, tokens="1T")  # type: ignore[arg-type]
+    wide = plan_named(PlanRequest(**batch, nodes=4, tokens="1T"))  # type: ignore[arg-type]
     assert wide.cheapest is not None
     nodes = wide.cheapest.layout.world_size // 8
     costs = {
-        n: plan_named(**batch, nodes=n).fastest_first[0].seconds * n  # type: ignore[arg-type]
+        n: plan_named(PlanRequest(**batch, nodes=n)).fastest_first[0].seconds * n  # type: ignore[arg-type]
         for n in (1, 2, 4)
     }
     assert wide.cheapest.seconds * nodes == pytest.approx(costs[nodes])
@@ -174,7 +179,7 @@ def test_the_cheapest_is_the_one_that_a_search_of_its_nodes_finds() -> None:
     assert told.startswith(f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours (-")
     answer = to_json(wide)["cheapest"]
     assert answer["speed"]["gpu_hours"] == pytest.approx(hours) and answer["plan"]["dp"]
-    alone = plan_named("tiny", "dgx_h100", 64, 8, tokens="1B")
+    alone = plan_named(PlanRequest("tiny", "dgx_h100", 64, 8, tokens="1B"))
     assert to_json(alone)["cheapest"] is None and "fewer nodes save no" in plan_text(alone, "")
 
 

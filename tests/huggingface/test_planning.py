@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import load_run
 from moemesh.planner.estimate import estimate_named
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.run_estimate import estimate_run
 from moemesh.planner.search.command import plan_named, to_json
 from moemesh.planner.shapes.load_shape import load_model
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_of_a_plan_trains_the_folder(
     folder: Path, tmp_path: Path, trainable: bool
 ) -> None:
-    planned = plan_named(str(folder), TWO_DEVICES, 32, 4, trainable=trainable)
+    planned = plan_named(PlanRequest(str(folder), TWO_DEVICES, 32, 4, trainable=trainable))
     best = to_json(planned)["plans"][0]
     assert f"model.path={folder}" in best["command"] and not best["not_trained"]
     if not trainable:
@@ -69,7 +70,7 @@ def test_a_folder_that_is_planned_only_says_why(tmp_path: Path, folder: Path) ->
     (other / "model.safetensors").write_bytes(b"")
     quantized = {**config, "quantization_config": {"quant_method": "gptq"}}
     (other / "config.json").write_text(json.dumps(quantized))
-    best = to_json(plan_named(str(other), TWO_DEVICES, 32, 4))["plans"][0]
+    best = to_json(plan_named(PlanRequest(str(other), TWO_DEVICES, 32, 4)))["plans"][0]
     assert best["command"] is None
     assert "gptq cannot be read" in best["not_trained"][0]
 

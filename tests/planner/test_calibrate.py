@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moemesh.cli.accuracy import calibrate_command
+from moemesh.cli.accuracy import calibrate
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
@@ -115,12 +115,12 @@ def test_unknown_clusters_take_after_their_relatives():
     assert stacked.deviations("one/A100-80G") == {"gemm_efficiency": 0.8}
 
 
-def test_command_writes_a_cluster_file_that_predicts(tmp_path):
+def test_command_writes_a_cluster_file_that_predicts(tmp_path, capsys):
     runs = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
     table = write_table(tmp_path, runs)
     out = tmp_path / "cluster.toml"
-    text = calibrate_command(table, None, out, None, shared=False)
-    assert "aleph_alpha/A100-80G" in text
+    calibrate(table, out)
+    assert "aleph_alpha/A100-80G" in capsys.readouterr().out
     cluster = load_cluster(str(out))
     assert set(cluster.constants) == set(NAMES)
     parsed = [parse_run(one, ARCHS) for one in runs]
@@ -134,15 +134,15 @@ def test_command_asks_which_cluster(tmp_path):
     rows = [llama(1, 1, 1, 1, 26.5), llama(2, 1, 1, 1, 26.5, hardware="H100-80G NVL8")]
     table = write_table(tmp_path, rows)
     with pytest.raises(UserError, match="choose one with --cluster"):
-        calibrate_command(table, None, tmp_path / "c.toml", None, shared=False)
+        calibrate(table, tmp_path / "c.toml")
     with pytest.raises(UserError, match="no finished run of cluster other"):
-        calibrate_command(table, None, tmp_path / "c.toml", "other", shared=False)
+        calibrate(table, tmp_path / "c.toml", cluster="other")
 
 
 def test_contradictory_cluster_files(tmp_path):
     table = write_table(tmp_path, [llama(1, 1, 1, 1, 26.5)])
     out = tmp_path / "cluster.toml"
-    calibrate_command(table, None, out, None, shared=False)
+    calibrate(table, out)
     text = out.read_text()
     out.write_text(text.replace("inter_node_bandwidth = 2", "inter_node_bandwidth = 0.0 #"))
     with pytest.raises(ConfigError, match="inter_node_bandwidth"):

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
+from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.stages.answer import METHODS, Partition
 from moemesh.planner.stages.division import StageError
-from moemesh.planner.stages.partition import PartitionRequest, compare, partition
+from moemesh.planner.stages.partition import compare, partition
 from tests.test_cli import run as run_command
 
 pytestmark = pytest.mark.usefixtures("large_machine")
@@ -74,7 +75,7 @@ def test_methods_agree_and_baselines_say_their_gap() -> None:
         "model": "llama3-8b", "cluster": "dgx_h100", "global_batch": 32, "stages": 4,
         "microbatches": 8, "evaluations": 300,
     }  # fmt: skip
-    dp, ilp, random, learned = compare(METHODS, PartitionRequest(**request))
+    dp, ilp, random, learned = compare(PartitionRequest(**request, method="all"))
     assert ilp.seconds == pytest.approx(dp.seconds, rel=1e-9)
     assert dp.gap == 0
     for baseline in (random, learned):
@@ -136,12 +137,11 @@ def test_every_printed_command_passes_config_check(
 
 
 def test_the_branch_network_is_placed_by_every_method() -> None:
-    found = compare(
-        METHODS,
-        PartitionRequest(
-            model="branching-alexnet", cluster="dgx_h100", global_batch=128, evaluations=2000
-        ),
-    )
+    request = PartitionRequest(
+        model="branching-alexnet", cluster="dgx_h100", global_batch=128, evaluations=2000,
+        method="all",
+    )  # fmt: skip
+    found = compare(request)
     assert found[1].seconds == pytest.approx(found[0].seconds, rel=1e-9)
     for one in found:
         assert one.gap >= 0

@@ -13,6 +13,7 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.planner.plan_text import read_plan
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, to_json
 from moemesh.planner.search.rival import Rival, why_not
 from moemesh.planner.search.search import SearchSpace
@@ -25,7 +26,7 @@ def searched() -> tuple[SearchSpace, PlannedAnswer]:
     machine = load_cluster("dgx_h100")
     space = Space(num_devices=8, node_size=8, seq_len=4096, global_batch=64)
     found = SearchSpace(load_model("deepseek-v2-lite").shape, machine, space)
-    return found, plan_named("deepseek-v2-lite", machine, 4096, 64, top=30)
+    return found, plan_named(PlanRequest("deepseek-v2-lite", machine, 4096, 64, top=30))
 
 
 def judged(asked: str) -> Rival:
@@ -107,7 +108,9 @@ def test_words_of_what_is_asked_are_read_before_the_search(
 ) -> None:
     monkeypatch.setattr("moemesh.planner.search.command.plan", lambda *_, **__: pytest.fail())
     with pytest.raises(ConfigError) as error:
-        plan_named("tiny", "laptop_cpu", 64, 8, why=["tp=2,dota=zero1", "schedule=1f2b"])
+        plan_named(
+            PlanRequest("tiny", "laptop_cpu", 64, 8, why=["tp=2,dota=zero1", "schedule=1f2b"])
+        )
     assert [one.key for one in error.value.problems] == ["plan.dota", "plan.schedule"]
     assert error.value.problems[0].fix == "did you mean data?"
 
@@ -196,35 +199,35 @@ def test_a_folded_command_is_one_command() -> None:
 
 def test_headroom_leaves_memory_free() -> None:
     _, planned = searched()
-    tight = plan_named("deepseek-v2-lite", planned.cluster, 4096, 64, headroom="40GiB")
+    tight = plan_named(PlanRequest("deepseek-v2-lite", planned.cluster, 4096, 64, headroom="40GiB"))
     capacity = planned.cluster.memory_bytes - 40 * 2**30
     assert tight.candidates[0].memory.needed <= capacity
     assert tight.candidates[0].seconds > planned.candidates[0].seconds
     said = to_json(tight)
     assert said["usable_share"] * said["device_bytes"] == pytest.approx(capacity)
-    half = plan_named("deepseek-v2-lite", planned.cluster, 4096, 64, headroom=0.5)
+    half = plan_named(PlanRequest("deepseek-v2-lite", planned.cluster, 4096, 64, headroom=0.5))
     assert half.candidates[0].layout == tight.candidates[0].layout
 
 
 @pytest.mark.parametrize("headroom", ["100%", "80GiB", "-1%", "6", "much", ""])
 def test_headroom_that_is_none(headroom: str) -> None:
     with pytest.raises(ConfigError, match=r"--headroom 10% or --headroom 6GiB"):
-        plan_named("tiny", "laptop_cpu", 64, 8, headroom=headroom)
+        plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8, headroom=headroom))
 
 
 @pytest.mark.parametrize("name", ["seq_len", "global_batch"])
 def test_numbers_beyond_any_machine_are_refused_at_once(name: str) -> None:
     numbers = {"seq_len": 4096, "global_batch": 64, name: 10**20}
     with pytest.raises(ConfigError, match="at most 2147483647"):
-        plan_named("tiny", "laptop_cpu", **numbers)
+        plan_named(PlanRequest("tiny", "laptop_cpu", **numbers))
     with pytest.raises(ConfigError, match="at most 2147483647"):
         read_plan("dp=2", **numbers)
 
 
 def test_a_shorter_sequence_is_advised_only_where_it_helps() -> None:
     with pytest.raises(ValueError, match="fits") as states:
-        plan_named("llama3-8b", "laptop_cpu", 128, 8)
+        plan_named(PlanRequest("llama3-8b", "laptop_cpu", 128, 8))
     assert "--seq-len" not in str(states.value)
     with pytest.raises(ValueError, match="fits") as length:
-        plan_named("llama3-8b", "dgx_h100", 2**23, 1)
+        plan_named(PlanRequest("llama3-8b", "dgx_h100", 2**23, 1))
     assert "a shorter --seq-len" in str(length.value)

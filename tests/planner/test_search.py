@@ -13,6 +13,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search import search
 from moemesh.planner.search.choices import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
@@ -173,12 +174,14 @@ def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> Non
 def test_what_cannot_be_trained_is_said_and_can_be_left_out() -> None:
     """A sequence longer than the positions of the model's RoPE."""
     longer = ("qwen3-30b-a3b", "dgx_h100", 65536, 32)
-    for row in to_json(plan_named(*longer))["plans"]:
+    for row in to_json(plan_named(PlanRequest(*longer)))["plans"]:
         assert row["not_trained"][0].startswith("data.seq_len = 65536") and row["command"] is None
     with pytest.raises(ConfigError) as caught:
-        plan_named(*longer, trainable=True)
+        plan_named(PlanRequest(*longer, trainable=True))
     assert "max_position_embeddings (40960)" in str(caught.value)
-    trained = to_json(plan_named("deepseek-v2-lite", "dgx_h100", 4096, 32, trainable=True))
+    trained = to_json(
+        plan_named(PlanRequest("deepseek-v2-lite", "dgx_h100", 4096, 32, trainable=True))
+    )
     assert [row["not_trained"] for row in trained["plans"]] == [[]] * len(trained["plans"])
 
 
@@ -192,7 +195,7 @@ def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:
 
 
 def test_json_keeps_the_contract() -> None:
-    answer = to_json(plan_named("tiny", "dgx_a100", 128, 32, top=2))
+    answer = to_json(plan_named(PlanRequest("tiny", "dgx_a100", 128, 32, top=2)))
     assert {"plans", "lower_bound_seconds", "examined", "rejected"} <= answer.keys()
     assert len(answer["plans"]) == 2
     for row in answer["plans"]:
@@ -206,25 +209,25 @@ def test_json_keeps_the_contract() -> None:
     assert "fastest" in answer["plans"][0]["roles"]
     (recommended,) = [row for row in answer["plans"] if "recommended" in row["roles"]]
     assert recommended["plan"] == answer["recommended"]
-    alone = to_json(plan_named("tiny", "dgx_a100", 128, 32, top=1))
+    alone = to_json(plan_named(PlanRequest("tiny", "dgx_a100", 128, 32, top=1)))
     assert [row["seconds"] for row in alone["plans"]] == times[:1]
     assert alone["recommended"] == answer["recommended"]
 
 
 def test_bad_input_names_the_numbers() -> None:
     with pytest.raises(ConfigError) as told:
-        plan_named("no-such-model", "dgx_h1000", 0, -1)
+        plan_named(PlanRequest("no-such-model", "dgx_h1000", 0, -1))
     message = str(told.value)
     assert all(word in message for word in ("no-such-model", "dgx_h1000", "seq_len", "-1"))
     with pytest.raises(ConfigError, match="80000000 devices"):
-        plan_named("tiny", "dgx_h100", 128, 32, nodes=10_000_000)
+        plan_named(PlanRequest("tiny", "dgx_h100", 128, 32, nodes=10_000_000))
     with pytest.raises(ConfigError, match="nodes"):
-        plan_named("tiny", "dgx_h100", 128, 32, nodes=0)
+        plan_named(PlanRequest("tiny", "dgx_h100", 128, 32, nodes=0))
     with pytest.raises(ConfigError, match="global_batch = 7") as batch:
-        plan_named("llama3-8b", "dgx_h100", 4095, 7, nodes=509)
+        plan_named(PlanRequest("llama3-8b", "dgx_h100", 4095, 7, nodes=509))
     assert "legal" in str(batch.value) and " x dp does not divide the batch" in str(batch.value)
     with pytest.raises(NothingFits, match="more than there is"):
-        plan_named("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)
+        plan_named(PlanRequest("deepseek-v3", "dgx_h100", 4096, 64, nodes=1))
 
 
 def test_layouts_come_in_order_however_few_are_sorted_first(

@@ -14,6 +14,7 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named, to_json
 from moemesh.train.preflight import untrainable
 from tests.waiting import PATIENCE
@@ -37,7 +38,7 @@ EVERY = [(m, c, *b) for m in MODELS for c in CLUSTERS for b in BATCHES]
 
 def answers(model: str, cluster: str, seq_len: int, batch: int, **more: Any) -> list[Any]:
     try:
-        found = plan_named(model, cluster, seq_len, batch, trainable=True, **more)
+        found = plan_named(PlanRequest(model, cluster, seq_len, batch, trainable=True, **more))
     except (NothingFits, ConfigError):
         return []
     return to_json(found)["plans"]
@@ -81,7 +82,7 @@ def test_what_is_never_trained_is_refused(
     model: str, more: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_named(model, "dgx_h100", 4096, 64, trainable=True, **more)
+        plan_named(PlanRequest(model, "dgx_h100", 4096, 64, trainable=True, **more))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -17,6 +17,7 @@ from moemesh.config.tuning import num_trained
 from moemesh.planner.layout_sources import from_plan, plan_of
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.run_estimate import estimate_run
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.planner.shapes.load_shape import load_model
@@ -60,12 +61,20 @@ def test_shares_count_what_trains() -> None:
 @pytest.fixture(scope="module")
 def adapted() -> PlannedAnswer:
     return plan_named(
-        "deepseek-v2-lite", "dgx_h100", 4096, 64, top=2, settings=["lora.rank=8"], trainable=True
+        PlanRequest(
+            "deepseek-v2-lite",
+            "dgx_h100",
+            4096,
+            64,
+            top=2,
+            settings=["lora.rank=8"],
+            trainable=True,
+        )
     )
 
 
 def test_adapters_need_less_memory_and_time(adapted: PlannedAnswer) -> None:
-    full = plan_named("deepseek-v2-lite", "dgx_h100", 4096, 64, top=1, trainable=True)
+    full = plan_named(PlanRequest("deepseek-v2-lite", "dgx_h100", 4096, 64, top=1, trainable=True))
     first, other = adapted.candidates[0], full.candidates[0]
     assert first.seconds < 0.9 * other.seconds
     same = first.layout.changed(adapters=False, trained_dense=1.0, trained_experts=1.0)
@@ -109,9 +118,9 @@ def test_gradients_on_the_wire_are_those_of_what_trains() -> None:
 )
 def test_settings_that_a_search_does_not_take(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_named("tiny", "laptop_cpu", 64, 8, settings=settings)
+        plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8, settings=settings))
 
 
 def test_a_model_that_is_only_planned_has_no_settings() -> None:
     with pytest.raises(ConfigError, match="not-available"):
-        plan_named("gpt3-175b", "dgx_h100", 64, 8, settings=["lora.rank=8"])
+        plan_named(PlanRequest("gpt3-175b", "dgx_h100", 64, 8, settings=["lora.rank=8"]))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from moemesh.cli.plan_page import plan_html
+from moemesh.cli.plan_text import plan_html
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named
 from moemesh.report import comparison, page
 from moemesh.report.svg import luminance
@@ -141,7 +142,9 @@ def test_the_legend_of_a_picture_that_scrolls_is_in_sight(chromium, pages):
 
 
 def test_the_table_of_layouts_fits_a_window_and_the_shadow_is_dark(chromium, tmp_path):
-    planned = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 15360, nodes=64, tokens="14.8T")
+    planned = plan_named(
+        PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 15360, nodes=64, tokens="14.8T")
+    )
     path = tmp_path / "plan.html"
     path.write_text(plan_html(planned, "--model m"))
     chromium.open(path, width=1200, scheme="dark")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from math import ceil
-from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.cluster import Cluster
@@ -25,6 +24,7 @@ from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.quantities import with_headroom
+from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.choices import choose
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
@@ -229,32 +229,13 @@ def cheapest(planned: PlannedAnswer, space: Space, tell: Callable[[str], None]) 
     return found
 
 
-def plan_named(
-    model: str | Path | ModelConfig | Model,
-    cluster: str | Path | Cluster,
-    seq_len: int,
-    global_batch: int,
-    *,
-    top: int = 5,
-    nodes: int | None = None,
-    precision: Precision = "bfloat16",
-    anywhere: bool = False,
-    trainable: bool = False,
-    headroom: str | float | None = None,
-    why: Sequence[str] = (),
-    tokens: str | float | None = None,
-    settings: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda _: None,
-) -> PlannedAnswer:
-    """Search for the best layouts. Raises ConfigError with every problem found.
-
-    `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
-    keeps to what ``moemesh train`` carries out, `headroom` is memory of each device to leave free
-    ("10%", "6GiB"), `why` are layouts to be judged ("tp=8,ep=64"), `tokens` those of a training,
-    `settings` say what trains ("lora.rank=8"); `tell` is called with how far the search is.
-    """
+def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: None) -> PlannedAnswer:
+    """Search for the best layouts; `tell` is called with how far the search is. Raises ConfigError
+    with every problem found."""
+    seq_len, global_batch, nodes = request.seq_len, request.global_batch, request.nodes
+    top, why = 5 if request.top is None else request.top, request.why or ()
     problems: list[Problem] = []
-    known, machine = load_both(model, cluster, problems)
+    known, machine = load_both(request.model, request.cluster, problems)
     for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top)):
         if not 1 <= value <= LARGEST_SIZE:
             bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
@@ -262,8 +243,8 @@ def plan_named(
             problems.append(Problem.of("out-of-range", name, value, message, fix))
     wanted = None
     try:
-        wanted = None if tokens is None else read_tokens(str(tokens))
-        machine = None if machine is None else with_headroom(machine, headroom)
+        wanted = None if request.tokens is None else read_tokens(str(request.tokens))
+        machine = None if machine is None else with_headroom(machine, request.headroom)
     except ConfigError as error:
         problems += error.problems
     if machine is not None and nodes is not None:
@@ -282,10 +263,10 @@ def plan_named(
     if problems or known is None or machine is None:
         raise ConfigError(problems)
     tuned = None
-    if settings:
+    if request.settings:
         if known.config is None:
             raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
-        tuned = read_tuned(_words(_model_settings(known)), settings)
+        tuned = read_tuned(_words(_model_settings(known)), request.settings)
         known = known._replace(settings=tuned.settings, run=tuned.config)
     space = Space(
         trained={} if tuned is None else tuned.layout,
@@ -293,13 +274,13 @@ def plan_named(
         node_size=machine.gpus_per_node,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision,
-        tensor_inside_node=not anywhere,
-        trainable=trainable,
+        precision=request.precision,
+        tensor_inside_node=not request.anywhere,
+        trainable=request.trainable,
     )
-    if trainable:
+    if request.trainable:
         # All reasons, where no layout of the model could be trained.
-        smallest = PlannedLayout(seq_len=seq_len, global_batch=1, precision=precision)
+        smallest = PlannedLayout(seq_len=seq_len, global_batch=1, precision=request.precision)
         if problems := untrained(smallest, known):
             fix = "leave --trainable out to plan what other trainers would run"
             raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)

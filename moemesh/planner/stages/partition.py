@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from math import prod
@@ -26,6 +26,7 @@ from moemesh.planner.operators.integer_program import IntegerProgram
 from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
 from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.search.command import not_trained, train_command
 from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stages.answer import (
@@ -238,22 +239,6 @@ SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 _TIME_LIMIT = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionRequest:
-    """A model, a cluster and the numbers of :func:`partition`; None: chosen."""
-
-    model: str | Path | ModelConfig | Model
-    cluster: str | Path | Cluster
-    seq_len: int = 4096
-    global_batch: int
-    nodes: int | None = None
-    stages: int | None = None
-    microbatches: int | None = None
-    schedule: str = "1f1b"
-    evaluations: int = 10_000
-    seed: int = 0
-
-
 @public
 def partition(
     *,
@@ -279,15 +264,16 @@ def partition(
     when nothing fits.
     """
     request = PartitionRequest(
-        model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, nodes=nodes,
-        stages=stages, microbatches=microbatches, schedule=schedule, evaluations=evaluations,
-        seed=seed,
+        model=model, cluster=cluster, global_batch=global_batch, method=method, seq_len=seq_len,
+        nodes=nodes, stages=stages, microbatches=microbatches, schedule=schedule,
+        evaluations=evaluations, seed=seed,
     )  # fmt: skip
-    return compare((method,), request)[0]
+    return compare(request)[0]
 
 
-def compare(methods: Sequence[str], request: PartitionRequest) -> list[Partition]:
-    """`partition` by several methods; what they share is computed once."""
+def compare(request: PartitionRequest) -> list[Partition]:
+    """`partition` by the method of `request`, or by "all"; what they share is computed once."""
+    methods = METHODS if request.method == "all" else (request.method,)
     problems: list[Problem] = []
     for method in methods:
         if method not in METHODS:

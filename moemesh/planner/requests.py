@@ -1,0 +1,89 @@
+"""The questions to the planner: fields are options of the command and arguments from Python."""
+
+# Light to import: the command reads it to know its options.
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from moemesh.config.cluster import Cluster
+    from moemesh.config.model import ModelConfig
+    from moemesh.planner.planned_layout import Precision
+    from moemesh.planner.shapes.load_shape import Model
+
+    ModelSource = str | Path | ModelConfig | Model
+    ClusterSource = str | Path | Cluster
+    Quantity = str | float
+else:  # as a command line has them
+    ModelSource = ClusterSource = Quantity = str
+    Precision = Literal["bfloat16", "float8", "float4"]
+
+#: Help of options that several verbs have.
+MODEL_HELP = "Preset, folder of transformers, config.json or TOML file."
+CLUSTER_HELP = "Preset or TOML file."
+LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
+BATCH_HELP = "Sequences of one step."
+HEADROOM_HELP = (
+    "Memory of each device to leave free, such as 10% or 6GiB. "
+    "[default: 1.5% on GPUs, as calibrated]"
+)
+_NODES = "Nodes, instead of the cluster's own number."
+_LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The search of `moemesh plan`: a model, a cluster, a batch, and limits of the layouts."""
+
+    model: Annotated[ModelSource, MODEL_HELP, {"metavar": "M"}]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS]
+    global_batch: Annotated[int, BATCH_HELP, {"metavar": "B"}]
+    nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
+    #: Of layouts that are kept 5, where it is None.
+    top: Annotated[
+        int | None,
+        "Number of layouts to show. [default: those with a role; of --json 5]",
+        {"metavar": "K"},
+    ] = None
+    precision: Annotated[Precision, "Precision of the matrix products."] = "bfloat16"
+    anywhere: Annotated[bool, "Let tensor groups cross nodes, too.", {"names": ("--anywhere",)}] = (
+        False
+    )
+    trainable: Annotated[
+        bool, "Only what `moemesh train` carries out.", {"names": ("--trainable",)}
+    ] = False
+    tokens: Annotated[
+        Quantity | None,
+        "Tokens of the training (14.8T, 300B): days, GPU-hours.",
+        {"metavar": "N"},
+    ] = None
+    headroom: Annotated[Quantity | None, HEADROOM_HELP, {"metavar": "SHARE|SIZE"}] = None
+    why: Annotated[
+        list[str] | None,
+        'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.',
+        {"metavar": "PLAN"},
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        "Key of what trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
+        {"names": ("--set",), "metavar": "KEY=VALUE"},
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionRequest:
+    """A model, a cluster and the numbers of `moemesh partition`; None: chosen."""
+
+    model: Annotated[ModelSource, "Preset, config.json, TOML file, or branching-alexnet."]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
+    global_batch: Annotated[int, "Sequences (or images) of one step."]
+    method: Annotated[str, "dp, ilp, random, learned, or all."] = "dp"
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS] = 4096
+    nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
+    stages: Annotated[int | None, "Number of stages; of branching-alexnet, of devices."] = None
+    microbatches: Annotated[int | None, "Microbatches of one step."] = None
+    schedule: Annotated[str, "1f1b or gpipe."] = "1f1b"
+    evaluations: Annotated[int, "Divisions that they may try."] = 10_000
+    seed: Annotated[int, "Seed of random and learned."] = 0
