@@ -33,7 +33,6 @@ from moemesh.config.trainable import refusals
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.inference.loading import on_ranks
 from moemesh.train.numerics.examination import examine
 from moemesh.train.numerics.finding import Finding
 from moemesh.train.opening import construct, own_batches
@@ -194,6 +193,9 @@ def replay(
 ) -> int:
     """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
     exit code. Raises UserError when it is no bundle."""
+    # Late: no rank of a run needs what reads and converts other weights.
+    from moemesh.train.inference.loading import on_ranks
+
     given = [*(ALONE if alone else ()), *overrides]
     bundle = Bundle(folder, given)
     if problems := refusals(bundle.config):
