@@ -30,8 +30,7 @@ from moemesh.model.moe import MoE
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
-from moemesh.planner.timing.compute import PricedStep, expert_block
-from moemesh.planner.timing.layer_time import longer
+from moemesh.planner.timing.compute import PricedStep, expert_block, longer
 from moemesh.planner.timing.price import pricing, software_of
 
 

@@ -24,7 +24,7 @@ _SHARED_HEADING = """\
 Constants of the time and memory model, fitted by `moemesh calibrate --shared` to published runs.
 [shared]: values for every cluster; [cluster."stack/device"]: factors on them, [stack.name] on
 devices it was not seen on, [release."stack 26.02"] of its releases; [memory.stack]: how software
-allocates (see moemesh.planner.peak_memory.Allocation)."""
+allocates (see moemesh.planner.memory.Allocation)."""
 
 
 RunsTable = Annotated[
@@ -72,9 +72,8 @@ def validate_runs(
         moemesh validate runs.csv --json predictions.json
     """
     from moemesh.config.cluster import load_cluster
-    from moemesh.planner.accuracy.calibrate import cross_validate
+    from moemesh.planner.accuracy.calibrate import cross_validate, intervals_toml, left_out_errors
     from moemesh.planner.accuracy.calibration_file import use_cluster
-    from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import json_text, summarize, validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration

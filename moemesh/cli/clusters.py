@@ -155,7 +155,7 @@ def cluster_text(found: "Cluster") -> str:
     """The cluster for a person: what each number is, and what it means for a plan."""
     import textwrap
 
-    from moemesh.planner.intensity import device_balance
+    from moemesh.planner.speed import device_balance
     from moemesh.planner.timing.price import pricing
 
     inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth

@@ -14,8 +14,7 @@ from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
-    from moemesh.planner.dispatches import RoutingExample
-    from moemesh.planner.traffic.exchanges import DispatchExchanges, Exchange
+    from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
 
 #: Ranks whose matrices are printed.
 MOST_RANKS = 16

@@ -108,7 +108,7 @@ def _read(folder: Path, cluster: str | None) -> "Run":
         return run
     # That of the configuration may have been a file that is elsewhere: then there is no price.
     with suppress(UserError) if cluster is None else nullcontext():
-        from moemesh.planner.run_estimate import planned_step
+        from moemesh.planner.estimate import planned_step
 
         config = load_run([folder / "config.toml"], environ={}).config
         run = replace(run, planned=planned_step(config, named))

@@ -12,7 +12,7 @@ from typing import Any
 
 from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
-from moemesh.planner.estimate import estimate
+from moemesh.planner.estimate import by_axis, estimate
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.planned_layout import PlannedLayout, shown
@@ -25,7 +25,6 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
-from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.report.section import Table
 from moemesh.report.svg import COLOURS, DARK
 from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes

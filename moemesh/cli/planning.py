@@ -60,7 +60,7 @@ def estimate(
 
         moemesh estimate --config first.toml --cluster laptop_cpu
     """
-    from moemesh.planner.kv_cache import read_cache_size
+    from moemesh.planner.memory import read_cache_size
 
     if config is not None:
         # What a configuration says may not be said a second time.
@@ -73,7 +73,7 @@ def estimate(
         if twice := [name for name, value in own.items() if value is not None]:
             raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
         from moemesh.config.load import load_run
-        from moemesh.planner.run_estimate import estimate_run
+        from moemesh.planner.estimate import estimate_run
 
         with progress("estimating", quiet=as_json):
             run = load_run([config]).config

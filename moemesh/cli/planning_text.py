@@ -5,10 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from moemesh.cli.terminal import table
-from moemesh.planner.estimate import Estimate
-from moemesh.planner.intensity import decoding_intensity, layer_intensities
-from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
-from moemesh.planner.traffic.by_axis import by_axis
+from moemesh.planner.estimate import Estimate, by_axis
+from moemesh.planner.memory import CacheSize, kv_bytes_per_token, kv_cache_bytes
+from moemesh.planner.speed import decoding_intensity, layer_intensities
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
 #: Parts of a rank's memory, in the order of the table.

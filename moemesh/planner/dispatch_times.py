@@ -30,8 +30,7 @@ from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.timing.columns import hardware_row
-from moemesh.planner.timing.links import Links
-from moemesh.planner.timing.network import visited_nodes
+from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
 
 #: Names of the dispatchers, in the order of the table.

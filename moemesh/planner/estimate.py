@@ -2,39 +2,83 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
+from moemesh.config.tuning import num_trained
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
-from moemesh.planner.intensity import device_balance, layer_intensities
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
-from moemesh.planner.memory import MemoryEstimate, estimate_memory
+from moemesh.planner.layout_sources import from_plan, resolved, trained_shares, why_not_exact
+from moemesh.planner.memory import (
+    CacheSize,
+    MemoryEstimate,
+    RankMemory,
+    estimate_memory,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+)
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.quantities import with_headroom
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.speed import Speed
-from moemesh.planner.traffic.by_axis import by_axis
-from moemesh.planner.traffic.carried_out import resolved, why_not_exact
+from moemesh.planner.speed import Speed, device_balance, layer_intensities
+from moemesh.planner.timing.price import with_headroom
 from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import ELEMENT_BYTES, predict_states
+from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.planner.worst_routing import WorstRouting, worst_routing
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
+from moemesh.trace.run import PlannedStep
+
+# Traffic of one rank by axis: how many transfers, how large one is, and its share of all bytes.
 
 if TYPE_CHECKING:
-    from moemesh.planner.search.nearest import Nearest
+    from moemesh.planner.search.rival import Nearest
+
+
+class AxisTraffic(NamedTuple):
+    """Transfers of one operation and size over one axis in a step. `bytes_each` are those that the
+    rank sends in one, `share` is of all bytes that it sends."""
+
+    axis: str
+    op: str
+    transfers: int
+    bytes_each: float
+    total_bytes: int
+    share: float
+
+
+def by_axis(ledger: Ledger) -> list[AxisTraffic]:
+    """The lines of a ledger summed over phases and callers: axes with most bytes first, and the
+    operations and sizes of an axis in the order of their bytes."""
+    sums: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for entry in ledger.entries():
+        if entry.wire_bytes:
+            key = entry.axis, entry.op, round(entry.wire_bytes / entry.count)
+            sums[key][0] += entry.count
+            sums[key][1] += entry.wire_bytes
+    whole = sum(total for _, total in sums.values()) or 1
+    rows = [
+        AxisTraffic(axis, op, count, total / count, total, total / whole)
+        for (axis, op, _), (count, total) in sums.items()
+    ]
+    axes: defaultdict[str, int] = defaultdict(int)
+    for row in rows:
+        axes[row.axis] += row.total_bytes
+    return sorted(rows, key=lambda row: (-axes[row.axis], row.axis, -row.total_bytes, row.op))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +253,7 @@ def estimate(
     near = None
     if not peak["fits"]:
         # As for prices: only a layout that does not fit has to wait for a search.
-        from moemesh.planner.search.nearest import instead
+        from moemesh.planner.search.rival import instead
 
         near = instead(shape, cluster, layout)
     return Estimate(
@@ -325,3 +369,101 @@ def estimate_named(
         raise ConfigError(problems)
     found = estimate(known, planned.layout, machine, planned.plan, rank=rank)
     return replace(found, text=planned.text)
+
+
+def estimate_run(
+    config: RunConfig,
+    cluster: str | Path | Cluster,
+    *,
+    rank: str | int = "worst",
+    headroom: str | float | None = None,
+) -> Estimate:
+    """Price what `moemesh train` would run: the configuration's model, plan, batch, dtype and
+    optimizer. Raises ConfigError with every problem found."""
+    problems: list[Problem] = []
+    known, machine = load_both(config.model, cluster, problems)
+    if known is None or machine is None:
+        raise ConfigError(problems)
+    machine = with_headroom(machine, headroom)
+    train, data = config.train, config.data
+    layout = from_plan(
+        config.plan,
+        config.model,
+        seq_len=data.seq_len,
+        global_batch=data.global_batch,
+        dtype=train.dtype,
+    )
+    if train.optimizer == "sgd" and layout.optimizer_bytes:
+        moments = layout.gradient_bytes * (2 - (train.momentum > 0))
+        layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
+    text, layout = layout.text, layout.changed(**trained_shares(config))
+    found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
+    return found if config.tuning.is_full else _of_what_trains(found, config)
+
+
+def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
+    """The estimate of a run of which some weights do not train: their model states and traffic."""
+    train, layout = config.train, found.layout
+    if reason := why_not_exact(config.model, config.plan):
+        note = f"memory and traffic are those of training every weight: {reason}"
+        return replace(found, notes=(*found.notes, note))
+    plan = resolved(config.plan)
+    assert plan is not None  # there is a reason why not, else
+    placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
+    element = ELEMENT_BYTES[train.dtype]
+    ranks: list[RankMemory] = []
+    for memory in found.memory.ranks:
+        rank = memory.rank * layout.stage_ranks
+        states = predict_states(
+            placement,
+            plan.layout,
+            element=element,
+            optimizer=train.optimizer,
+            momentum=train.momentum,
+            rank=rank,
+        )
+        ranks.append(
+            replace(
+                memory,
+                dense_weights=states.dense_weights + states.gathered_weights,
+                expert_weights=states.expert_weights,
+                gradients=states.gradients,
+                optimizer=states.optimizer,
+            )
+        )
+    tuned = MemoryEstimate(ranks=tuple(ranks))
+    less = found.memory.worst.total - tuned.worst.total
+    needed = found.peak["needed_bytes"] - less
+    peak = {
+        "peak_bytes": found.peak["peak_bytes"] - less,
+        "needed_bytes": needed,
+        "fits": bool(needed <= found.cluster.memory_bytes * found.usable_share),
+    }
+    ledger = predict_ledger(
+        config.model,
+        plan,
+        seq_len=layout.seq_len,
+        global_batch=layout.global_batch,
+        dtype=train.dtype,
+        rank=found.traffic_rank * layout.stage_ranks,
+        tuning=config.tuning,
+        on_accelerator=bool(found.cluster.accelerator),
+    )
+    trained = num_trained(config.tuning, config.model, plan)
+    note = (
+        f"{trained:,} parameters train: weights, gradients, optimizer and traffic are those of "
+        "this choice, activations "
+        + ("" if layout.adapters else "and seconds ")
+        + "those of training everything"
+    )
+    instead = None if peak["fits"] else found.instead
+    return replace(
+        found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
+    )
+
+
+def planned_step(config: RunConfig, cluster: str) -> PlannedStep:
+    """The planner's price of a step on `cluster`. Raises ConfigError where it has none."""
+    seconds = estimate_run(config, cluster).seconds
+    parts = {name: value for name, value in seconds.items() if name != "total"}
+    return PlannedStep(cluster=cluster, seconds=seconds["total"], parts=parts)

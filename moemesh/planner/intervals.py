@@ -1,7 +1,7 @@
 """80 % intervals of predicted seconds and memory, from errors on sources that no fit had seen.
 
 ``presets/calibration/intervals.toml`` holds, for each published source, how its runs deviate from
-a prediction by a fit without that source (`moemesh.planner.accuracy.left_out` writes it). A source
+a prediction by a fit without that source (`moemesh.planner.accuracy.calibrate` writes it). A source
 is one draw, however many rows it has: its errors share one weight. The interval of a prediction x
 is [x / e^w, x e^w], symmetric because nobody knows the sign of the next source's bias:
 

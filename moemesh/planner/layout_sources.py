@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from math import ceil
-from typing import Any, get_args
+from math import ceil, prod
+from typing import Any, NamedTuple, get_args
 
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import Problem, UserError
+from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.load import load_run
+from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
+from moemesh.config.parameters import tensors
 from moemesh.config.plan import DEGREES, Plan, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
@@ -131,3 +135,99 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
         if getattr(again, item.name) != getattr(layout, item.name)
     ]
     return [*unsaid, *config.check(), *refusals(config), *step_problems(plan)]
+
+
+# Plans that `moemesh train` carries out as they stand: their ledger is known to the byte.
+#
+# Others are planned all the same: their traffic comes from the closed forms of `volumes`.
+
+
+#: Values of plan keys with which a run enters all that it sends into its ledger.
+_ENTERED: dict[str, tuple[object, ...]] = {
+    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto"),
+    "replay": (None,),
+}
+#: More forwards than this would take longer to list than anyone waits.
+LARGEST_LEDGER = 20_000
+
+
+def why_not_exact(model: ModelConfig, plan: Plan) -> str:
+    """Why the ledger of a plan is not known to the byte; "" where it is."""
+    return next(_reasons(model, plan), "")
+
+
+def _reasons(model: ModelConfig, plan: Plan) -> Iterator[str]:
+    for problem in refusals(RunConfig(model=model, plan=plan)):
+        setting = f"{problem.key.partition('.')[2]} = {problem.value}"
+        is_planned = problem.code == "not-available"
+        yield f"`moemesh train` does not carry out {setting} yet" if is_planned else problem.message
+    for key, values in _ENTERED.items():
+        if (value := getattr(plan, key)) not in values:
+            yield f"{key} = {value} does not say what it sends"
+    if resolved(plan) is None:
+        yield "dispatcher = auto is chosen on the ranks themselves"
+    forwards = plan.microbatches * plan.num_stages * plan.num_slices
+    if forwards > LARGEST_LEDGER:
+        yield f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
+    yield from (problem.message for problem in plan.check(model))
+
+
+def resolved(plan: Plan) -> Plan | None:
+    """The plan with the dispatcher that `auto` stands for; None where only a run can tell."""
+    if plan.dispatcher != "auto":
+        return plan
+    if plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1):
+        return plan.model_copy(update={"dispatcher": "all_to_all"})
+    return None
+
+
+# Runs in which some weights do not train: the settings that say so, and the shares that do.
+
+
+#: What may be set beside a plan: what trains.
+KEYS = ("lora.", "train.freeze", "train.train_only", "train.esft")
+
+
+class Tuned(NamedTuple):
+    """A run's choice of what trains: `settings` as ``--set`` takes them, the `config` that they
+    make with the model, and `layout`, the fields of a PlannedLayout that say it."""
+
+    settings: tuple[str, ...]
+    config: RunConfig
+    layout: dict[str, float | bool]
+
+
+def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> Tuned:
+    """The choice that `settings` ("lora.rank=8") make for the model that `model_words` name
+    ("model.preset=tiny"). Raises ConfigError with every problem found."""
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if not key.startswith(KEYS):
+            message = "a search takes from --set what trains, and chooses the rest itself"
+            fix = "keys such as lora.rank, train.freeze or train.train_only"
+            raise ConfigError([Problem.of("conflict", key, None, message, fix)])
+    config = load_run([], [*model_words, *settings], environ={}).config
+    return Tuned(tuple(settings), config, trained_shares(config))
+
+
+def trained_shares(config: RunConfig) -> dict[str, float | bool]:
+    """Whether adapters alone train in a run, and how many numbers train for each of the model's
+    own, dense ones and those of experts."""
+    tuning = config.tuning
+    if tuning.is_full:
+        return {}
+    own, trained = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    only_adapters = True
+    for tensor in tensors(config.model, Plan()):
+        experts = tensor.shape[0] if tensor.is_expert else 0
+        share = len(tuning.rows(tensor.name, experts)) / (experts or 1)
+        numbers, is_new = prod(tensor.shape), is_adapter(tensor.name)
+        trained[tensor.is_expert] += share * numbers
+        if not is_new:
+            own[tensor.is_expert] += numbers
+            only_adapters = only_adapters and not share
+    return {
+        "adapters": only_adapters and bool(config.lora.rank),
+        "trained_dense": trained[False] / max(own[False], 1),
+        "trained_experts": trained[True] / max(own[True], 1),
+    }

@@ -14,11 +14,11 @@ from typing import Any
 from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.planner.layout_sources import resolved, why_not_exact
 from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
 from moemesh.planner.traffic.routing import capacity_of, crowded_routing, most_rows_of_a_token

@@ -9,9 +9,8 @@ from typing import Any
 from moemesh.config.plan import Plan
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.flops import count_flops
-from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import rank_memory
+from moemesh.planner.memory import kv_bytes_per_token, rank_memory
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model

@@ -10,17 +10,16 @@ import pytest
 from moemesh.cli.planning_text import estimate_text
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.planner.estimate import Estimate, estimate_named, pipeline_rank
-from moemesh.planner.intensity import (
+from moemesh.planner.estimate import Estimate, by_axis, estimate_named, pipeline_rank
+from moemesh.planner.memory import CacheSize, kv_cache_bytes, read_cache_size
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.speed import (
     decoding_intensity,
     device_balance,
     layer_intensities,
     product_intensity,
 )
-from moemesh.planner.kv_cache import CacheSize, kv_cache_bytes, read_cache_size
-from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.trace.ledger import Ledger
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())

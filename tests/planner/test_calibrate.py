@@ -13,15 +13,16 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
 from moemesh.planner.accuracy.calibration_file import calibration_toml, use_cluster
-from moemesh.planner.accuracy.predict import predict
 from moemesh.planner.accuracy.published import parse_run
+from moemesh.planner.accuracy.validate import predict
 from moemesh.planner.timing.calibration import (
+    NAMES,
+    OWN,
     Calibration,
     prior_calibration,
     read_calibration,
     shipped_calibration,
 )
-from moemesh.planner.timing.constants import NAMES, OWN
 from tests.planner.published_rows import ARCHS, llama, write_table
 
 LAYOUTS = [(tp, pp, mbs) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mbs in (1, 2)]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.architectures import from_arch_entry, gpt
+from moemesh.planner.shapes.load_shape import from_arch_entry, gpt
 from moemesh.planner.timing import compute
+from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
     Software,
     hardware_row,
     layout_row,
     model_row,
 )
-from moemesh.planner.timing.constants import Constants
 from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.planner.published_rows import ARCHS
 

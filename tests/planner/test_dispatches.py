@@ -12,11 +12,11 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.dispatches import (
     DISPATCHERS,
+    Exchange,
     RoutingExample,
     random_example,
     read_example,
 )
-from moemesh.planner.traffic.exchanges import Exchange
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
 

@@ -10,8 +10,7 @@ from moemesh.planner.flops import (
     count_flops,
     hardware_flops,
 )
-from moemesh.planner.shapes.architectures import gpt
-from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.shapes.load_shape import gpt, load_model
 from tests.planner.closed_forms import gpt_iteration
 
 #: GFLOP per token of training, as printed.

@@ -8,7 +8,7 @@ from math import log
 
 import pytest
 
-from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
+from moemesh.planner.accuracy.calibrate import intervals_toml, left_out_errors
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.intervals import (
     Interval,

@@ -15,7 +15,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.timing.network import group_bandwidth
+from moemesh.planner.timing.links import group_bandwidth
 from moemesh.planner.timing.price import pricing
 
 #: Latency next to none: closed forms are then linear in the size, and so is the table between its

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.kv_cache import kv_bytes_per_token
-from moemesh.planner.memory import estimate_memory, rank_memory, rank_weights
+from moemesh.planner.memory import estimate_memory, kv_bytes_per_token, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.architectures import gpt
-from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.step import PipelineStep, in_flight
 

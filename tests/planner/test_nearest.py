@@ -13,7 +13,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.planner.estimate import estimate, estimate_named
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.search.nearest import edits, nearest_that_fits
+from moemesh.planner.search.rival import edits, nearest_that_fits
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.timing.price import pricing
 from tests.waiting import PATIENCE

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import LinkCurve
-from moemesh.planner.timing.network import (
+from moemesh.planner.timing.links import (
     LinkTable,
     expected_nodes_smooth,
     group_bandwidth,

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.planner.operators.graph import OperatorError
-from moemesh.planner.operators.graph_builder import GraphBuilder
 from moemesh.planner.operators.resharding import MeshAxis
 from moemesh.planner.operators.solve import solve
-from moemesh.planner.operators.strategies import CostModel
+from moemesh.planner.operators.strategies import CostModel, GraphBuilder
 from tests.planner.graphs import brute_force, graph_of, random_graph
 
 

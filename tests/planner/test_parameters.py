@@ -12,8 +12,7 @@ from moemesh.planner.parameters import (
     layer_weights,
     mtp_weights,
 )
-from moemesh.planner.shapes.architectures import gpt
-from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 from tests.planner.closed_forms import gpt_parameters
 

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from moemesh.planner import peak_memory as module
-from moemesh.planner.memory import estimate_memory, rank_memory
+from moemesh.planner import memory as module
+from moemesh.planner.memory import GIB, Allocation, estimate_memory, peak_memory, rank_memory
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.peak_memory import GIB, Allocation, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.architectures import from_arch_entry, from_arch_table
-from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.shapes.load_shape import from_arch_entry, from_arch_table, load_model
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)

@@ -15,7 +15,7 @@ from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search import search
-from moemesh.planner.search.choices import choose
+from moemesh.planner.search.advice import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
 from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space, families

@@ -11,8 +11,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.windows import alternating_windows
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names
-from moemesh.planner.shapes.architectures import from_arch_table
-from moemesh.planner.shapes.load_shape import SHAPES, load_model
+from moemesh.planner.shapes.load_shape import SHAPES, from_arch_table, load_model
 from moemesh.planner.shapes.shape import LayerKind, ModelShape, from_model_config
 
 DENSE: dict[str, Any] = {

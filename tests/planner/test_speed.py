@@ -14,7 +14,7 @@ from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.flops import count_flops, training_flops
-from moemesh.planner.kv_cache import read_cache_size
+from moemesh.planner.memory import read_cache_size
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import Speed, device_peak_flops, peak_flops

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.stages.baselines import learned_division, random_division
 from moemesh.planner.stages.division import (
     StageCosts,
     best_division,
+    learned_division,
     pipeline_seconds,
+    random_division,
 )
 from moemesh.planner.stages.partition import solve_division
 from tests.planner.graphs import brute_force_stages

@@ -16,10 +16,10 @@ from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.config.stages import cut_layers
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.architectures import from_arch_entry
-from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.shapes.load_shape import from_arch_entry, load_model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
+from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
     Software,
     hardware_columns,
@@ -29,9 +29,8 @@ from moemesh.planner.timing.columns import (
     model_columns,
     model_row,
 )
-from moemesh.planner.timing.constants import Constants
+from moemesh.planner.timing.compute import longer
 from moemesh.planner.timing.hardware import ACCELERATORS
-from moemesh.planner.timing.layer_time import longer
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
 from moemesh.schedule.build import build

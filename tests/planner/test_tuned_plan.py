@@ -14,17 +14,16 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import num_trained
-from moemesh.planner.layout_sources import from_plan, plan_of
+from moemesh.planner.estimate import estimate_run
+from moemesh.planner.layout_sources import from_plan, plan_of, trained_shares
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PlanRequest
-from moemesh.planner.run_estimate import estimate_run
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.traffic.own_states import predict_states
+from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
-from moemesh.planner.tuned import trained_shares
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),

@@ -16,7 +16,7 @@ from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml, with_recorded
-from moemesh.planner.run_estimate import estimate_run
+from moemesh.planner.estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS

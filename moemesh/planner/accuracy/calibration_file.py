@@ -12,8 +12,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.timing.calibration import Calibration
-from moemesh.planner.timing.constants import NAMES
+from moemesh.planner.timing.calibration import NAMES, Calibration
 from moemesh.planner.timing.hardware import accelerator_of_cluster
 
 #: A factor nearer to one than this is no deviation.

@@ -23,7 +23,7 @@ from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import ScheduleName
 from moemesh.planner.flops import Convention, count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
-from moemesh.planner.shapes.architectures import from_arch_table
+from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Kernel, Software

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from moemesh.planner.flops import attended_tokens
 from moemesh.planner.operators.graph import OperatorGraph
-from moemesh.planner.operators.graph_builder import GraphBuilder
-from moemesh.planner.operators.strategies import CostModel, OperatorSpec
+from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 
 #: Groups of the operator graph besides the kinds of layers (`group_of`).

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moemesh.planner.operators.graph import OperatorGraph
-from moemesh.planner.operators.graph_builder import GraphBuilder
-from moemesh.planner.operators.strategies import CostModel, OperatorSpec
+from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

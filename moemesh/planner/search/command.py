@@ -20,21 +20,18 @@ from moemesh.config.sources import parse_value, preset_names
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import plan_of, untrained
+from moemesh.planner.layout_sources import plan_of, read_tuned, untrained
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout, Precision
-from moemesh.planner.quantities import with_headroom
 from moemesh.planner.requests import PlanRequest
-from moemesh.planner.search.advice import Advice, advise, what_would_fit
-from moemesh.planner.search.choices import choose
+from moemesh.planner.search.advice import Advice, advise, choose, what_would_fit
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
 from moemesh.planner.search.search import Candidate, Certificate, SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
 from moemesh.planner.timing.hardware import accelerator_of_cluster
-from moemesh.planner.timing.price import pricing
-from moemesh.planner.tuned import read_tuned
+from moemesh.planner.timing.price import pricing, with_headroom
 from moemesh.trace.memory_profile import format_bytes
 
 # Published runs of a model on a kind of device, beside what is predicted for their layouts.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.peak_memory import PeakMemory, needed_bytes
+from moemesh.planner.memory import PeakMemory, needed_bytes
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
@@ -43,7 +43,7 @@ class Candidate:
     seconds: float
     breakdown: dict[str, float]
     memory: PeakMemory
-    #: Answers that it is, of :mod:`moemesh.planner.search.choices`, and its near-copies.
+    #: Answers that it is, of :mod:`moemesh.planner.search.advice`, and its near-copies.
     roles: tuple[str, ...] = ()
     alike: int = 0
 

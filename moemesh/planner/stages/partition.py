@@ -22,8 +22,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.convolution import two_branch_network
 from moemesh.planner.operators.graph import FloatArray
-from moemesh.planner.operators.integer_program import IntegerProgram
-from moemesh.planner.operators.solve import solve
+from moemesh.planner.operators.solve import IntegerProgram, solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PartitionRequest
@@ -38,8 +37,14 @@ from moemesh.planner.stages.answer import (
     Stage,
     describe_placement,
 )
-from moemesh.planner.stages.baselines import learned_division, random_division
-from moemesh.planner.stages.division import Division, StageError, best_division, division_of
+from moemesh.planner.stages.division import (
+    Division,
+    StageError,
+    best_division,
+    division_of,
+    learned_division,
+    random_division,
+)
 from moemesh.planner.stages.placement import (
     best_placement,
     learned_placement,

@@ -19,9 +19,14 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.planner.operators.graph import FloatArray, OperatorGraph
-from moemesh.planner.operators.integer_program import IntegerProgram
-from moemesh.planner.stages.baselines import BestDraw, policy_gradient, random_search
-from moemesh.planner.stages.division import IntArray, StageError
+from moemesh.planner.operators.solve import IntegerProgram
+from moemesh.planner.stages.division import (
+    BestDraw,
+    IntArray,
+    StageError,
+    policy_gradient,
+    random_search,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,126 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
-from typing import Any, cast
+from typing import Annotated, Any, cast, get_type_hints
+
+import numpy as np
 
 from moemesh.config.errors import UserError
-from moemesh.planner.peak_memory import Allocation
-from moemesh.planner.timing.constants import NAMES, OWN, PRIORS, Constants
+from moemesh.planner.arithmetic import FloatArray, Number
+from moemesh.planner.memory import Allocation
 from moemesh.planner.timing.hardware import ACCELERATORS
+
+# The calibrated constants of the time model: what each means, its prior, how far it may move.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Every number of the time model that no data sheet prints. All positive.
+
+    Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number, `*_us` and `*_ms`
+    times, `*_exposed` the share of a transfer that computation does not hide. Beside each prior
+    stands the standard deviation of its logarithm, of the value that all clusters share.
+    """
+
+    #: Best share of the peak that a large matrix product reaches, by width of its numbers.
+    gemm_efficiency: Annotated[Number, 0.08] = 0.78
+    gemm_efficiency_8bit: Annotated[Number, 0.15] = 0.65
+    gemm_efficiency_4bit: Annotated[Number, 0.25] = 0.48
+    #: Loss with few rows (in units of 64 rows on an A100, more on faster devices), narrow sides.
+    gemm_row_loss: Annotated[Number, 0.5] = 0.8
+    gemm_width_loss: Annotated[Number, 0.5] = 0.55
+    #: Attention core: share of the 16-bit peak; the first FlashAttention relative to the second; a
+    #: kernel of the device generation before; head size and sequence at which half is lost;
+    #: backward over forward.
+    attention_efficiency: Annotated[Number, 0.15] = 0.55
+    attention_first_flash: Annotated[Number, 0.2] = 0.6
+    attention_foreign: Annotated[Number, 0.15] = 0.5
+    attention_head_loss: Annotated[Number, 0.5] = 15.0
+    attention_short_loss: Annotated[Number, 0.6] = 220.0
+    attention_backward: Annotated[Number, 0.1] = 2.8
+    #: Memory traffic per score where the scores are written out (forward).
+    eager_score_bytes: Annotated[Number, 0.3] = 26.0
+    fused_score_bytes: Annotated[Number, 0.3] = 11.0
+    masked_score_bytes: Annotated[Number, 0.3] = 10.0
+    #: Element-wise kernels: traffic over its ideal, share of HBM bandwidth, extra bytes per channel
+    #: of norms in fp32, of quantizing to 8 bit (and more with block scales), of (un)permuting rows.
+    elementwise_traffic: Annotated[Number, 0.3] = 1.1
+    memory_efficiency: Annotated[Number, 0.05] = 0.87
+    unfused_norm_bytes: Annotated[Number, 0.4] = 60.0
+    quantize_bytes: Annotated[Number, 0.5] = 2.5
+    block_scale_traffic: Annotated[Number, 0.3] = 1.5
+    permute_bytes: Annotated[Number, 0.4] = 8.0
+    #: Reading and writing the gradient accumulator in each microbatch.
+    accumulate_bytes: Annotated[Number, 0.3] = 4.0
+    #: Links: share of the data-sheet bandwidth inside and between nodes, loss per doubling of the
+    #: nodes of a group, latency of one collective.
+    intra_node_efficiency: Annotated[Number, 0.2] = 0.7
+    inter_node_efficiency: Annotated[Number, 0.3] = 0.75
+    network_contention: Annotated[Number, 0.6] = 0.08
+    collective_latency_us: Annotated[Number, 0.6] = 25.0
+    #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
+    sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
+    #: Exposed shares: expert all-to-all that is overlapped by design, context exchange, pipeline
+    #: sends, gradient reduction, weight gathering.
+    overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
+    context_exposed: Annotated[Number, 0.5] = 0.55
+    pipeline_exposed: Annotated[Number, 0.3] = 1.0
+    gradient_exposed: Annotated[Number, 0.5] = 0.4
+    weight_exposed: Annotated[Number, 0.4] = 0.6
+    #: Slowdown of overlapped computation in FSDP: what the shorter of the two adds.
+    overlap_slowdown: Annotated[Number, 0.5] = 0.25
+    #: Bytes per gradient that FSDP reduces.
+    reduce_bytes: Annotated[Number, 0.2] = 3.5
+    #: Load imbalance of natural routing above one.
+    routing_imbalance: Annotated[Number, 0.5] = 0.4
+    #: Share of the choices that a capacity of one keeps.
+    capacity_kept: Annotated[Number, 0.06] = 0.9
+    #: Launches and gaps of a layer's forward; what the host needs for an MoE block's (twice with 16
+    #: local experts) while the device computes, and the share of it that CUDA graphs, or dropping
+    #: tokens at capacity, leave; a step's.
+    layer_overhead_us: Annotated[Number, 0.6] = 80.0
+    expert_overhead_us: Annotated[Number, 0.4] = 1000.0
+    graph_overhead: Annotated[Number, 0.4] = 0.3
+    capacity_overhead: Annotated[Number, 0.3] = 0.5
+    step_overhead_ms: Annotated[Number, 0.8] = 40.0
+    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it.
+    startup_microbatches: Annotated[Number, 0.5] = 6.0
+
+
+#: What a software stack may set for itself, and how far (of the logarithm); one of its clusters
+#: deviates from it by a share of that. The few fitted scalars of a cluster.
+OWN: dict[str, float] = {
+    "gemm_efficiency": 0.08,
+    "gemm_efficiency_8bit": 0.12,
+    "gemm_row_loss": 0.3,
+    "attention_efficiency": 0.2,
+    "elementwise_traffic": 0.35,
+    "intra_node_efficiency": 0.25,
+    "inter_node_efficiency": 0.3,
+    "gradient_exposed": 0.4,
+    "weight_exposed": 0.4,
+    "overlap_slowdown": 0.7,
+    "layer_overhead_us": 0.4,
+    "expert_overhead_us": 0.25,
+}
+#: A cluster's own deviation from its stack, over the width of that of the stack.
+CLUSTER_SHARE = 0.75
+#: What changes between releases of one stack: kernels, and how the host is kept out of the way.
+RELEASE: dict[str, float] = {
+    "gemm_efficiency": 0.05,
+    "gemm_efficiency_8bit": 0.05,
+    "gemm_efficiency_4bit": 0.05,
+    "elementwise_traffic": 0.15,
+    "layer_overhead_us": 0.2,
+    "expert_overhead_us": 0.5,
+}
+
+NAMES: tuple[str, ...] = tuple(item.name for item in fields(Constants))
+PRIORS: FloatArray = np.array([item.default for item in fields(Constants)], dtype=np.float64)
+SPREADS: FloatArray = np.array([
+    hint.__metadata__[0] for hint in get_type_hints(Constants, include_extras=True).values()
+])  # fmt: skip
+
 
 #: A cluster that is not known gets the mean deviation of its relatives, drawn towards none as if
 #: one more cluster had none.

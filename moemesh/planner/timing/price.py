@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
+from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import shipped_calibration
+from moemesh.planner.timing.calibration import NAMES, Constants, shipped_calibration
 from moemesh.planner.timing.columns import (
     LayoutColumns,
     Software,
@@ -21,10 +22,44 @@ from moemesh.planner.timing.columns import (
     model_row,
     precision_of,
 )
-from moemesh.planner.timing.constants import NAMES, Constants
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
-from moemesh.planner.timing.network import LinkTable
+from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.step_time import compute_floor, step_time
+from moemesh.trace.memory_profile import format_bytes
+
+# Quantities as users write them: memory to leave free ("10%", "6GiB").
+
+
+_MEMORY_UNITS = {"%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
+_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
+
+
+def with_headroom(cluster: Cluster, headroom: str | float | None) -> Cluster:
+    """The cluster whose jobs leave `headroom` of every device's memory free: a share ("10%", 0.1)
+    or a size ("6GiB"). None keeps the share that was calibrated. Raises ConfigError."""
+    if headroom is None:
+        return cluster
+    share = _share(str(headroom), cluster.memory_bytes)
+    if share is None or not 0 <= share < 1:
+        whole = format_bytes(cluster.memory_bytes)
+        message = (
+            f"it is a share of a device's memory below 1, or a size below its {whole}, with a unit"
+        )
+        fix = "such as --headroom 10% or --headroom 6GiB"
+        raise ConfigError([Problem.of("out-of-range", "headroom", headroom, message, fix)])
+    return cluster.model_copy(update={"usable_share": 1 - share})
+
+
+def _share(text: str, memory_bytes: int) -> float | None:
+    """The part of the memory; None for what is neither a share nor a size."""
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        return None
+    number, unit = float(found[1]), (found[2] or "").lower()
+    if unit == "%" or not unit:
+        return number * _MEMORY_UNITS.get(unit, 1.0)
+    return number * _MEMORY_UNITS[unit] / memory_bytes
+
 
 #: The software stack whose calibration an unnamed cluster gets.
 DEFAULT_STACK = "megatron"

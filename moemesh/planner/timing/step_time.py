@@ -30,6 +30,7 @@ import numpy as np
 
 from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.stage_cut import Stages
+from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,
@@ -39,28 +40,24 @@ from moemesh.planner.timing.columns import (
     stacked,
 )
 from moemesh.planner.timing.compute import (
+    ACTIVATION_BYTES,
     BlockTime,
     EndTime,
     ExpertTime,
+    LayerTime,
+    LayerTransfers,
     PricedStep,
     attended,
     attention_block,
     core_backward_factor,
+    dense_layer,
     expert_block,
+    layer_transfers,
     mlp_block,
     model_ends,
-)
-from moemesh.planner.timing.constants import Constants
-from moemesh.planner.timing.layer_time import (
-    ACTIVATION_BYTES,
-    LayerTime,
-    LayerTransfers,
-    dense_layer,
-    layer_transfers,
     routed_layer,
 )
-from moemesh.planner.timing.links import Links, known
-from moemesh.planner.timing.network import LinkTable
+from moemesh.planner.timing.links import Links, LinkTable, known
 from moemesh.schedule.step import duration
 from moemesh.trace import wire
 

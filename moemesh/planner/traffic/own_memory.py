@@ -5,16 +5,122 @@ Model states are exact (:mod:`.own_states`), activations near (:mod:`.own_activa
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from moemesh.config.buckets import Bucket, owned_sizes
+from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
+from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.routing import Routing
-from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.planner.traffic.tensors import GatheredUnits, StagePlacement, data_buckets
+from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.trace.memory_profile import MemoryProfile
+
+# The model states of one rank of a run of our own library, to the byte: weights to snapshots.
+#
+# Every parameter's local shard times its bytes, or what the rank owns of it: of masters, moments
+# and snapshots where `plan.data` is not replicate, of gradients under zero2 and zero3, of weights
+# under zero3, which also gathers units of them. Of what does not train only the weights are there.
+#
+# | state | bytes a number |
+# |---|---|
+# | weights | those of the run's dtype; routers never below fp32 |
+# | gradients | 4; 8 in float64 |
+# | masters | 4 where a weight has 2 bytes, else the weight is its own master |
+# | AdamW | two moments as wide as a gradient; SGD one with momentum, none without |
+# | weight versions | of a stream: those that its update rule keeps beside the newest, with biases |
+# | snapshots | of an update behind which the norm is validated: masters, moments, biases |
+#
+# Versions are those of a stream long enough to need them. A rank takes a snapshot when it steps
+# before it knows the whole norm: not in the first steps of a run, nor where each is clipped.
+
+
+#: Bytes of one number of a router's selection bias, in any run.
+_BIAS = 4
+
+
+class States(NamedTuple):
+    """Bytes of one rank, by the classes of :data:`moemesh.trace.memory_profile.PARTS`."""
+
+    dense_weights: int
+    expert_weights: int
+    gradients: int
+    optimizer: int
+    gathered_weights: int = 0
+    weight_versions: int = 0
+    snapshots: int = 0
+
+
+def predict_states(
+    placement: StagePlacement,
+    layout: Layout,
+    *,
+    element: int,
+    optimizer: Literal["adamw", "sgd"] = "adamw",
+    momentum: float = 0.0,
+    rank: int = 0,
+) -> States:
+    """The part of the model on `rank`, `element` bytes a weight; `momentum` is that of SGD."""
+    plan, pp_rank = placement.plan, layout.coordinates(rank)["pp"]
+    kinds = 2 if optimizer == "adamw" else int(momentum > 0)
+    weights = {True: 0, False: 0}
+    gradients = masters = moments = updated = 0
+    for bucket in data_buckets(placement, layout, rank, element):
+        share = owned(plan, layout, rank, bucket)
+        wide, own = bucket.gradient_bytes, len(share)
+        kept = share if plan.data == "zero3" else range(bucket.numbers)
+        of_experts = bucket.expert_numbers(kept)
+        weights[True] += of_experts * bucket.weight_bytes
+        weights[False] += (len(kept) - of_experts) * bucket.weight_bytes
+        if not bucket.trains:
+            continue
+        gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
+        masters += own * wide if bucket.weight_bytes < wide else 0
+        moments += kinds * own * wide
+        # A weight that is its own master is copied as one.
+        updated += own * wide
+    biases = 0
+    if (model := placement.model).router_selection_bias:
+        # Selection biases of routers are whole on every rank.
+        here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
+        biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
+    is_undone = plan.optimizer_validation == "after" and placement.schedule.update is None
+    versions, schedule = 1, placement.schedule
+    if schedule.update is not None:
+        # A stream keeps older versions beside the newest.
+        numbers = Numbers(
+            ranks=schedule.num_ranks,
+            microbatches=4 * schedule.num_ranks,
+            chunks=schedule.stages_per_rank,
+            times=MicrobatchTimes(),
+        )
+        versions = FORMS[plan.schedule].copies(numbers, pp_rank)
+    gathered = 0
+    if plan.data == "zero3":
+        gathered = GatheredUnits(placement, layout, rank, element).most_bytes
+    return States(
+        gathered_weights=gathered,
+        dense_weights=weights[False],
+        expert_weights=weights[True],
+        gradients=gradients,
+        optimizer=masters + moments,
+        weight_versions=(versions - 1) * (sum(weights.values()) + biases),
+        snapshots=updated + moments + biases if is_undone else 0,
+    )
+
+
+def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> range:
+    """The numbers of `bucket` whose masters and moments `rank` keeps."""
+    if plan.data == "replicate":
+        return range(bucket.numbers)
+    ranks = members(layout, layout.sharding_axes(bucket.axis)[0], rank)
+    sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
+    index = ranks.index(rank)
+    return range(sum(sizes[:index]), sum(sizes[: index + 1]))
+
 
 #: Of a number of a weight, by dtype.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

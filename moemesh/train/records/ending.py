@@ -11,7 +11,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
-from moemesh.planner.run_estimate import planned_step
+from moemesh.planner.estimate import planned_step
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.report import page
