@@ -35,8 +35,8 @@ from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import Speed, device_balance, layer_intensities
 from moemesh.planner.timing.price import with_headroom
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import ELEMENT_BYTES, predict_states
-from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.planner.traffic.own_memory import predict_states
+from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.planner.worst_routing import WorstRouting, worst_routing
 from moemesh.trace.ledger import Ledger

@@ -50,77 +50,58 @@ def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weigh
     `whole_output`: the output projection is kept whole on every tp rank (attention exit
     "all_to_all").
     """
-    hidden = shape.hidden_size
+    hidden, output = shape.hidden_size, shape.hidden_size * shape.output_width
+    sharded, replicated = (0, output) if whole_output else (output, 0)
     if shape.attention == "mla":
-        up = shape.query_width + 0
-        if shape.q_lora_rank:
-            query = WeightCounts(sharded=shape.q_lora_rank * up)
-            query = query.plus(
-                WeightCounts(replicated=hidden * shape.q_lora_rank + shape.q_lora_rank)
-            )
-        else:
-            query = WeightCounts(sharded=hidden * up)
-        latent = shape.kv_lora_rank
-        heads_out = shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-        found = query.plus(
-            WeightCounts(
-                sharded=latent * heads_out,
-                replicated=hidden * (latent + shape.qk_rotary_head_dim) + latent,
-            )
-        )
+        query, latent = shape.q_lora_rank, shape.kv_lora_rank
+        sharded += (query or hidden) * shape.query_width
+        sharded += latent * shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        replicated += hidden * (query + latent + shape.qk_rotary_head_dim) + query + latent
         if shape.qkv_bias:
             # As in the released code: on the two projections down to the low ranks.
-            down = shape.q_lora_rank + latent + shape.qk_rotary_head_dim
-            found = found.plus(WeightCounts(replicated=down))
+            replicated += query + latent + shape.qk_rotary_head_dim
     else:
         widths = shape.query_width * (2 if shape.attention_gate else 1) + 2 * shape.kv_width
-        found = WeightCounts(sharded=hidden * widths + (widths if shape.qkv_bias else 0))
-    output = hidden * shape.output_width
-    found = found.plus(
-        WeightCounts(replicated=output) if whole_output else WeightCounts(sharded=output)
-    )
-    if shape.output_bias:
-        found = found.plus(WeightCounts(replicated=hidden))
+        sharded += (hidden + shape.qkv_bias) * widths
+    replicated += hidden * shape.output_bias
     if shape.qk_norm == "head":
-        found = found.plus(WeightCounts(replicated=2 * shape.head_dim))
+        replicated += 2 * shape.head_dim
     elif shape.qk_norm == "full":
-        found = found.plus(WeightCounts(sharded=shape.query_width + shape.kv_width))
-    if shape.attention_sinks:
-        found = found.plus(WeightCounts(sharded=shape.num_heads))
-    return found
+        sharded += shape.query_width + shape.kv_width
+    sharded += shape.num_heads * shape.attention_sinks
+    return WeightCounts(sharded=sharded, replicated=replicated)
 
 
-def mlp_weights(shape: ModelShape, width: int, *, bias: bool) -> WeightCounts:
+def mlp_weights(shape: ModelShape, width: int) -> WeightCounts:
     """Parameters of one dense MLP of `width`."""
-    inputs = 2 if shape.gated else 1
-    found = WeightCounts(sharded=(inputs + 1) * shape.hidden_size * width)
-    if bias:
-        found = found.plus(WeightCounts(sharded=inputs * width, replicated=shape.hidden_size))
-    return found
+    inputs, bias = 2 if shape.gated else 1, shape.mlp_bias
+    return WeightCounts(
+        sharded=(inputs + 1) * shape.hidden_size * width + bias * inputs * width,
+        replicated=bias * shape.hidden_size,
+    )
 
 
 def expert_weights(shape: ModelShape) -> WeightCounts:
     """Parameters of one expert."""
-    inputs = 2 if shape.gated else 1
-    width = shape.expert_intermediate_size
-    matrices = (inputs + 1) * shape.hidden_size * width
-    biases = inputs * width + shape.hidden_size if shape.expert_bias else 0
-    return WeightCounts(expert=matrices + biases)
+    inputs, hidden, width = (
+        2 if shape.gated else 1,
+        shape.hidden_size,
+        shape.expert_intermediate_size,
+    )
+    biases = shape.expert_bias * (inputs * width + hidden)
+    return WeightCounts(expert=(inputs + 1) * hidden * width + biases)
 
 
 def router_weights(shape: ModelShape) -> WeightCounts:
     """Parameters that decide and weigh: the router and, where there is one, the shared gate."""
-    found = shape.hidden_size * shape.num_experts
-    found += shape.num_experts if shape.router_logit_bias else 0
-    found += shape.hidden_size if shape.shared_gate else 0
-    return WeightCounts(replicated=found)
+    found = (shape.hidden_size + shape.router_logit_bias) * shape.num_experts
+    return WeightCounts(replicated=found + shape.hidden_size * shape.shared_gate)
 
 
-def shared_weights(shape: ModelShape) -> WeightCounts:
+def _shared_weights(shape: ModelShape) -> WeightCounts:
     """Parameters of all shared experts of a layer."""
-    if not shape.shared_intermediate_size:
-        return WeightCounts()
-    return mlp_weights(shape, shape.shared_intermediate_size, bias=shape.mlp_bias)
+    width = shape.shared_intermediate_size
+    return mlp_weights(shape, width) if width else WeightCounts()
 
 
 def norm_weights(shape: ModelShape) -> WeightCounts:
@@ -134,27 +115,25 @@ def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> W
     found = attention_weights(shape, whole_output=whole_output)
     found = found.plus(norm_weights(shape).times(shape.norms_per_layer))
     if not moe:
-        return found.plus(mlp_weights(shape, shape.intermediate_size, bias=shape.mlp_bias))
+        return found.plus(mlp_weights(shape, shape.intermediate_size))
     found = found.plus(expert_weights(shape).times(shape.num_experts))
-    return found.plus(shared_weights(shape)).plus(router_weights(shape))
+    return found.plus(_shared_weights(shape)).plus(router_weights(shape))
 
 
 def embedding_weights(shape: ModelShape) -> WeightCounts:
     """The embedding in front of the first layer, with learned positions and its norm."""
-    replicated = shape.learned_positions * shape.hidden_size
-    if shape.embedding_norm:
-        replicated += norm_weights(shape).total
-    return WeightCounts(sharded=shape.vocab_size * shape.hidden_size, replicated=replicated)
+    positions = WeightCounts(
+        sharded=shape.vocab_size * shape.hidden_size,
+        replicated=shape.learned_positions * shape.hidden_size,
+    )
+    return positions.plus(norm_weights(shape).times(shape.embedding_norm))
 
 
 def head_weights(shape: ModelShape) -> WeightCounts:
     """Parameters behind the last layer: the final norm, and the head unless it is tied."""
-    found = norm_weights(shape) if shape.final_norm else WeightCounts()
-    if not shape.tied_embeddings:
-        found = found.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
-    if shape.head_bias:
-        found = found.plus(WeightCounts(sharded=shape.vocab_size))
-    return found
+    untied = not shape.tied_embeddings
+    table = shape.vocab_size * (shape.hidden_size * untied + shape.head_bias)
+    return norm_weights(shape).times(shape.final_norm).plus(WeightCounts(sharded=table))
 
 
 def mtp_weights(shape: ModelShape) -> WeightCounts:
@@ -195,30 +174,24 @@ class Parameters:
 def count_parameters(shape: ModelShape) -> Parameters:
     """The exact parameters of `shape`, by part."""
     layers, moe = shape.num_layers, shape.num_moe_layers
-    expert = expert_weights(shape).total
-    experts = moe * shape.num_experts * expert
-    norms = (layers * shape.norms_per_layer + shape.final_norm) * norm_weights(shape).total
+    expert, norm = expert_weights(shape).total, norm_weights(shape).total
     table = shape.vocab_size * shape.hidden_size
-    embedding = embedding_weights(shape).total
-    head = head_weights(shape).total - (norm_weights(shape).total if shape.final_norm else 0)
     parts = {
-        "embedding": embedding,
-        "head": head,
+        "embedding": embedding_weights(shape).total,
+        "head": head_weights(shape).total - norm * shape.final_norm,
         "attention": layers * attention_weights(shape).total,
-        "dense_mlp": (layers - moe)
-        * mlp_weights(shape, shape.intermediate_size, bias=shape.mlp_bias).total,
-        "experts": experts,
-        "shared_experts": moe * shared_weights(shape).total,
+        "dense_mlp": (layers - moe) * mlp_weights(shape, shape.intermediate_size).total,
+        "experts": moe * shape.num_experts * expert,
+        "shared_experts": moe * _shared_weights(shape).total,
         "router": moe * router_weights(shape).total,
-        "norms": norms,
+        "norms": (layers * shape.norms_per_layer + shape.final_norm) * norm,
     }
     total = sum(parts.values())
     active = total - moe * (shape.num_experts - shape.experts_per_token) * expert
-    tables = table * (1 if shape.tied_embeddings else 2)
     return Parameters(
         total=total,
         active=active,
-        active_without_embeddings=active - tables,
+        active_without_embeddings=active - table * (1 if shape.tied_embeddings else 2),
         mtp=shape.num_mtp_layers * mtp_weights(shape).total if shape.num_mtp_layers else 0,
         selection_bias=moe * shape.num_experts if shape.router_selection_bias else 0,
         **parts,

@@ -20,9 +20,8 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
 from moemesh.planner.traffic.routing import capacity_of, crowded_routing, most_rows_of_a_token
-from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 
 #: More microbatches for each pipeline rank hold no more at the fullest moment.
 _ENOUGH = 4

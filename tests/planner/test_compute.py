@@ -16,6 +16,7 @@ from moemesh.planner.timing.columns import (
     hardware_row,
     layout_row,
     model_row,
+    stacked,
 )
 from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.planner.published_rows import ARCHS
@@ -114,8 +115,8 @@ def test_columns_give_what_single_rows_give():
     layouts = [PlannedLayout(seq_len=2048, global_batch=64, tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
     rows = [workload(tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
     columns = workload()
-    from moemesh.planner.timing.columns import layout_columns
-
-    together = replace(columns, layout=layout_columns([DENSE] * 4, layouts, [Software()] * 4))
+    together = replace(
+        columns, layout=stacked([layout_row(DENSE, layout, Software()) for layout in layouts])
+    )
     expected = [float(compute.attention_block(work).products) for work in rows]
     assert np.allclose(compute.attention_block(together).products, expected, rtol=1e-12)

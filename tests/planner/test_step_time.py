@@ -22,12 +22,11 @@ from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
     Software,
-    hardware_columns,
     hardware_row,
-    layout_columns,
     layout_row,
-    model_columns,
     model_row,
+    precision_of,
+    stacked,
 )
 from moemesh.planner.timing.compute import longer
 from moemesh.planner.timing.hardware import ACCELERATORS
@@ -293,11 +292,11 @@ def test_columns_give_what_single_rows_give():
     ]
     software = [Software(fused_norm=index % 2 == 1) for index in range(len(cases))]
     device = ACCELERATORS["H100-80G"]
-    planned = [layout for _, layout in cases]
+    rows = zip(cases, software, strict=True)
     together = step_time(
-        model_columns([shape for shape, _ in cases]),
-        layout_columns([shape for shape, _ in cases], planned, software),
-        hardware_columns([device] * len(cases), planned),
+        stacked([model_row(shape) for shape, _ in cases]),
+        stacked([layout_row(shape, layout, traits) for (shape, layout), traits in rows]),
+        stacked([hardware_row(device, precision_of(layout)) for _, layout in cases]),
         Constants(),
     )
     for index, ((shape, layout), traits) in enumerate(zip(cases, software, strict=True)):

@@ -71,13 +71,18 @@ class Level:
     place: NDArray[np.int64]
     start: int
 
-    def factors(self, unknown: FloatArray) -> dict[str, FloatArray]:
-        """Logarithms of each member's factors."""
-        width = len(self.names)
-        return {
-            member: unknown[self.start + index * width : self.start + (index + 1) * width]
+    def places(self) -> list[tuple[str, slice]]:
+        """Each member with its place among the unknowns."""
+        width, start = len(self.names), self.start
+        return [
+            (member, slice(start + index * width, start + (index + 1) * width))
             for index, member in enumerate(self.members)
-        }
+        ]
+
+    def logs(self, unknown: FloatArray, seen: NDArray[np.bool_]) -> dict[str, FloatArray]:
+        """Logarithms of the factors of members that have a run of those `seen`."""
+        known = {self.members[int(place)] for place in np.unique(self.place[seen]) if place >= 0}
+        return {member: unknown[place] for member, place in self.places() if member in known}
 
 
 class Unknowns:
@@ -103,6 +108,13 @@ class Unknowns:
             levels.append(Level(members=members, names=tuple(own), place=place, start=len(spreads)))
             spreads += [own[name] for _ in levels[-1].members for name in levels[-1].names]
         self.clusters, self.stacks, self.releases = levels
+        #: (runs, the unknown that moves each, place of the constant that it moves).
+        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
+        for level in levels:
+            rows = np.nonzero(level.place >= 0)[0]
+            first = level.start + level.place[rows] * len(level.names)
+            for offset, name in enumerate(level.names):
+                self._moves.append((rows, first + offset, NAMES.index(name)))
         self.width: FloatArray = np.array(spreads, dtype=np.float64)
         self.prior: FloatArray = np.zeros(len(spreads))
         self.prior[: len(NAMES)] = np.log(PRIORS)
@@ -127,20 +139,13 @@ class Unknowns:
         self.width[: len(NAMES)] = _FIXED
         self.width[self.stacks.start :] = _FIXED
         names = self.clusters.names
-        for member, place in self._places(self.clusters):
+        for member, place in self.clusters.places():
             factors = known.deviations(member)
             self.prior[place] = np.log([factors.get(name, 1.0) for name in names])
             self.width[place] = [OWN[name] for name in names]
-        for member, place in self._places(self.releases):
+        for member, place in self.releases.places():
             factors = known.release_factors(member)
             self.prior[place] = np.log([factors.get(x, 1.0) for x in self.releases.names])
-
-    def _places(self, level: Level) -> list[tuple[str, slice]]:
-        width = len(level.names)
-        return [
-            (member, slice(level.start + index * width, level.start + (index + 1) * width))
-            for index, member in enumerate(level.members)
-        ]
 
     def errors(self, unknown: FloatArray) -> FloatArray:
         """log(predicted / measured) of every run."""
@@ -152,43 +157,37 @@ class Unknowns:
         shared = self._touched.slopes(self._values(unknown), errors + self.log_seconds)
         found = np.zeros((len(errors), len(unknown)))
         found[:, : len(NAMES)] = shared
-        for level in (self.clusters, self.stacks, self.releases):
-            rows = np.nonzero(level.place >= 0)[0]
-            first = level.start + level.place[rows] * len(level.names)
-            for offset, name in enumerate(level.names):
-                found[rows, first + offset] = shared[rows, NAMES.index(name)]
+        for rows, place, constant in self._moves:
+            found[rows, place] = shared[rows, constant]
         return found
 
     def _values(self, unknown: FloatArray) -> FloatArray:
         """Logarithms of the constants [constants, runs]."""
         values = np.repeat(unknown[: len(NAMES), None], len(self.log_seconds), axis=1)
-        for level in (self.clusters, self.stacks, self.releases):
-            rows = np.nonzero(level.place >= 0)[0]
-            first = level.start + level.place[rows] * len(level.names)
-            for offset, name in enumerate(level.names):
-                values[NAMES.index(name), rows] += unknown[first + offset]
+        for rows, place, constant in self._moves:
+            values[constant, rows] += unknown[place]
         return values
 
     def calibration(self, unknown: FloatArray, start: Calibration, *, share: bool) -> Calibration:
         """The fitted constants of groups that have a run with weight; `start` knows the rest."""
-        shared = np.exp(unknown[: len(NAMES)])
         seen = self.weights > 0
-        stacks = self.stacks.factors(unknown)
-        clusters = {
-            member: _factors(self.clusters.names, logs + stacks[stack_of(member)])
-            for member, logs in _seen(self.clusters, unknown, seen).items()
-        }
+        clusters, stacks, releases = (
+            level.logs(unknown, seen) for level in (self.clusters, self.stacks, self.releases)
+        )
         found = replace(
             start,
-            shared=dict(zip(NAMES, (float(value) for value in shared), strict=True)),
-            clusters=clusters,
+            shared=_factors(NAMES, unknown[: len(NAMES)]),
+            clusters={
+                member: _factors(tuple(OWN), logs + stacks[stack_of(member)])
+                for member, logs in clusters.items()
+            },
         )
         if not share:
             return found
         return replace(
             found,
-            stacks=_all_factors(self.stacks, unknown, seen),
-            releases=_all_factors(self.releases, unknown, seen),
+            stacks={member: _factors(tuple(OWN), logs) for member, logs in stacks.items()},
+            releases={member: _factors(tuple(RELEASE), logs) for member, logs in releases.items()},
         )
 
 
@@ -218,19 +217,6 @@ def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
     total: FloatArray = step_time(*columns, constants).total
     return np.log(total)
-
-
-def _seen(level: Level, unknown: FloatArray, seen: NDArray[np.bool_]) -> dict[str, FloatArray]:
-    known = {level.members[int(place)] for place in np.unique(level.place[seen]) if place >= 0}
-    return {name: logs for name, logs in level.factors(unknown).items() if name in known}
-
-
-def _all_factors(
-    level: Level, unknown: FloatArray, seen: NDArray[np.bool_]
-) -> dict[str, dict[str, float]]:
-    return {
-        member: _factors(level.names, logs) for member, logs in _seen(level, unknown, seen).items()
-    }
 
 
 def _factors(names: Sequence[str], logs: FloatArray) -> dict[str, float]:

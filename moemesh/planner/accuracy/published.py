@@ -297,6 +297,12 @@ class PublishedRun:
         return (row.get("model", ""), row.get("hardware", ""), row["gpus"], row["seq"])
 
     @property
+    def priced(self) -> tuple[ModelShape, PlannedLayout, Accelerator]:
+        """Model, layout and device of a row that says them."""
+        assert self.shape is not None and self.layout is not None and self.device is not None
+        return self.shape, self.layout, self.device
+
+    @property
     def is_moe(self) -> bool:
         return self.shape is not None and self.shape.is_moe
 

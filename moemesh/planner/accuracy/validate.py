@@ -1,4 +1,4 @@
-"""Accuracy on a table of measured runs: errors, memory labels, selection regret."""
+"""Predictions of published runs, and their accuracy: errors, memory labels, selection regret."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import statistics as numbers
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
-from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import NAMES, Calibration, Constants
+from moemesh.planner.timing.calibration import Calibration, Constants
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,
     ModelColumns,
-    hardware_columns,
-    layout_columns,
-    model_columns,
+    hardware_row,
+    layout_row,
+    model_row,
+    precision_of,
+    stacked,
 )
-from moemesh.planner.timing.step_time import StepTime, step_time
+from moemesh.planner.timing.step_time import step_time
 
 # Seconds, bytes and "does it fit" of published runs, and what a row left unprinted.
 
@@ -38,11 +37,11 @@ _MICROBATCHES = (1, 2, 4, 8, 16)
 class Prediction:
     """The planner's prediction of one run; times in seconds, memory in bytes."""
 
+    #: The run, with what its table leaves out filled in.
     run: PublishedRun
-    seconds: float | None
-    memory: PeakMemory | None
-    fits: bool | None
-    layout: PlannedLayout | None
+    seconds: float | None = None
+    memory: PeakMemory | None = None
+    fits: bool | None = None
 
     @property
     def error(self) -> float | None:
@@ -63,29 +62,14 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
     """Every row, in order; a row without a layout predicts nothing."""
     filled = [fill_in(run, calibration) for run in runs if run.layout is not None]
     constants = [calibration.constants(run.cluster, run.release) for run in filled]
-    seconds = run_seconds(filled, stacked(constants)).total if filled else ()
+    seconds = _run_seconds(filled, constants) if filled else ()
     found: dict[str, Prediction] = {}
     for run, value in zip(filled, seconds, strict=True):
         allocation = calibration.allocation(run.cluster)
         memory = run_memory(run, allocation)
-        usable = _known(run.device).memory_bytes * allocation.usable_share
-        # What is computed again without the table saying so is what makes the run fit.
-        fits = memory.needed <= usable or run.software.recomputed_share > 0
-        found[run.id] = Prediction(
-            run=run, seconds=float(value), memory=memory, fits=fits, layout=run.layout
-        )
-    nothing = {"seconds": None, "memory": None, "fits": None, "layout": None}
-    return [found.get(run.id) or Prediction(run=run, **nothing) for run in runs]
-
-
-def stacked(constants: Sequence[Constants]) -> Constants:
-    """Constants of several rows as columns."""
-    return Constants(
-        **{
-            name: np.array([getattr(row, name) for row in constants], dtype=np.float64)
-            for name in NAMES
-        }
-    )
+        fits = _fits(run, memory, allocation)
+        found[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
+    return [found.get(run.id) or Prediction(run=run) for run in runs]
 
 
 def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
@@ -93,34 +77,35 @@ def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
     if run.software.adapters:
         # Frozen weights have neither gradients nor optimizer states.
         allocation = replace(allocation, gradient_bytes=0, optimizer_bytes=0)
-    return peak_memory(_known(run.shape), _known(run.layout), allocation)
+    shape, layout, _ = run.priced
+    return peak_memory(shape, layout, allocation)
 
 
-def run_seconds(runs: Sequence[PublishedRun], constants: Constants) -> StepTime:
+def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool:
+    # What is computed again without the table saying so is what makes the run fit.
+    is_made_to_fit = run.software.recomputed_share > 0
+    return is_made_to_fit or memory.fits(run.priced[2].memory_bytes, allocation.usable_share)
+
+
+def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
     """The step times of runs, one row each, their schedules simulated."""
-    stages = [Stages.of(_known(run.shape), _known(run.layout)) for run in runs]
-    return step_time(*run_columns(runs), constants, stages=stages)
+    stages = [Stages.of(*run.priced[:2]) for run in runs]
+    return step_time(*run_columns(runs), stacked(constants), stages=stages).total
 
 
 def run_columns(
     runs: Sequence[PublishedRun],
 ) -> tuple[ModelColumns, LayoutColumns, HardwareColumns]:
     """Runs as what the formulas read, one row each."""
-    layouts = [_known(run.layout) for run in runs]
-    shapes = [_known(run.shape) for run in runs]
-    return (
-        model_columns(shapes),
-        layout_columns(shapes, layouts, [run.software for run in runs]),
-        hardware_columns([_known(run.device) for run in runs], layouts),
-    )
-
-
-T = TypeVar("T")
-
-
-def _known(value: T | None) -> T:
-    assert value is not None, "only rows with a layout are priced"
-    return value
+    models: list[ModelColumns] = []
+    layouts: list[LayoutColumns] = []
+    devices: list[HardwareColumns] = []
+    for run in runs:
+        shape, layout, device = run.priced
+        models.append(model_row(shape))
+        layouts.append(layout_row(shape, layout, run.software))
+        devices.append(hardware_row(device, precision_of(layout)))
+    return stacked(models), stacked(layouts), stacked(devices)
 
 
 def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
@@ -132,21 +117,20 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     allocation = calibration.allocation(run.cluster)
     if run.microbatch_printed or run.is_moe:
         return _recomputed(run, allocation)
-    layout = _known(run.layout)
+    layout = run.priced[1]
     share = layout.global_batch // layout.dp
     sizes = tuple(size for size in _MICROBATCHES if share % size == 0) or (1,)
     tried = [
         _recomputed(replace(run, layout=layout.changed(microbatch=size)), allocation)
         for size in sizes
     ]
-    usable = _known(run.device).memory_bytes * allocation.usable_share
     fitting = [
         index
         for index, one in enumerate(tried)
-        if one.software.recomputed_share > 0 or run_memory(one, allocation).needed <= usable
+        if _fits(one, run_memory(one, allocation), allocation)
     ]
-    constants = stacked([calibration.constants(run.cluster, run.release)] * len(tried))
-    seconds: FloatArray = run_seconds(tried, constants).total
+    constants = calibration.constants(run.cluster, run.release)
+    seconds = _run_seconds(tried, [constants] * len(tried))
     return tried[min(fitting or [0], key=lambda index: seconds[index])]
 
 
@@ -155,8 +139,7 @@ def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
     if run.recompute_printed or run.ended != "ok":
         return run
     memory = run_memory(run, allocation)
-    usable = _known(run.device).memory_bytes * allocation.usable_share
-    short = memory.needed - usable
+    short = memory.needed - run.priced[2].memory_bytes * allocation.usable_share
     if short <= 0 or memory.activations <= 0:
         return run
     share = min(short / memory.activations, 1.0)
@@ -267,21 +250,36 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
     sources: dict[str, list[float]] = defaultdict(list)
     for one in timed:
         sources[one.run.source or one.run.cluster].append(one.error or 0.0)
+    errors = {name: error_statistics(found) for name, found in sorted(sources.items())}
+    labelled = [
+        one for one in predictions if one.fits is not None and one.run.ended in ("ok", "OOM")
+    ]
+    fit = None
+    if labelled:
+        right = sum(one.fits == (one.run.ended == "ok") for one in labelled)
+        wrongly = sum(bool(one.fits) and one.run.ended == "OOM" for one in labelled)
+        number = len(labelled)
+        fit = FitStatistics(count=number, right=right / number, wrongly_fits=wrongly / number)
     selections = select(predictions)
+    selection = None
+    if selections:
+        regrets = [one.regret for one in selections if one.regret is not None]
+        selection = SelectionStatistics(
+            groups=len(selections),
+            mean_regret=numbers.fmean(regrets) if regrets else 0.0,
+            worst_regret=max(regrets, default=0.0),
+            out_of_memory=len(selections) - len(regrets),
+        )
     return Validation(
         predictions=tuple(predictions),
-        by_source={
-            name: found
-            for name, errors in sorted(sources.items())
-            if (found := error_statistics(errors))
-        },
+        by_source={name: found for name, found in errors.items() if found},
         dense=error_statistics(one.error or 0.0 for one in judged if not one.run.is_moe),
         moe=error_statistics(one.error or 0.0 for one in judged if one.run.is_moe),
         memory=error_statistics(
             one.memory_error for one in predictions if one.memory_error is not None
         ),
-        fit=_fit_statistics(predictions),
-        selection=_selection_statistics(selections),
+        fit=fit,
+        selection=selection,
         selections=tuple(selections),
     )
 
@@ -302,19 +300,6 @@ def error_statistics(errors: Iterable[float]) -> ErrorStatistics | None:
         p95=sizes[below] + (place - below) * (sizes[above] - sizes[below]),
         worst=sizes[-1],
         bias=numbers.median(found),
-    )
-
-
-def _fit_statistics(predictions: Sequence[Prediction]) -> FitStatistics | None:
-    labelled = [
-        one for one in predictions if one.fits is not None and one.run.ended in ("ok", "OOM")
-    ]
-    if not labelled:
-        return None
-    right = sum(one.fits == (one.run.ended == "ok") for one in labelled)
-    wrongly = sum(bool(one.fits) and one.run.ended == "OOM" for one in labelled)
-    return FitStatistics(
-        count=len(labelled), right=right / len(labelled), wrongly_fits=wrongly / len(labelled)
     )
 
 
@@ -349,24 +334,12 @@ def select(predictions: Sequence[Prediction]) -> list[Selection]:
 
 def _sequences(one: Prediction) -> int:
     """Sequences of a step: runs of one group may differ in their batch."""
-    return one.layout.global_batch if one.layout else 1
+    return one.run.layout.global_batch if one.run.layout else 1
 
 
 def _measured_time(one: Prediction) -> float:
     """Measured seconds a sequence."""
     return (one.run.seconds or 0.0) / _sequences(one)
-
-
-def _selection_statistics(selections: Sequence[Selection]) -> SelectionStatistics | None:
-    if not selections:
-        return None
-    regrets = [one.regret for one in selections if one.regret is not None]
-    return SelectionStatistics(
-        groups=len(selections),
-        mean_regret=numbers.fmean(regrets) if regrets else 0.0,
-        worst_regret=max(regrets, default=0.0),
-        out_of_memory=len(selections) - len(regrets),
-    )
 
 
 def json_text(validation: Validation) -> str:

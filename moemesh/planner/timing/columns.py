@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,38 +70,39 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelColumns:
-    """Sizes of models; 0 where a model has none of a thing."""
+    """Sizes of models; 0 where a model has none of a thing. A name beside a column is that of the
+    shape's own number."""
 
     layers: Number
-    hidden: Number
-    vocab: Number
-    heads: Number
-    kv_heads: Number
+    hidden: Annotated[Number, "hidden_size"]
+    vocab: Annotated[Number, "vocab_size"]
+    heads: Annotated[Number, "num_heads"]
+    kv_heads: Annotated[Number, "num_kv_heads"]
     #: Head sizes in the attention product (d_qk) and of values (d_v); the part without position.
-    query_dim: Number
-    value_dim: Number
+    query_dim: Annotated[Number, "query_head_dim"]
+    value_dim: Annotated[Number, "value_head_dim"]
     nope_dim: Number
     #: 1 for latent attention, its ranks and the width of the shared rotary key.
     latent: Number
-    query_rank: Number
+    query_rank: Annotated[Number, "q_lora_rank"]
     query_inner: Number
-    kv_rank: Number
-    rotary_dim: Number
-    mlp_width: Number
+    kv_rank: Annotated[Number, "kv_lora_rank"]
+    rotary_dim: Annotated[Number, "qk_rotary_head_dim"]
+    mlp_width: Annotated[Number, "intermediate_size"]
     #: 3 with a gate, else 2.
     mlp_matrices: Number
     moe_layers: Number
-    experts: Number
-    top_k: Number
-    expert_width: Number
-    shared_width: Number
+    experts: Annotated[Number, "num_experts"]
+    top_k: Annotated[Number, "experts_per_token"]
+    expert_width: Annotated[Number, "expert_intermediate_size"]
+    shared_width: Annotated[Number, "shared_intermediate_size"]
     tied: Number
     #: Window in tokens and the share of layers that have one.
     window: Number
     window_share: Number
     #: Router groups and how many of them a token may use (1 and 1: no limit).
-    groups: Number
-    groups_kept: Number
+    groups: Annotated[Number, "router_groups"]
+    groups_kept: Annotated[Number, "router_groups_kept"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,25 +221,11 @@ def picked(columns: T, rows: NDArray[np.int64]) -> T:
     return type(source)(**found)
 
 
-def layout_columns(
-    shapes: Sequence[ModelShape], layouts: Sequence[PlannedLayout], software: Sequence[Software]
-) -> LayoutColumns:
-    """The columns of several layouts, one row each."""
-    rows = zip(shapes, layouts, software, strict=True)
-    return stacked([layout_row(shape, layout, traits) for shape, layout, traits in rows])
-
-
-def hardware_columns(
-    accelerators: Sequence[Accelerator], layouts: Sequence[PlannedLayout]
-) -> HardwareColumns:
-    """The columns of the devices that several layouts run on."""
-    pairs = zip(accelerators, layouts, strict=True)
-    return stacked([hardware_row(device, precision_of(layout)) for device, layout in pairs])
-
-
-def model_columns(shapes: Sequence[ModelShape]) -> ModelColumns:
-    """The columns of several models, one row each."""
-    return stacked([model_row(shape) for shape in shapes])
+_OF_SHAPE: dict[str, str] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(ModelColumns, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 def model_row(shape: ModelShape) -> ModelColumns:
@@ -246,31 +233,16 @@ def model_row(shape: ModelShape) -> ModelColumns:
     windowed = [window for window in shape.windows if window]
     latent = shape.attention == "mla"
     return ModelColumns(
+        **{name: getattr(shape, source) for name, source in _OF_SHAPE.items()},
         layers=shape.num_layers + shape.num_mtp_layers,
-        hidden=shape.hidden_size,
-        vocab=shape.vocab_size,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        query_dim=shape.query_head_dim,
-        value_dim=shape.value_head_dim,
         nope_dim=shape.qk_nope_head_dim if latent else shape.head_dim,
         latent=int(latent),
-        query_rank=shape.q_lora_rank,
         query_inner=shape.q_lora_rank or shape.hidden_size,
-        kv_rank=shape.kv_lora_rank,
-        rotary_dim=shape.qk_rotary_head_dim,
-        mlp_width=shape.intermediate_size,
         mlp_matrices=3 if shape.gated else 2,
         moe_layers=shape.num_moe_layers + (shape.num_mtp_layers if shape.is_moe else 0),
-        experts=shape.num_experts,
-        top_k=shape.experts_per_token,
-        expert_width=shape.expert_intermediate_size,
-        shared_width=shape.shared_intermediate_size,
         tied=int(shape.tied_embeddings),
         window=max(windowed, default=0),
         window_share=len(windowed) / shape.num_layers,
-        groups=shape.router_groups,
-        groups_kept=shape.router_groups_kept,
     )
 
 

@@ -25,29 +25,7 @@ class Accelerator:
     memory_bandwidth: float
     intra_node_bandwidth: float
     inter_node_bandwidth: float
-    node_size: int = 8
-
-
-def _accelerator(
-    name: str,
-    generation: str,
-    tflops: tuple[float, float, float],
-    memory: float,
-    terabytes: float,
-    links: tuple[float, float],
-    node_size: int = 8,
-) -> Accelerator:
-    peaks = (tflops[0] * 1e12, tflops[1] * 1e12, tflops[2] * 1e12)
-    return Accelerator(
-        name=name,
-        generation=generation,
-        peak_flops=peaks,
-        memory_bytes=memory * GIB,
-        memory_bandwidth=terabytes * 1e12,
-        intra_node_bandwidth=links[0] * 1e9,
-        inter_node_bandwidth=links[1] * 1e9,
-        node_size=node_size,
-    )
+    node_size: int
 
 
 #: NVIDIA data sheets: V100, A100, H100, H200, HGX B200 and B300, GB200 and GB300 NVL72, without
@@ -55,58 +33,51 @@ def _accelerator(
 #: are A100 and H100 with slower NVLink. Devices without a calibrated relative of their generation
 #: (AMD Instinct, TPU, L40S) get the constants that all clusters share.
 ACCELERATORS: dict[str, Accelerator] = {
-    found.name: found
-    for found in (
-        _accelerator("V100", "volta", (125, 125, 125), 16, 0.9, (150, 3.1)),
-        _accelerator("A100-40G", "ampere", (312, 312, 312), 40, 1.555, (300, 25)),
-        _accelerator("A100-80G", "ampere", (312, 312, 312), 80, 2.039, (300, 25)),
-        _accelerator("A800-80G", "ampere", (312, 312, 312), 80, 2.039, (200, 25)),
-        _accelerator("H100-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (450, 50)),
-        _accelerator("H800-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (200, 50)),
-        _accelerator("H20-96G", "hopper", (148, 296, 296), 96, 4.0, (450, 50)),
-        _accelerator("H200-141G", "hopper", (989.5, 1979, 1979), 141, 4.8, (450, 50)),
-        _accelerator("B200", "blackwell", (2250, 4500, 9000), 180, 8.0, (900, 50)),
-        _accelerator("B300", "blackwell", (2250, 4500, 13500), 268, 8.0, (900, 100)),
-        _accelerator("GB200", "blackwell", (2500, 5000, 10000), 186, 8.0, (900, 50), 72),
-        _accelerator("GB300", "blackwell", (2500, 5000, 15000), 278, 8.0, (900, 100), 72),
-        _accelerator("L40S", "ada", (362, 733, 733), 48, 0.864, (32, 25)),
-        _accelerator("MI250X", "cdna2", (383, 383, 383), 128, 3.2, (200, 25)),
-        _accelerator("MI300X", "cdna3", (1307, 2615, 2615), 192, 5.3, (448, 50)),
-        _accelerator("MI325X", "cdna3", (1307, 2615, 2615), 256, 6.0, (448, 50)),
-        _accelerator("TPUv4", "tpu4", (275, 275, 275), 32, 1.2, (150, 25), 64),
-        _accelerator("TPUv5e", "tpu5", (197, 197, 197), 16, 0.82, (100, 25), 256),
-        _accelerator("TPUv5p", "tpu5", (459, 459, 459), 95, 2.765, (300, 25), 64),
-        _accelerator("TPUv6e", "tpu6", (918, 918, 918), 32, 1.64, (224, 25), 256),
+    name: Accelerator(
+        name=name,
+        generation=generation,
+        peak_flops=(tflops[0] * 1e12, tflops[1] * 1e12, tflops[2] * 1e12),
+        memory_bytes=memory * GIB,
+        memory_bandwidth=terabytes * 1e12,
+        intra_node_bandwidth=links[0] * 1e9,
+        inter_node_bandwidth=links[1] * 1e9,
+        node_size=node_size,
+    )
+    # 10^12 operations/s of each width, GiB, TB/s of memory, GB/s inside and between nodes, devices.
+    for name, generation, tflops, memory, terabytes, links, node_size in (
+        ("V100", "volta", (125, 125, 125), 16, 0.9, (150, 3.1), 8),
+        ("A100-40G", "ampere", (312, 312, 312), 40, 1.555, (300, 25), 8),
+        ("A100-80G", "ampere", (312, 312, 312), 80, 2.039, (300, 25), 8),
+        ("A800-80G", "ampere", (312, 312, 312), 80, 2.039, (200, 25), 8),
+        ("H100-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (450, 50), 8),
+        ("H800-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (200, 50), 8),
+        ("H20-96G", "hopper", (148, 296, 296), 96, 4.0, (450, 50), 8),
+        ("H200-141G", "hopper", (989.5, 1979, 1979), 141, 4.8, (450, 50), 8),
+        ("B200", "blackwell", (2250, 4500, 9000), 180, 8.0, (900, 50), 8),
+        ("B300", "blackwell", (2250, 4500, 13500), 268, 8.0, (900, 100), 8),
+        ("GB200", "blackwell", (2500, 5000, 10000), 186, 8.0, (900, 50), 72),
+        ("GB300", "blackwell", (2500, 5000, 15000), 278, 8.0, (900, 100), 72),
+        ("L40S", "ada", (362, 733, 733), 48, 0.864, (32, 25), 8),
+        ("MI250X", "cdna2", (383, 383, 383), 128, 3.2, (200, 25), 8),
+        ("MI300X", "cdna3", (1307, 2615, 2615), 192, 5.3, (448, 50), 8),
+        ("MI325X", "cdna3", (1307, 2615, 2615), 256, 6.0, (448, 50), 8),
+        ("TPUv4", "tpu4", (275, 275, 275), 32, 1.2, (150, 25), 64),
+        ("TPUv5e", "tpu5", (197, 197, 197), 16, 0.82, (100, 25), 256),
+        ("TPUv5p", "tpu5", (459, 459, 459), 95, 2.765, (300, 25), 64),
+        ("TPUv6e", "tpu6", (918, 918, 918), 32, 1.64, (224, 25), 256),
     )
 }
 
 #: What a description may call a device, the more particular names first.
 _NAMES: tuple[tuple[str, str], ...] = (
-    ("GB300", "GB300"),
-    ("GB200", "GB200"),
-    ("B300", "B300"),
-    ("B200", "B200"),
-    ("H800", "H800-80G"),
-    ("H200", "H200-141G"),
-    ("H100", "H100-80G"),
-    ("H20", "H20-96G"),
-    ("A100/A800", "A100-80G"),
-    ("A100-40G", "A100-40G"),
-    ("A100", "A100-80G"),
-    ("A800", "A800-80G"),
-    ("V100", "V100"),
-    ("L40S", "L40S"),
-    ("MI250X", "MI250X"),
-    ("MI325X", "MI325X"),
-    ("MI300X", "MI300X"),
-    ("V5LITE", "TPUv5e"),
-    ("V5E", "TPUv5e"),
-    ("V5P", "TPUv5p"),
-    ("V6E", "TPUv6e"),
-    ("TRILLIUM", "TPUv6e"),
-    ("TPUV4", "TPUv4"),
+    ("GB300", "GB300"), ("GB200", "GB200"), ("B300", "B300"), ("B200", "B200"),
+    ("H800", "H800-80G"), ("H200", "H200-141G"), ("H100", "H100-80G"), ("H20", "H20-96G"),
+    ("A100/A800", "A100-80G"), ("A100-40G", "A100-40G"), ("A100", "A100-80G"),
+    ("A800", "A800-80G"), ("V100", "V100"), ("L40S", "L40S"), ("MI250X", "MI250X"),
+    ("MI325X", "MI325X"), ("MI300X", "MI300X"), ("V5LITE", "TPUv5e"), ("V5E", "TPUv5e"),
+    ("V5P", "TPUv5p"), ("V6E", "TPUv6e"), ("TRILLIUM", "TPUv6e"), ("TPUV4", "TPUv4"),
     ("TPU V4", "TPUv4"),
-)
+)  # fmt: skip
 
 
 def accelerator_of(text: str) -> Accelerator | None:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import NamedTuple
 
 from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.config.context import context_sizes, head_share
@@ -47,7 +46,12 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, row_bytes
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
-from moemesh.planner.traffic.tensors import GatheredUnits, StagePlacement, data_buckets
+from moemesh.planner.traffic.tensors import (
+    ELEMENT_BYTES,
+    GatheredUnits,
+    StagePlacement,
+    data_buckets,
+)
 from moemesh.schedule.messages import messages
 from moemesh.trace.ledger import Ledger
 
@@ -141,7 +145,6 @@ class ContextTraffic:
         self.lines.all_to_all("cp", outputs, inputs, "backward", caller, times)
 
 
-_ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _INT64, _FLOAT64 = 8, 8
 
 
@@ -175,13 +178,6 @@ def predict_ledger(
     return _Step(model, plan, *batch, rank, routing, tuning, on_accelerator).ledger()
 
 
-class _Forward(NamedTuple):
-    """One forward of a stage: a microbatch of the step, and which slice of its sequences."""
-
-    microbatch: int
-    slice: int
-
-
 class _Step:
     """The lines of one rank."""
 
@@ -199,7 +195,7 @@ class _Step:
     ) -> None:
         self.model, self.plan, self.batch = model, plan, global_batch
         self.layout = plan.layout
-        self.element = _ELEMENT[dtype]
+        self.element = ELEMENT_BYTES[dtype]
         self.wide = max(self.element, 4)
         exact = plan.combine == "exact"
         self.spare_rows = on_accelerator * spare_rows(model.hidden_size, exact=exact)
@@ -223,31 +219,25 @@ class _Step:
         self.context = ContextTraffic(self.lines, model, plan, seq_len, self.element)
         self.once = LedgerLines(self.layout, rank)
 
-    def tokens(self, dp: int, cp: int, forward: _Forward) -> int:
-        """Tokens of one forward of the ranks that share positions of sequences."""
-        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
-        return sequences * self.placement.positions(cp, forward.slice)
-
-    def local_tokens(self, rank: int, forward: _Forward) -> int:
-        """Rows of the residual stream of `rank` in one forward."""
-        at = self.layout.coordinates(rank)
-        return shard_sizes(self.tokens(at["dp"], at["cp"], forward), self.plan.tp)[at["tp"]]
+    def _sequences(self, forward: int) -> int:
+        """Sequences that this rank has a part of, in one forward."""
+        microbatch = forward // self.schedule.num_slices
+        return self.placement.sequences(self.batch, self.lines.here["dp"], microbatch)
 
     def ledger(self) -> Ledger:
         at = self.lines.here["pp"]
         for pipe, stage in self.schedule.stages_of(at):
-            first = self.schedule.first_sample[pipe]
-            for index in range(self.schedule.num_microbatches[pipe]):
-                for slice in range(self.schedule.num_slices):
-                    self._stage(stage, _Forward(first + index, slice))
+            slices, first = self.schedule.num_slices, self.schedule.first_sample[pipe]
+            for index in range(slices * self.schedule.num_microbatches[pipe]):
+                self._stage(stage, slices * first + index)
         self._messages(at)
         StepEnd(self.once, self.placement, self.element).enter()
         return self.lines.ledger() + self.once.ledger()
 
     # One forward of one stage, and its backward.
 
-    def _stage(self, stage: int, forward: _Forward) -> None:
-        tokens = self.tokens(self.lines.here["dp"], self.lines.here["cp"], forward)
+    def _stage(self, stage: int, forward: int) -> None:
+        tokens, _ = self.placement.tokens(self.batch, self.lines.rank, forward)
         placement = self.placement
         if stage == 0:
             with self.lines.backward(placement.has_backward("embedding")):
@@ -264,13 +254,10 @@ class _Step:
         if stage == self.schedule.num_stages - 1:
             self._head(tokens, forward)
 
-    def _layers(self, layers: list[int], tokens: int, forward: _Forward) -> None:
-        here = self.lines.here["dp"]
+    def _layers(self, layers: list[int], tokens: int, forward: int) -> None:
         num_moe = sum(self.model.is_moe_layer(index) for index in layers)
         self._attention(tokens, len(layers))
-        self.context.enter(
-            self.placement.sequences(self.batch, here, forward.microbatch), len(layers)
-        )
+        self.context.enter(self._sequences(forward), len(layers))
         shared = num_moe if self.model.shared_width else 0
         if mlps := len(layers) - num_moe + shared:
             self._gather(tokens, "mlp.enter", mlps)
@@ -280,12 +267,12 @@ class _Step:
             blocks = self._blocks(tokens)
             self.lines.reduce_scatter("tp", blocks, "recompute", "mlp.leave", shared)
         if num_moe:
-            self._balance(here, forward, num_moe)
+            self._balance(forward, num_moe)
             routed = [index for index in layers if self.model.is_moe_layer(index)]
             for layer in routed[:1] if self.is_uniform else routed:
                 self._experts(forward, layer, num_moe if self.is_uniform else 1)
 
-    def _head(self, tokens: int, forward: _Forward) -> None:
+    def _head(self, tokens: int, forward: int) -> None:
         """The head, and around every extra prediction layer the embedding and the head again."""
         placement, ahead = self.placement, self.model.mtp_layers
         with self.lines.backward(placement.has_backward("embedding")):
@@ -297,8 +284,8 @@ class _Step:
         for numbers in (tokens, 2 * tokens):
             times = 1 + len(ahead)
             self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss", times)
-        if self.model.has_joint_aux_loss and forward.slice == self.schedule.num_slices - 1:
-            self._counts(self.lines.here["dp"], forward)
+        if self.model.has_joint_aux_loss:
+            self._counts(forward)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.element
@@ -339,12 +326,11 @@ class _Step:
                 lines.all_to_all("tp", out, into, "forward", caller, times)
                 lines.all_to_all("tp", into, out, "backward", caller, times)
 
-    def _balance(self, dp: int, forward: _Forward, times: int) -> None:
+    def _balance(self, forward: int, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""
         model, lines = self.model, self.lines
-        is_last = forward.slice == self.schedule.num_slices - 1
-        if model.has_aux_loss and not model.has_joint_aux_loss and is_last:
-            self._counts(dp, forward, times)
+        if model.has_aux_loss and not model.has_joint_aux_loss:
+            self._counts(forward, times)
         # Bytes a token of every gather of whole sequences: ids, scores, choices.
         widths: list[int] = []
         if model.router_selection != "token_choice":
@@ -356,25 +342,24 @@ class _Step:
             widths.append(model.experts_per_token * _INT64)
         for width in widths:
             blocks = [
-                float(rows * width)
-                for cp in range(self.plan.cp)
-                for rows in shard_sizes(self.tokens(dp, cp, forward), self.plan.tp)
+                float(self.placement.tokens(self.batch, rank, forward)[1] * width)
+                for rank in lines.members(self.sharing)
             ]
             lines.all_gather(self.sharing, blocks, "forward", "moe.choose", times)
         if model.router_selection == "expert_choice":
             lines.all_reduce("stage", 1, _INT64, "forward", "moe.choose", times)
 
-    def _counts(self, dp: int, forward: _Forward, times: int = 1) -> None:
-        """Sum the experts' counts in each scope, for auxiliary losses."""
-        axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
-        numbers = self._scopes(dp, forward) * self.model.num_experts
-        self.lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
+    def _counts(self, forward: int, times: int = 1) -> None:
+        """Sum the experts' counts in each scope, for auxiliary losses; behind the last slice."""
+        if (forward + 1) % self.schedule.num_slices == 0:
+            axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
+            numbers = self._scopes(forward) * self.model.num_experts
+            self.lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
 
-    def _scopes(self, dp: int, forward: _Forward) -> int:
-        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
-        return sequences if self.model.aux_loss_scope == "sequence" else 1
+    def _scopes(self, forward: int) -> int:
+        return self._sequences(forward) if self.model.aux_loss_scope == "sequence" else 1
 
-    def _experts(self, forward: _Forward, layer: int, times: int) -> None:
+    def _experts(self, forward: int, layer: int, times: int) -> None:
         plan = self.plan
         if plan.ep * plan.etp == 1:
             return
@@ -383,14 +368,13 @@ class _Step:
         # Fixed slots are planned chunk by chunk.
         together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
         rows = row_bytes(self.model, plan, self.element, self.wide)
-        number = forward.microbatch * self.schedule.num_slices + forward.slice
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1
 
             @cache
             def sent_by(rank: int, chunk: int = chunk) -> SentRows:
-                tokens = self.local_tokens(rank, forward)
-                return self.routing(rank, number, layer, tokens, chunk, chunks)
+                _, tokens = self.placement.tokens(self.batch, rank, forward)
+                return self.routing(rank, forward, layer, tokens, chunk, chunks)
 
             travels = sent_by
             if has_replicas:
@@ -423,13 +407,14 @@ class _Step:
             if at not in (message.source, message.destination):
                 continue
             producer = message.producer
-            forward = _Forward(self.schedule.sample(producer), producer.slice)
-            size = self.local_tokens(self.once.rank, forward) * width
+            sample = self.schedule.sample(producer)
+            forward = sample * self.schedule.num_slices + producer.slice
+            size = self.placement.tokens(self.batch, self.once.rank, forward)[1] * width
             phase = "forward" if producer.kind == "F" else "backward"
             sends = at == message.source
             self.once.message("pp", size, phase, "pipeline", sends=sends)
             if self.model.has_joint_aux_loss:
-                size = self._scopes(self.lines.here["dp"], forward) * joint
+                size = self._scopes(forward) * joint
                 self.once.message("pp", size, phase, "pipeline", sends=sends)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from moemesh.config.context import head_share
 from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
-from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
@@ -128,7 +128,17 @@ def attention_saved(
             yield Saved("attention", 4 * tables, is_again=again)
         else:
             yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
-    core = attended * block.by_heads(cp_index) if block.swaps else whole * block.core()
+    if block.swaps:
+        core = attended * block.by_heads(cp_index)
+    else:
+        # The log-sum-exp, and outputs that are not the input of the last product.
+        core = block.heads * block.wide
+        if block.is_padded:
+            core += block.heads * element * model.query_head_dim
+        elif again:
+            # Computed again, the output lies beside the one that was kept.
+            core += block.heads * element * model.value_head_dim
+        core *= whole
     yield Saved("attention", core, is_again=again)
     result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
     if plan.attention_exit == "all_to_all" and plan.tp > 1:
@@ -169,17 +179,6 @@ class _Block:
         size = model.query_head_dim
         values = size if self.is_padded else model.value_head_dim
         return (queries + keys) * w * (size + values) + queries * self.wide
-
-    def core(self) -> float:
-        """A token's log-sum-exp, and outputs that are not the input of the last product."""
-        model, w = self.model, self.w
-        found = self.heads * self.wide
-        if self.is_padded:
-            found += self.heads * w * model.query_head_dim
-        elif self.is_again:
-            # Computed again, the output lies beside the one that was kept.
-            found += self.heads * w * model.value_head_dim
-        return found
 
     def grouped(self, whole: int) -> Iterator[Saved]:
         model, w, heads, keys, size = (
@@ -261,29 +260,20 @@ class LayerMemory:
         self.placement, self.layout, self.rank = placement, layout, rank
         self.model, self.plan = placement.model, placement.plan
         self.batch = global_batch
-        #: Of each slice of a sequence.
-        self.lengths = placement.lengths
         self.w, self.wide = element, max(element, 4)
         self.routing = routing or uniform_routing(self.model, layout)
         self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
         self.here = layout.coordinates(rank)
         self.is_selective = self.plan.recompute == "selective"
 
-    def tokens(self, rank: int, number: int) -> tuple[int, int]:
-        """(all tokens, rows of the stream) of forward `number` of the step (a microbatch, or a
-        slice of one) on `rank`."""
-        at = self.layout.coordinates(rank)
-        positions = self.placement.positions(at["cp"], number % len(self.lengths))
-        whole = self._sequences(at["dp"], number) * positions
-        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
-
-    def _sequences(self, dp: int, number: int) -> int:
-        return self.placement.sequences(self.batch, dp, number // len(self.lengths))
+    def _sequences(self, number: int) -> int:
+        microbatch = number // len(self.placement.lengths)
+        return self.placement.sequences(self.batch, self.here["dp"], microbatch)
 
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """One forward on one stage: what has a backward."""
-        whole, local = self.tokens(self.rank, number)
-        length = self.placement.positions(self.here["cp"], number % len(self.lengths))
+        whole, local = self.placement.tokens(self.batch, self.rank, number)
+        length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
         found: list[SavedTensors] = []
         kept = self.placement.has_backward
         if stage == 0 and kept("embedding"):
@@ -304,7 +294,6 @@ class LayerMemory:
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
-        sequences = self._sequences(self.here["dp"], number)
         attention = attention_saved(
             self.model,
             self.plan,
@@ -312,7 +301,7 @@ class LayerMemory:
             length,
             self.w,
             cp_index=self.here["cp"],
-            attended=sequences * self.placement.seq_len,
+            attended=self._sequences(number) * self.placement.seq_len,
         )
         saved = [*self._norm(local), *attention, *self._adapters(whole, local), *self._norm(local)]
         if self.model.is_moe_layer(layer):
@@ -361,8 +350,23 @@ class LayerMemory:
     def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
         model, plan, w, wide = self.model, self.plan, self.w, self.wide
         alone = plan.ep * plan.etp == 1
-        yield from self._router(local)
-        yield from self._auxiliary_losses(number, local)
+        k, experts = model.experts_per_token, model.num_experts
+        entered = local * wide * model.hidden_size
+        yield Saved("router", entered, held=entered, gradient=local * wide * experts)
+        scores = wide * experts + (0 if model.router_score == "softmax" else wide)
+        # Choices, which of them are none, and what normalisation divides.
+        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
+        yield Saved("router", local * (scores + weights))
+        if model.has_aux_loss:
+            # The scope of each token, and its loss.
+            is_shared = model.aux_loss_scope == "sequence"
+            yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
+            size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, wide)
+            if model.router_score != "softmax":
+                size += local * wide * experts
+            if model.z_loss_coefficient:
+                size += local * wide * (experts + 2)
+            yield Saved("dispatch", size)
         rows = self._rows(number, layer)
         yield Saved("dispatch", rows.picks)
         narrow = local * w * model.hidden_size
@@ -407,34 +411,10 @@ class LayerMemory:
         lora = self.model.lora
         return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
 
-    def _router(self, local: int) -> Iterator[Saved]:
-        model, wide = self.model, self.wide
-        k, experts = model.experts_per_token, model.num_experts
-        entered = local * wide * model.hidden_size
-        yield Saved("router", entered, held=entered, gradient=local * wide * experts)
-        scores = wide * experts + (0 if model.router_score == "softmax" else wide)
-        # Choices, which of them are none, and what normalisation divides.
-        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
-        yield Saved("router", local * (scores + weights))
-
-    def _auxiliary_losses(self, number: int, local: int) -> Iterator[Saved]:
-        model = self.model
-        if not model.has_aux_loss:
-            return
-        by_sequence = model.aux_loss_scope == "sequence"
-        # The scope of each token, and its loss.
-        yield Saved("dispatch", _INT64 * local, is_shared=by_sequence)
-        size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, self.wide)
-        if model.router_score != "softmax":
-            size += local * self.wide * model.num_experts
-        if model.z_loss_coefficient:
-            size += local * self.wide * (model.num_experts + 2)
-        yield Saved("dispatch", size)
-
     def _loss_of_scopes(self, number: int, wide: int) -> float:
         """Frequencies and numbers of tokens of each scope."""
         by_sequence = self.model.aux_loss_scope == "sequence"
-        scopes = self._sequences(self.here["dp"], number) if by_sequence else 1
+        scopes = self._sequences(number) if by_sequence else 1
         return scopes * (wide * self.model.num_experts + _INT64)
 
     def _rows(self, number: int, layer: int) -> _Rows:
@@ -442,21 +422,19 @@ class LayerMemory:
         plan = self.plan
         chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
-        found = _Rows(0.0, 0.0, 0.0, 0.0)
+        found: list[tuple[float, float, float, float]] = []
         for chunk in range(chunks):
 
             @cache
             def sent(rank: int, chunk: int = chunk) -> SentRows:
-                local = self.tokens(rank, number)[1]
+                local = self.placement.tokens(self.batch, rank, number)[1]
                 return self.routing(rank, number, layer, local, chunk, chunks)
 
             source, picks = self._received(sent)
             total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
             if plan.combine == "exact":
                 # Each expert's rows are padded, and all of them together.
-                per_rank = self.model.num_experts // self.plan.ep
-                first = self.here["ep"] * per_rank
-                experts = range(first, first + per_rank)
+                experts = shard_range(self.model.num_experts, plan.ep, self.here["ep"])
                 rows = (
                     sum(sent(peer).by_expert[expert] for peer in self._peers())
                     for expert in experts
@@ -466,8 +444,8 @@ class LayerMemory:
             else:
                 # Rows above the bound are computed in blocks, and once more in the backward.
                 kept = total if total <= most else 0.0
-            found = found.plus(_Rows(source, total, kept, picks))
-        return found
+            found.append((source, total, kept, picks))
+        return _Rows(*map(sum, zip(*found, strict=True)))
 
     def _peers(self) -> tuple[int, ...]:
         return tuple(members(self.layout, "ep_etp", self.rank))
@@ -508,9 +486,6 @@ class _Rows(NamedTuple):
     total: float
     kept: float
     picks: float
-
-    def plus(self, other: _Rows) -> _Rows:
-        return _Rows(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def predict_activations(

@@ -15,7 +15,12 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.routing import Routing
-from moemesh.planner.traffic.tensors import GatheredUnits, StagePlacement, data_buckets
+from moemesh.planner.traffic.tensors import (
+    ELEMENT_BYTES,
+    GatheredUnits,
+    StagePlacement,
+    data_buckets,
+)
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.trace.memory_profile import MemoryProfile
 
@@ -120,10 +125,6 @@ def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> range:
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
     index = ranks.index(rank)
     return range(sum(sizes[:index]), sum(sizes[: index + 1]))
-
-
-#: Of a number of a weight, by dtype.
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def predict_memory(

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 
 from moemesh.config.buckets import Bucket, Member, buckets
 from moemesh.config.context import context_sizes
-from moemesh.config.layout import Layout, shard_range
+from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
@@ -27,6 +27,9 @@ from moemesh.planner.traffic.ledger_lines import members
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
+
+#: Of a number of a weight, by dtype of a run.
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class StagePlacement:
@@ -57,6 +60,16 @@ class StagePlacement:
             return (self.seq_len,)
         # Frozen pydantic models are hashable, which their types do not say.
         return slice_lengths(self.model, self.plan, self.seq_len)  # pyright: ignore[reportArgumentType]
+
+    # Forwards of a step are numbered by microbatch and, inside it, by slice of the sequences.
+
+    def tokens(self, global_batch: int, rank: int, forward: int) -> tuple[int, int]:
+        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
+        on `rank`)."""
+        at = self.plan.layout.coordinates(rank)
+        sequences = self.sequences(global_batch, at["dp"], forward // len(self.lengths))
+        whole = sequences * self.positions(at["cp"], forward % len(self.lengths))
+        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def sequences(self, global_batch: int, dp: int, microbatch: int) -> int:
         """Sequences of one microbatch of one data-parallel rank."""
