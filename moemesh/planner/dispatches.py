@@ -79,34 +79,17 @@ class _PairLines(LedgerLines):
         super().__init__(layout, rank)
         self.pairs: dict[_Key, list[float]] = {}
 
-    def all_gather(
-        self, axis: str, blocks: Sequence[float], phase: str, caller: str, times: int = 1
-    ) -> None:
-        super().all_gather(axis, blocks, phase, caller, times)
-        own = blocks[self.index(axis)]
-        self._keep(axis, "all_gather", phase, caller, [own] * len(blocks))
-
-    def reduce_scatter(
-        self, axis: str, blocks: Sequence[float], phase: str, caller: str, times: int = 1
-    ) -> None:
-        super().reduce_scatter(axis, blocks, phase, caller, times)
-        self._keep(axis, "reduce_scatter", phase, caller, blocks)
-
-    def all_to_all(
+    def _add(
         self,
         axis: str,
-        inputs: Sequence[float],
-        outputs: Sequence[float],
+        op: str,
         phase: str,
         caller: str,
-        times: int = 1,
+        moved: Sequence[float],
+        times: int,
+        sent: Sequence[float] = (),
     ) -> None:
-        super().all_to_all(axis, inputs, outputs, phase, caller, times)
-        self._keep(axis, "all_to_all", phase, caller, inputs)
-
-    def _keep(self, axis: str, op: str, phase: str, caller: str, sent: Sequence[float]) -> None:
-        if self.size(axis) == 1:
-            return
+        super()._add(axis, op, phase, caller, moved, times, sent)
         row = self.pairs.setdefault((axis, op, phase, caller), [0.0] * self.layout.world_size)
         for peer, size in zip(self.members(axis), sent, strict=True):
             row[peer] += size

@@ -416,7 +416,6 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         rank = memory.rank * layout.stage_ranks
         states = predict_states(
             placement,
-            plan.layout,
             element=element,
             optimizer=train.optimizer,
             momentum=train.momentum,

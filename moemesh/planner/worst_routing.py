@@ -119,7 +119,6 @@ def of_own_run(
             rows = crowd * most_rows
         kinds = predict_activations(
             placement,
-            layout,
             global_batch=global_batch,
             element=element,
             rank=rank,

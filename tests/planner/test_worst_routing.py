@@ -51,7 +51,6 @@ def test_no_routing_holds_more(keys: dict[str, Any]) -> None:
         sum(
             predict_activations(
                 placement,
-                plan.layout,
                 global_batch=BATCH,
                 element=4,
                 rank=rank,

@@ -8,6 +8,7 @@ GShard's expert parallelism (arXiv:2006.16668) in the solutions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moemesh.planner.flops import attended_tokens
 from moemesh.planner.operators.graph import OperatorGraph
@@ -98,17 +99,14 @@ class TransformerBlocks:
     def _embedding(self, builder: GraphBuilder, stream: int) -> None:
         builder.group(EMBEDDING)
         tokens = builder.data("tokens", 2, self._token_cuts, 8.0 * self.tokens)
-        spec = OperatorSpec(
-            name="embedding",
-            sizes=self.sizes,
-            inputs=(_TOKENS,),
-            output=_STREAM,
+        spec = self._spec(
+            "embedding",
+            (_TOKENS,),
+            _STREAM,
             cut=(*_STREAM, "vocabulary"),
             weight=("vocabulary", "hidden"),
             weight_elements=float(self.shape.vocab_size * self.shape.hidden_size),
             moved_bytes=2 * self.stream_bytes,
-            output_bytes=self.stream_bytes,
-            kept_bytes=self.stream_bytes,
             recomputable=False,
         )
         builder.link(builder.add(spec, tokens), stream)
@@ -118,19 +116,40 @@ class TransformerBlocks:
         normed = builder.add(self._norm("final norm"), stream)
         elements = 0 if self.shape.tied_embeddings else None
         product = self._product("logits", "hidden", "vocabulary", elements=elements)
-        logits = builder.add(product, normed)
-        logit_bytes = 4.0 * self.tokens * self.shape.vocab_size
-        spec = OperatorSpec(
-            name="loss",
-            sizes=self.sizes,
-            inputs=((*_TOKENS, "vocabulary"),),
-            output=_TOKENS,
-            cut=(*_TOKENS, "vocabulary"),
-            moved_bytes=logit_bytes,
+        size, dims = 4.0 * self.tokens * self.shape.vocab_size, (*_TOKENS, "vocabulary")
+        spec = self._spec(
+            "loss",
+            (dims,),
+            _TOKENS,
+            size,
+            cut=dims,
             output_bytes=4.0 * self.tokens,
-            kept_bytes=logit_bytes,
+            kept_bytes=size,
         )
-        builder.add(spec, logits)
+        builder.add(spec, builder.add(product, normed))
+
+    def _spec(
+        self,
+        name: str,
+        inputs: tuple[tuple[str, ...], ...],
+        output: tuple[str, ...],
+        moved_bytes: float,
+        *,
+        cut: tuple[str, ...],
+        **values: Any,
+    ) -> OperatorSpec:
+        """An operator of this model. Unless `values` say otherwise its output is the stream, and is
+        kept."""
+        kept = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=inputs,
+            output=output,
+            cut=cut,
+            moved_bytes=moved_bytes,
+            **kept | values,
+        )
 
     @property
     def _token_cuts(self) -> dict[int, int]:
@@ -149,31 +168,13 @@ class TransformerBlocks:
         }
 
     def _norm(self, name: str) -> OperatorSpec:
-        scale = NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size
-        return OperatorSpec(
-            name=name,
-            sizes=self.sizes,
-            inputs=(_STREAM,),
-            output=_STREAM,
-            cut=_TOKENS,
-            weight_elements=float(scale),
-            moved_bytes=2 * self.stream_bytes,
-            output_bytes=self.stream_bytes,
-            kept_bytes=self.stream_bytes,
-        )
+        scale = float(NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size)
+        moved = 2 * self.stream_bytes
+        return self._spec(name, (_STREAM,), _STREAM, moved, cut=_TOKENS, weight_elements=scale)
 
     def _sum(self, name: str, num_inputs: int) -> OperatorSpec:
-        return OperatorSpec(
-            name=name,
-            sizes=self.sizes,
-            inputs=(_STREAM,) * num_inputs,
-            output=_STREAM,
-            cut=_STREAM,
-            moved_bytes=(num_inputs + 1) * self.stream_bytes,
-            output_bytes=self.stream_bytes,
-            kept_bytes=self.stream_bytes,
-            linear=True,
-        )
+        moved, inputs = (num_inputs + 1) * self.stream_bytes, (_STREAM,) * num_inputs
+        return self._spec(name, inputs, _STREAM, moved, cut=_STREAM, linear=True)
 
     def _product(
         self,
@@ -191,32 +192,22 @@ class TransformerBlocks:
         whole = rows * columns
         multiplied = elements or whole
         out = float(self.tokens * columns * self.element_bytes)
-        return OperatorSpec(
-            name=name,
-            sizes=self.sizes,
-            inputs=((*_TOKENS, inner),),
-            output=(*_TOKENS, outer),
+        return self._spec(
+            name,
+            ((*_TOKENS, inner),),
+            (*_TOKENS, outer),
+            out + float(self.tokens * rows * self.element_bytes),
             cut=(*_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
             weight=(inner, outer),
             weight_elements=float(whole if elements is None else elements),
             flops=2.0 * self.tokens * multiplied,
-            moved_bytes=out + float(self.tokens * rows * self.element_bytes),
             output_bytes=out,
             kept_bytes=out if kept else 0.0,
         )
 
-    def _activation(self, name: str, dims: tuple[str, ...], inner_bytes: float) -> OperatorSpec:
-        cut = tuple(part for dim in dims for part in dim.split())
-        return OperatorSpec(
-            name=name,
-            sizes=self.sizes,
-            inputs=(dims,),
-            output=dims,
-            cut=cut,
-            moved_bytes=(self._ups + 1) * inner_bytes,
-            output_bytes=inner_bytes,
-            kept_bytes=inner_bytes,
-        )
+    def _activation(self, name: str, dims: tuple[str, ...], size: float) -> OperatorSpec:
+        cut, moved = tuple(part for dim in dims for part in dim.split()), (self._ups + 1) * size
+        return self._spec(name, (dims,), dims, moved, cut=cut, output_bytes=size, kept_bytes=size)
 
     @property
     def _ups(self) -> int:
@@ -244,14 +235,13 @@ class TransformerBlocks:
         heads = (*_TOKENS, "heads")
         out = float(self.tokens * shape.output_width * self.element_bytes)
         pairs = self.tokens * attended_tokens(self.sequence, window, "causal")
-        core = OperatorSpec(
-            name="attention core",
-            sizes=self.sizes,
-            inputs=(heads,),
-            output=heads,
+        core = self._spec(
+            "attention core",
+            (heads,),
+            heads,
+            out + float(self.tokens * width * self.element_bytes),
             cut=heads,
             flops=2.0 * pairs * shape.num_heads * (shape.query_head_dim + shape.value_head_dim),
-            moved_bytes=out + float(self.tokens * width * self.element_bytes),
             output_bytes=out,
             kept_bytes=out,
             # Queries stay, keys and values visit every rank (context parallelism).
@@ -275,38 +265,23 @@ class TransformerBlocks:
         rows = float(self.tokens * shape.experts_per_token)
         elements = shape.hidden_size * shape.num_experts
         gate_bytes = 4.0 * self.tokens * shape.num_experts
-        router = OperatorSpec(
-            name="router",
-            sizes=self.sizes,
-            inputs=(_STREAM,),
-            output=_GATES,
+        router = self._spec(
+            "router",
+            (_STREAM,),
+            _GATES,
+            self.stream_bytes,
             cut=_TOKENS,
             weight_elements=float(elements),
             flops=2.0 * self.tokens * elements,
-            moved_bytes=self.stream_bytes,
             output_bytes=gate_bytes,
             kept_bytes=gate_bytes,
         )
         gates = builder.add(router, normed)
         routed = rows * shape.hidden_size * self.element_bytes
-        dispatch = OperatorSpec(
-            name="dispatch",
-            sizes=self.sizes,
-            inputs=(_STREAM, _GATES),
-            output=_ROWS,
-            cut=_TOKENS,
-            moved_bytes=routed + self.stream_bytes,
-            output_bytes=routed,
-            kept_bytes=routed,
-        )
-        combine = OperatorSpec(
-            name="combine",
-            sizes=self.sizes,
-            inputs=(_ROWS, _GATES),
-            output=_STREAM,
-            cut=_TOKENS,
-            moved_bytes=routed + self.stream_bytes,
-            output_bytes=self.stream_bytes,
+        moved, kept = routed + self.stream_bytes, {"output_bytes": routed, "kept_bytes": routed}
+        dispatch = self._spec("dispatch", (_STREAM, _GATES), _ROWS, moved, cut=_TOKENS, **kept)
+        combine = self._spec(
+            "combine", (_ROWS, _GATES), _STREAM, moved, cut=_TOKENS, kept_bytes=0.0
         )
         width = shape.expert_intermediate_size
         wide = (*_ROWS[:2], "expert_width")
@@ -324,16 +299,15 @@ class TransformerBlocks:
         """One matrix an expert: hidden x width, or width x hidden."""
         hidden = self.shape.hidden_size
         out = rows * (hidden if outer == "hidden" else width) * self.element_bytes
-        return OperatorSpec(
-            name=name,
-            sizes=self.sizes,
-            inputs=((*_ROWS[:2], inner),),
-            output=(*_ROWS[:2], outer),
+        return self._spec(
+            name,
+            ((*_ROWS[:2], inner),),
+            (*_ROWS[:2], outer),
+            out,
             cut=("experts", *_TOKENS, inner, outer),
             weight=("experts", inner, outer),
             weight_elements=float(self.shape.num_experts * hidden * width),
             flops=2.0 * rows * hidden * width,
-            moved_bytes=out,
             output_bytes=out,
             kept_bytes=out if kept else 0.0,
         )

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
 from moemesh.config.dispatchers import packed_bytes, slots_per_pair
-from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines, members
@@ -89,7 +89,7 @@ class DispatchTraffic:
         #: Experts of a rank that rows can go to: its own, and those in its spare slots.
         spare = plan.spare_slots if plan.ep > 1 else 0
         self.num_local = model.num_experts // plan.ep + spare
-        self.ep, self.etp = lines.here["ep"], lines.here["etp"]
+        self.ep = lines.here["ep"]
         self.exact = plan.combine == "exact"
 
     def enter(self) -> None:
@@ -143,7 +143,7 @@ class DispatchTraffic:
             self._way_home(_COMBINE, "forward")
             return
         self._exchange(axis, into, out, rows.plain, rows.plain, _COMBINE)
-        self._lanes(lanes, rows.plain, _COMBINE, combine=True)
+        self.lines.scattered("etp", self._scaled(lanes, rows.plain), _COMBINE, self.times)
 
     def _exchange(
         self,
@@ -162,21 +162,13 @@ class DispatchTraffic:
             lines.all_to_all(axis, here, there, "backward", caller, times)
 
     def _lanes(
-        self,
-        lanes: list[float],
-        width: float,
-        caller: str,
-        *,
-        combine: bool = False,
-        backward: bool = True,
+        self, lanes: list[float], width: float, caller: str, *, backward: bool = True
     ) -> None:
-        """Rows gathered over etp (or, combined, summed and scattered), and the pair of it."""
-        blocks, times = self._scaled(lanes, width), self.times
-        gather, scatter = self.lines.all_gather, self.lines.reduce_scatter
-        there, back = (scatter, gather) if combine else (gather, scatter)
-        there("etp", blocks, "forward", caller, times)
+        """Rows gathered over etp, and the pair of it."""
+        blocks = self._scaled(lanes, width)
+        self.lines.all_gather("etp", blocks, "forward", caller, self.times)
         if backward:
-            back("etp", blocks, "backward", caller, times)
+            self.lines.reduce_scatter("etp", blocks, "backward", caller, self.times)
 
     def _way_home(self, caller: str, phase: str) -> None:
         """Every (token, expert) row by itself: sums over etp, then over ep; combine has a pair."""
@@ -201,8 +193,7 @@ class DispatchTraffic:
         ids = self._scaled(tokens, slots * _INT64)
         lines.all_gather("ep_etp", ids, "forward", _COUNTS, times)
         weights = self._scaled(tokens, slots * rows.weight)
-        lines.all_gather("ep_etp", weights, "forward", _WEIGHTS, times)
-        lines.reduce_scatter("ep_etp", weights, "backward", _WEIGHTS, times)
+        lines.gathered("ep_etp", weights, _WEIGHTS, times)
         lines.all_gather("ep_etp", self._scaled(tokens, rows.coded), "forward", _DISPATCH, times)
         blocks = self._scaled(tokens, rows.plain)
         if self.exact:
@@ -214,39 +205,45 @@ class DispatchTraffic:
         visited = self.plan.etp * sum(sum(item.visits) for item in sent)
         is_spared = sum(tokens) * slots <= self.spare_rows
         if is_spared or visited >= sum(tokens) * len(group):
-            lines.reduce_scatter("ep_etp", blocks, "forward", _COMBINE, times)
-            lines.all_gather("ep_etp", blocks, "backward", _COMBINE, times)
+            lines.scattered("ep_etp", blocks, _COMBINE, times)
             return
         out = [item.visits[self.ep] * rows.plain for item in sent]
         mine = self.sent_by(lines.rank).visits
         into = [mine[place // self.plan.etp] * rows.plain for place in range(len(group))]
-        lines.all_to_all("ep_etp", out, into, "forward", _COMBINE, times)
-        lines.all_to_all("ep_etp", into, out, "backward", _COMBINE, times)
+        lines.exchanged("ep_etp", out, into, _COMBINE, times)
 
     def _hierarchical(self) -> None:
         lines, times, layout = self.lines, self.times, self.layout
         rail, node = lines.members("ep_rail"), lines.members("ep_node")
-        here = lines.here
-        across_out = list(self.sent_by(lines.rank).node_visits)
-        across_in = [self.sent_by(peer).node_visits[here["ep_rail"]] for peer in rail]
-        inside_out = [
-            self._forwarded(rail, here["ep_rail"] * layout.ep_node + place)
-            for place in range(layout.ep_node)
-        ]
-        inside_in = [self._forwarded(lines.members("ep_rail", peer), self.ep) for peer in node]
+        own, sent_by = lines.here["ep_rail"], self.sent_by
+
+        def forwarded(rail: tuple[int, ...], ep_index: int) -> float:
+            """Rows that a rank forwards inside its node to `ep_index`: what its rail sent it."""
+            return sum(sent_by(peer).visits[ep_index] for peer in rail)
+
+        places = shard_range(layout.ep, layout.ep_rail, own)
+        hops = (
+            (
+                "ep_rail",
+                list(sent_by(lines.rank).node_visits),
+                [sent_by(peer).node_visits[own] for peer in rail],
+            ),
+            (
+                "ep_node",
+                [forwarded(rail, place) for place in places],
+                [forwarded(lines.members("ep_rail", peer), self.ep) for peer in node],
+            ),
+        )
         lanes = [
-            sum(self.sent_by(peer).visits[self.ep] for peer in self.lines.members("ep", lane))
+            sum(sent_by(peer).visits[self.ep] for peer in lines.members("ep", lane))
             for lane in lines.members("etp")
         ]
-        slots = max(self.sent_by(peer).slots for peer in lines.members("ep"))
+        slots = max(sent_by(peer).slots for peer in lines.members("ep"))
         ids = _INT32 * (slots + 1)
         # Tokens to a node, tokens and pairs to each rank there (two counts in a number); then
         # tokens and pairs, of the node and of others; then rows and pairs.
         counts = {"ep_rail": 1 + layout.ep_node, "ep_node": 2}
-        for axis, out, into in (
-            ("ep_rail", across_out, across_in),
-            ("ep_node", inside_out, inside_in),
-        ):
+        for axis, out, into in hops:
             if self.counts:
                 block = [float(self.counts * counts[axis] * _INT64)] * len(out)
                 lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
@@ -256,10 +253,7 @@ class DispatchTraffic:
             lines.all_gather("etp", lane, "forward", _COUNTS, times)
         self._lanes(lanes, ids, _COUNTS, backward=False)
         rows, exact = self.rows, self.exact
-        for axis, out, into in (
-            ("ep_rail", across_out, across_in),
-            ("ep_node", inside_out, inside_in),
-        ):
+        for axis, out, into in hops:
             width = rows.weight * slots
             self._exchange(axis, out, into, width, width, _WEIGHTS)
             self._exchange(axis, out, into, rows.coded, None if exact else rows.plain, _DISPATCH)
@@ -271,11 +265,7 @@ class DispatchTraffic:
             self._way_home(_DISPATCH, "backward")
             self._way_home(_COMBINE, "forward")
         else:
-            self._lanes(lanes, rows.plain, _COMBINE, combine=True)
-
-    def _forwarded(self, rail: tuple[int, ...], ep_index: int) -> float:
-        """Rows that a rank forwards inside its node to `ep_index`: what its rail sent it."""
-        return sum(self.sent_by(peer).visits[ep_index] for peer in rail)
+            lines.scattered("etp", self._scaled(lanes, rows.plain), _COMBINE, times)
 
     def _low_latency(self) -> None:
         lines, times, plan = self.lines, self.times, self.plan
@@ -358,8 +348,7 @@ class ReplicaTraffic:
         out = [float(count * size) for count in own.sum(axis=1)]
         wanted = home[spare[here][filled[here]]]
         into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
-        lines.all_to_all("ep", out, into, "forward", "moe.replicas", times)
-        lines.all_to_all("ep", into, out, "backward", "moe.replicas", times)
+        lines.exchanged("ep", out, into, "moe.replicas", times)
 
     def sent(self, rank: int) -> SentRows:
         """Rows that `rank` sends, by the rank of their place instead of their home."""

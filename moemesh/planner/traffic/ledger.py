@@ -134,15 +134,11 @@ class ContextTraffic:
         own = self.sizes[index]
         there = [float(own * heads(rank)) for rank in range(ranks)]
         here = [float(size * heads(index)) for size in self.sizes]
-        self._exchange(there, here, "context.heads", times)
+        self.lines.exchanged("cp", there, here, "context.heads", times)
         out = width * len(shares[index].queries) * self.value_size
         away = [float(size * out) for size in self.sizes]
         back = [float(own * out)] * ranks
-        self._exchange(away, back, "context.positions", times)
-
-    def _exchange(self, inputs: list[float], outputs: list[float], caller: str, times: int) -> None:
-        self.lines.all_to_all("cp", inputs, outputs, "forward", caller, times)
-        self.lines.all_to_all("cp", outputs, inputs, "backward", caller, times)
+        self.lines.exchanged("cp", away, back, "context.positions", times)
 
 
 _INT64, _FLOAT64 = 8, 8
@@ -294,14 +290,10 @@ class _Step:
     def _gather(
         self, tokens: int, caller: str, times: int = 1, channels: int | None = None
     ) -> None:
-        blocks = self._blocks(tokens, channels)
-        self.lines.all_gather("tp", blocks, "forward", caller, times)
-        self.lines.reduce_scatter("tp", blocks, "backward", caller, times)
+        self.lines.gathered("tp", self._blocks(tokens, channels), caller, times)
 
     def _scatter(self, tokens: int, caller: str, times: int = 1) -> None:
-        blocks = self._blocks(tokens)
-        self.lines.reduce_scatter("tp", blocks, "forward", caller, times)
-        self.lines.all_gather("tp", blocks, "backward", caller, times)
+        self.lines.scattered("tp", self._blocks(tokens), caller, times)
 
     def _attention(self, tokens: int, times: int) -> None:
         caller, lines, model = "attention.leave", self.lines, self.model
@@ -323,8 +315,7 @@ class _Step:
                 width = heads * model.value_head_dim * self.element
                 out = [float(rows * width) for rows in sizes]
                 into = [float(sizes[lines.here["tp"]] * width)] * self.plan.tp
-                lines.all_to_all("tp", out, into, "forward", caller, times)
-                lines.all_to_all("tp", into, out, "backward", caller, times)
+                lines.exchanged("tp", out, into, caller, times)
 
     def _balance(self, forward: int, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""
@@ -444,10 +435,10 @@ class StepEnd:
         self.model = placement.model
         self.layout = lines.layout
         self.at = lines.here["pp"]
-        #: Numbers of the loads: tokens of each expert, of every MoE layer.
         #: Losses of extra prediction layers, beside the main and the auxiliary one.
         self.ahead = self.model.num_mtp_layers
         self.layers = len(self.model.routed_layers)
+        #: Tokens of each expert, of every MoE layer.
         self.loads = self.layers * self.model.num_experts
         #: Tokens that every rank has computed: where replicas make them differ from the loads.
         replicas = self.plan.spare_slots > 0 and self.plan.ep > 1
@@ -497,7 +488,7 @@ class StepEnd:
             # Of each stage the operations behind which its gradients are summed over ranks.
             ops = self.placement.schedule.ops(self.at)
             backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))
-        for bucket in data_buckets(self.placement, self.layout, lines.rank, self.element):
+        for bucket in data_buckets(self.placement, lines.rank, self.element):
             axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
             if not bucket.trains:
                 continue
@@ -518,7 +509,7 @@ class StepEnd:
             if bucket.mirrored:
                 lines.all_reduce("mirror", own, size, "backward", "gradients", times)
         if plan.data == "zero3":
-            units = GatheredUnits(self.placement, self.layout, lines.rank, self.element)
+            units = GatheredUnits(self.placement, lines.rank, self.element)
             for (bucket, phase), count in units.gathers.items():
                 self._weights(bucket, phase, count)
 
@@ -534,7 +525,7 @@ class StepEnd:
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
         """Number of sums of squares: of what trains of `tensors`, by default of the whole model."""
-        found = self.placement.every_tensor() if tensors is None else tensors
+        found = self.placement.tensors if tensors is None else tensors
         return sum(one.shape[0] if one.is_expert else 1 for one in found if one.trains)
 
     def _stream(self) -> None:

@@ -72,7 +72,7 @@ class LedgerLines:
         if self.size(axis) > 1:
             own, total = blocks[self.index(axis)], sum(blocks)
             moved = (total, own * (len(blocks) - 1), total - own)
-            self._add(axis, "all_gather", phase, caller, moved, times)
+            self._add(axis, "all_gather", phase, caller, moved, times, [own] * len(blocks))
 
     def reduce_scatter(
         self, axis: str, blocks: Sequence[float], phase: str, caller: str, times: int = 1
@@ -81,7 +81,7 @@ class LedgerLines:
         if self.size(axis) > 1:
             own, total = blocks[self.index(axis)], sum(blocks)
             moved = (total, total - own, own * (len(blocks) - 1))
-            self._add(axis, "reduce_scatter", phase, caller, moved, times)
+            self._add(axis, "reduce_scatter", phase, caller, moved, times, blocks)
 
     def all_to_all(
         self,
@@ -97,7 +97,31 @@ class LedgerLines:
             index = self.index(axis)
             sent, received = sum(inputs), sum(outputs)
             moved = (sent, sent - inputs[index], received - outputs[index])
-            self._add(axis, "all_to_all", phase, caller, moved, times)
+            self._add(axis, "all_to_all", phase, caller, moved, times, inputs)
+
+    # Collectives of a forward with their pairs in the backward.
+
+    def gathered(self, axis: str, blocks: Sequence[float], caller: str, times: int = 1) -> None:
+        """All-gather; its gradients are reduced and scattered."""
+        self.all_gather(axis, blocks, "forward", caller, times)
+        self.reduce_scatter(axis, blocks, "backward", caller, times)
+
+    def scattered(self, axis: str, blocks: Sequence[float], caller: str, times: int = 1) -> None:
+        """Reduce-scatter; its gradients are gathered."""
+        self.reduce_scatter(axis, blocks, "forward", caller, times)
+        self.all_gather(axis, blocks, "backward", caller, times)
+
+    def exchanged(
+        self,
+        axis: str,
+        inputs: Sequence[float],
+        outputs: Sequence[float],
+        caller: str,
+        times: int = 1,
+    ) -> None:
+        """All-to-all; its gradients take the way back."""
+        self.all_to_all(axis, inputs, outputs, "forward", caller, times)
+        self.all_to_all(axis, outputs, inputs, "backward", caller, times)
 
     def message(
         self, axis: str, size: float, phase: str, caller: str, times: int = 1, *, sends: bool
@@ -116,13 +140,21 @@ class LedgerLines:
             self._add(axis, "broadcast", phase, caller, moved, times)
 
     def _add(
-        self, axis: str, op: str, phase: str, caller: str, moved: Sequence[float], times: int
+        self,
+        axis: str,
+        op: str,
+        phase: str,
+        caller: str,
+        moved: Sequence[float],
+        times: int,
+        sent: Sequence[float] = (),
     ) -> None:
+        """Add (payload, sent, received) bytes; `sent` are those to each member of the axis."""
         if phase in ("backward", "recompute") and not self._has_backward:
             return
         if phase == "forward":
             if caller in self._recomputed:
-                self._add(axis, op, "recompute", caller, moved, times)
+                self._add(axis, op, "recompute", caller, moved, times, sent)
             times *= self._forwards
         found = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
         found[0] += times

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from moemesh.config.context import head_share
 from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
-from moemesh.config.layout import Layout, shard_range
+from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
@@ -251,19 +251,18 @@ class LayerMemory:
     def __init__(
         self,
         placement: StagePlacement,
-        layout: Layout,
         global_batch: int,
         element: int,
         rank: int,
         routing: Routing | None,
     ) -> None:
-        self.placement, self.layout, self.rank = placement, layout, rank
+        self.placement, self.layout, self.rank = placement, placement.layout, rank
         self.model, self.plan = placement.model, placement.plan
         self.batch = global_batch
         self.w, self.wide = element, max(element, 4)
-        self.routing = routing or uniform_routing(self.model, layout)
+        self.routing = routing or uniform_routing(self.model, self.layout)
         self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
-        self.here = layout.coordinates(rank)
+        self.here = placement.coordinates(rank)
         self.is_selective = self.plan.recompute == "selective"
 
     def _sequences(self, number: int) -> int:
@@ -490,7 +489,6 @@ class _Rows(NamedTuple):
 
 def predict_activations(
     placement: StagePlacement,
-    layout: Layout,
     *,
     global_batch: int,
     element: int,
@@ -501,8 +499,8 @@ def predict_activations(
 
     `routing` None: uniform. Replicas of experts are priced as if there were none.
     """
-    memory = LayerMemory(placement, layout, global_batch, element, rank, routing)
-    schedule, pp_rank = placement.schedule, layout.coordinates(rank)["pp"]
+    memory = LayerMemory(placement, global_batch, element, rank, routing)
+    schedule, pp_rank = placement.schedule, memory.here["pp"]
     layers = cache(memory.stage)
     walk = _Walk(placement.plan.recompute == "full")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from moemesh.config.buckets import Bucket, owned_sizes
-from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -61,7 +60,6 @@ class States(NamedTuple):
 
 def predict_states(
     placement: StagePlacement,
-    layout: Layout,
     *,
     element: int,
     optimizer: Literal["adamw", "sgd"] = "adamw",
@@ -69,12 +67,12 @@ def predict_states(
     rank: int = 0,
 ) -> States:
     """The part of the model on `rank`, `element` bytes a weight; `momentum` is that of SGD."""
-    plan, pp_rank = placement.plan, layout.coordinates(rank)["pp"]
+    plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}
     gradients = masters = moments = updated = 0
-    for bucket in data_buckets(placement, layout, rank, element):
-        share = owned(plan, layout, rank, bucket)
+    for bucket in data_buckets(placement, rank, element):
+        share = _owned(placement, rank, bucket)
         wide, own = bucket.gradient_bytes, len(share)
         kept = share if plan.data == "zero3" else range(bucket.numbers)
         of_experts = bucket.expert_numbers(kept)
@@ -105,7 +103,7 @@ def predict_states(
         versions = FORMS[plan.schedule].copies(numbers, pp_rank)
     gathered = 0
     if plan.data == "zero3":
-        gathered = GatheredUnits(placement, layout, rank, element).most_bytes
+        gathered = GatheredUnits(placement, rank, element).most_bytes
     return States(
         gathered_weights=gathered,
         dense_weights=weights[False],
@@ -117,8 +115,9 @@ def predict_states(
     )
 
 
-def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> range:
+def _owned(placement: StagePlacement, rank: int, bucket: Bucket) -> range:
     """The numbers of `bucket` whose masters and moments `rank` keeps."""
+    plan, layout = placement.plan, placement.layout
     if plan.data == "replicate":
         return range(bucket.numbers)
     ranks = members(layout, layout.sharding_axes(bucket.axis)[0], rank)
@@ -146,12 +145,12 @@ def predict_memory(
     when the plan's schedule cannot be made.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
-    layout, element = plan.layout, ELEMENT_BYTES[dtype]
+    element = ELEMENT_BYTES[dtype]
     states = predict_states(
-        placement, layout, element=element, optimizer=optimizer, momentum=momentum, rank=rank
+        placement, element=element, optimizer=optimizer, momentum=momentum, rank=rank
     )
     kinds = predict_activations(
-        placement, layout, global_batch=global_batch, element=element, rank=rank, routing=routing
+        placement, global_batch=global_batch, element=element, rank=rank, routing=routing
     )
     return MemoryProfile(
         rank=rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, pairwise
 
 from moemesh.config.buckets import Bucket, Member, buckets
@@ -44,13 +44,16 @@ class StagePlacement:
         self, model: ModelConfig, plan: Plan, seq_len: int = 0, tuning: Tuning = FULL
     ) -> None:
         self.model, self.plan, self.seq_len, self.tuning = model, plan, seq_len, tuning
+        self.layout: Layout = plan.layout
+        self.coordinates = cache(self.layout.coordinates)
         schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
         #: At whose input the backward ends.
         self.first_trained_unit = first_unit(tuning, model, plan)
         ends_at = first_stage(self.first_trained_unit, self.layers)
         self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
-        self._tensors = list(tuned_tensors(model, plan, tuning))
+        #: The parameters of the whole model.
+        self.tensors: list[ParameterTensor] = list(tuned_tensors(model, plan, tuning))
         self._frozen_units = units_without_backward(self.first_trained_unit, model)
 
     @cached_property
@@ -66,7 +69,7 @@ class StagePlacement:
     def tokens(self, global_batch: int, rank: int, forward: int) -> tuple[int, int]:
         """(tokens of a forward on the ranks that share its positions, rows of the residual stream
         on `rank`)."""
-        at = self.plan.layout.coordinates(rank)
+        at = self.coordinates(rank)
         sequences = self.sequences(global_batch, at["dp"], forward // len(self.lengths))
         whole = sequences * self.positions(at["cp"], forward % len(self.lengths))
         return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
@@ -100,12 +103,8 @@ class StagePlacement:
         experts, module = self.model.num_experts, f"layers.{layer}.feed_forward.experts"
         return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in STACKS)
 
-    def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
-        """Whether a pipeline rank holds `tensor` (a slice of it)."""
-        return bool(self.users(tensor, pp_rank))
-
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank that use `tensor`."""
+        """The stages of a pipeline rank that use `tensor`; it holds (a slice of) what they use."""
         last = self.schedule.num_stages - 1
         owner, _, rest = tensor.name.partition(".")
         if owner == "layers":
@@ -119,26 +118,20 @@ class StagePlacement:
             users = {last}
         return tuple(stage for stage in self.stages(pp_rank) if stage in users)
 
-    def every_tensor(self) -> list[ParameterTensor]:
-        """The parameters of the whole model."""
-        return self._tensors
-
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
-        return [found for found in self._tensors if self.holds(found, pp_rank)]
+        return [found for found in self.tensors if self.users(found, pp_rank)]
 
 
-def data_buckets(
-    placement: StagePlacement, layout: Layout, rank: int, element_bytes: int
-) -> tuple[Bucket, ...]:
+def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
     """The buckets of one rank of a model whose weights have `element_bytes` a number."""
-    pp_rank = layout.coordinates(rank)["pp"]
+    layout, pp_rank = placement.layout, placement.coordinates(rank)["pp"]
     members: list[Member] = []
     for tensor in placement.held(pp_rank):
         numbers = tensor.local_elements(layout, rank)
         if not numbers:
             continue
-        holders = sum(placement.holds(tensor, other) for other in range(layout.pp))
+        holders = sum(bool(placement.users(tensor, other)) for other in range(layout.pp))
         members.append(
             Member(
                 name=tensor.name,
@@ -175,16 +168,15 @@ class GatheredUnits:
     """One step of one rank under ``plan.data = zero3``. ``gathers``: (bucket, phase) -> how often
     its weights are gathered; ``most_bytes``: of weights that are here, or on their way, at once."""
 
-    def __init__(
-        self, placement: StagePlacement, layout: Layout, rank: int, element_bytes: int
-    ) -> None:
+    def __init__(self, placement: StagePlacement, rank: int, element_bytes: int) -> None:
         self._placement, self._model = placement, placement.model
+        layout = placement.layout
         self._keeps = placement.plan.reshard == "step"
         self.gathers: Counter[tuple[Bucket, str]] = Counter()
         self.most_bytes = 0
         self._units: dict[str, list[_Weights]] = {}
         self._all: list[_Weights] = []
-        for bucket in data_buckets(placement, layout, rank, element_bytes):
+        for bucket in data_buckets(placement, rank, element_bytes):
             assert bucket.unit is not None
             if len(members(layout, layout.sharding_axes(bucket.axis)[0], rank)) > 1:
                 weights = _Weights(bucket)
