@@ -37,24 +37,30 @@ from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 # ``presets/calibration/rows.toml`` turns it into columns, which any table may have itself.
 
 
-_BLANK = frozenset({"", "-", "--", "n/a", "na", "nan", "null", "none", "unknown", "?"})
-_ENDED = {
-    "ok": "ok", "success": "ok", "succeeded": "ok", "completed": "ok", "finished": "ok",
-    "oom": "OOM", "cuda oom": "OOM", "out of memory": "OOM", "out-of-memory": "OOM",
-}  # fmt: skip
-_TRUE = frozenset({"1", "1.0", "true", "yes", "on"})
-_FALSE = frozenset({"0", "0.0", "false", "no", "off"})
+_BLANK = "|-|--|n/a|na|nan|null|none|unknown|\\?"
 _COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
-_RECOMPUTE = {
-    "none": "none", "no": "none", "off": "none", "false": "none", "0": "none", "disabled": "none",
-    "full": "full", "yes": "full", "on": "full", "true": "full", "1": "full", "all": "full",
-    "selective": "selective",
-}  # fmt: skip
-_ONE_CHUNK = frozenset({"0", "1f1b", "gpipe", "no", "off"})
-_FULL_SHARD = re.compile(r"fsdp2?|full[ _-]?shard|hsdp")
-_ZERO_STAGE = re.compile(r"(?:zero[ _-]?)?(?:stage[ _-]?)?([0-3])(?:\.0)?")
-_GROUPED = re.compile(r"(?:zero[ _-]?)?([0-3])\s*\((?:.*\D)?(\d+)\s*\)")
 _COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*([kK]?)")
+#: Column -> spellings and the word for each; the first that matches the whole cell counts.
+_SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
+    "status": (
+        ("ok|success|succeeded|completed|finished", "ok"),
+        ("oom|cuda oom|out[ -]of[ -]memory", "OOM"),
+    ),
+    "zero": (
+        (f"{_BLANK}|ddp|no|off", ""),
+        (r"(?:zero[ _-]?)?([0-3])\s*\((?:.*\D)?(\d+)\s*\)", r"\1(shard within \2)"),
+        (r"(?:zero[ _-]?)?(?:stage[ _-]?)?([0-3])(?:\.0)?", r"\1"),
+        (".*(?:fsdp|full[ _-]?shard|hsdp).*", "3"),
+    ),
+    "sp": ((r"1|1\.0|true|yes|on", "1"), (r"0|0\.0|false|no|off", "0")),
+    "vpp": ((f"{_BLANK}|0|1f1b|gpipe|no|off", ""),),
+    "recompute": (
+        ("none|no|off|false|0|disabled", "none"),
+        (r"yes|on|true|1|all|full\b.*", "full"),
+        ("selective", "selective"),
+        (_BLANK, ""),
+    ),
+}
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
@@ -63,14 +69,15 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     for name in _COUNTS:
         if name in found:
             found[name] = _count(found[name])
-    if "status" in found:
-        text = found["status"].strip()
-        found["status"] = _ENDED.get(text.lower(), text)
-    for name, word in (
-        ("zero", _zero), ("sp", _flag), ("vpp", _chunks), ("recompute", _recompute),
-    ):  # fmt: skip
+    for name, spellings in _SPELLINGS.items():
         if name in found:
-            found[name] = word(found[name].strip())
+            text = found[name].strip()
+            known = (
+                match.expand(word)
+                for spelling, word in spellings
+                if (match := re.fullmatch(spelling, text, re.IGNORECASE))
+            )
+            found[name] = next(known, text)
     return found
 
 
@@ -104,7 +111,7 @@ def told_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
 
 def _count(text: str) -> str:
     folded = text.strip()
-    if folded.lower() in _BLANK:
+    if re.fullmatch(_BLANK, folded, re.IGNORECASE):
         return ""
     if not (number := _COUNT.fullmatch(folded)):
         return text
@@ -116,50 +123,12 @@ def _count(text: str) -> str:
     return str(int(value)) if value.is_integer() else text
 
 
-def _flag(text: str) -> str:
-    folded = text.lower()
-    if folded in _TRUE:
-        return "1"
-    return "0" if folded in _FALSE else text
-
-
-def _chunks(text: str) -> str:
-    folded = text.lower()
-    return "" if folded in _BLANK or folded in _ONE_CHUNK else text
-
-
-def _zero(text: str) -> str:
-    folded = text.lower()
-    if folded in _BLANK or folded in ("ddp", "no", "off"):
-        return ""
-    if grouped := _GROUPED.fullmatch(folded):
-        return f"{grouped.group(1)}(shard within {grouped.group(2)})"
-    if stage := _ZERO_STAGE.fullmatch(folded):
-        return stage.group(1)
-    return "3" if _FULL_SHARD.search(folded) else text
-
-
-def _recompute(text: str) -> str:
-    folded = text.lower()
-    if folded in _RECOMPUTE:
-        return _RECOMPUTE[folded]
-    if folded in _BLANK:
-        return ""
-    return "full" if re.fullmatch(r"full\b.*", folded) else text
-
-
 #: How published tables word what they recompute.
 _RECOMPUTE_WORDS: dict[str, frozenset[str]] = {
     "": frozenset(),
     "none": frozenset(),
     "full": frozenset({"full"}),
     "selective": frozenset({"attention"}),
-    "selective(attn core)": frozenset({"attention"}),
-    "selective(op)": frozenset({"operators"}),
-    "selective(layernorm,moe)": frozenset({"norm", "moe"}),
-    "selective(RMSNorm, MLA up-proj)": frozenset({"norm", "mla_up"}),
-    "norm,act": frozenset({"norm", "activation"}),
-    "norm,act,shared_expert": frozenset({"norm", "activation", "shared_expert"}),
 }
 _WORDS: dict[str, str] = {
     "attn": "attention", "core_attn": "attention", "attention": "attention", "core": "attention",

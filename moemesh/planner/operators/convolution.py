@@ -32,6 +32,7 @@ ALEXNET = (
     Convolution(channels=128, kernel=3, side=13, pooled_side=6),
 )
 _DENSE = (4096, 4096, 1000)
+_IMAGE_CHANNELS, _IMAGE_SIDE, _ELEMENT_BYTES = 3, 224, 2
 
 
 def two_branch_network(
@@ -41,34 +42,28 @@ def two_branch_network(
     layers: tuple[Convolution, ...] = ALEXNET,
     dense: tuple[int, ...] = _DENSE,
     crossing: int = 2,
-    image_channels: int = 3,
-    image_side: int = 224,
-    element_bytes: int = 2,
 ) -> OperatorGraph:
     """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
 
     The crossing is a layer behind the first.
     """
     builder = GraphBuilder(costs)
-    image_bytes = float(batch * image_channels * image_side**2 * element_bytes)
+    image_bytes = float(batch * _IMAGE_CHANNELS * _IMAGE_SIDE**2 * _ELEMENT_BYTES)
     images = builder.data("images", 2, {0: batch}, image_bytes)
     ends = [images, images]
     for index, layer in enumerate(layers):
-        before = layers[index - 1].channels if index else image_channels
+        before = layers[index - 1].channels if index else _IMAGE_CHANNELS
         sources = [ends, ends] if index == crossing else [[end] for end in ends]
         ends = [
             builder.add(
-                _convolution(
-                    f"conv{index + 1}{name}", batch, layer, before, len(read), element_bytes
-                ),
-                *read,
+                _convolution(f"conv{index + 1}{name}", batch, layer, before, len(read)), *read
             )
             for name, read in zip("ab", sources, strict=True)
         ]
     last = layers[-1]
     width = 2 * last.channels * last.pooled_side**2
     # Both branches as one row an image; a cut of channels would mix the branches' orders.
-    num_bytes = float(batch * width * element_bytes)
+    num_bytes = float(batch * width * _ELEMENT_BYTES)
     joined = builder.add(
         OperatorSpec(
             name="concatenate",
@@ -84,7 +79,7 @@ def two_branch_network(
     )
     for index, out in enumerate(dense):
         elements = float(width * out)
-        dense_bytes = float(batch * out * element_bytes)
+        dense_bytes = float(batch * out * _ELEMENT_BYTES)
         spec = OperatorSpec(
             name=f"dense{index + 1}",
             sizes={"batch": batch, "in": width, "out": out},
@@ -99,7 +94,6 @@ def two_branch_network(
             kept_bytes=dense_bytes,
         )
         joined, width = builder.add(spec, joined), out
-    loss_bytes = 4.0 * batch
     loss = OperatorSpec(
         name="loss",
         sizes={"batch": batch, "out": width},
@@ -107,19 +101,19 @@ def two_branch_network(
         output=("batch",),
         cut=("batch", "out"),
         moved_bytes=4.0 * batch * width,
-        output_bytes=loss_bytes,
+        output_bytes=4.0 * batch,
     )
     builder.add(loss, joined)
     return builder.graph()
 
 
 def _convolution(
-    name: str, batch: int, layer: Convolution, before: int, num_inputs: int, element_bytes: int
+    name: str, batch: int, layer: Convolution, before: int, num_inputs: int
 ) -> OperatorSpec:
     """Convolution, activation and pooling; over one branch's maps or both."""
     elements = float(layer.channels * before * num_inputs * layer.kernel**2)
     computed = float(batch * layer.channels * layer.side**2)
-    out = float(batch * layer.channels * layer.pooled_side**2 * element_bytes)
+    out = float(batch * layer.channels * layer.pooled_side**2 * _ELEMENT_BYTES)
     single = num_inputs == 1
     # Two inputs have channels of their own, which no single cut divides.
     return OperatorSpec(
@@ -131,7 +125,7 @@ def _convolution(
         weight=("in", "out"),
         weight_elements=elements,
         flops=2.0 * computed * elements / layer.channels,
-        moved_bytes=2.0 * computed * element_bytes,
+        moved_bytes=2.0 * computed * _ELEMENT_BYTES,
         output_bytes=out,
-        kept_bytes=computed * element_bytes,
+        kept_bytes=computed * _ELEMENT_BYTES,
     )

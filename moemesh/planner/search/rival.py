@@ -17,7 +17,6 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.planner.memory import peak_memory
 from moemesh.planner.plan_text import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.search.advice import difference, what_would_fit
@@ -52,19 +51,17 @@ class Nearest:
 def nearest_that_fits(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | None:
     """The fastest of the smallest changes that fit; None when no change of two keys does."""
     known = pricing(cluster)
-    capacity = cluster.memory_bytes * known.usable_share
     for count in range(1, MOST_CHANGES + 1):
-        best: Nearest | None = None
+        found: list[Nearest] = []
         for other in edits(shape, layout, count, node_size=cluster.gpus_per_node):
-            memory = peak_memory(shape, other, known.allocation_of(other))
-            if memory.needed > capacity:
-                continue
-            seconds = known.price(shape, other)[1]["total"]
-            if best is None or seconds < best.seconds:
-                change = difference(layout, other)
-                best = Nearest(change=change, layout=other, needed=memory.needed, seconds=seconds)
-        if best is not None:
-            return best
+            memory = known.memory(shape, other)
+            if memory.fits(cluster.memory_bytes, known.usable_share):
+                change, seconds = difference(layout, other), known.seconds(shape, other)["total"]
+                found.append(
+                    Nearest(change=change, layout=other, needed=memory.needed, seconds=seconds)
+                )
+        if found:
+            return min(found, key=lambda near: near.seconds)
     return None
 
 
@@ -274,7 +271,10 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
             global_batch=layout.global_batch,
             model=model,
         ).layout
-        candidate = priced(found, changed)
+        memory, breakdown = found.pricing.price(found.shape, changed)
+        candidate = Candidate(
+            layout=changed, seconds=breakdown["total"], breakdown=breakdown, memory=memory
+        )
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
     if candidate.layout.microbatch > space.largest_microbatch:
         beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
@@ -438,9 +438,3 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
         changes["largest_microbatch"] = max(changes["largest_microbatch"], largest)
     changes["largest_context"] = max(space.largest_context, table.get("cp", 1))
     return replace(space, **changes), tuple(beyond)
-
-
-def priced(found: SearchSpace, layout: PlannedLayout) -> Candidate:
-    """Any layout with the prices of the search."""
-    memory, seconds = found.pricing.price(found.shape, layout)
-    return Candidate(layout=layout, seconds=seconds["total"], breakdown=seconds, memory=memory)

@@ -98,14 +98,13 @@ def accelerator_of(text: str) -> Accelerator | None:
         found = replace(found, node_size=int(node.group(1)))
     if cards := re.search(r"(\d+)X(\d+)GB/S", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
-        return replace(found, inter_node_bandwidth=per_node / found.node_size)
-    if cards := re.search(r"(\d+)X(\d+)G\b", folded):
+    elif cards := re.search(r"(\d+)X(\d+)G\b", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9 / 8
-        return replace(found, inter_node_bandwidth=per_node / found.node_size)
-    if whole := re.search(r"\b(\d{4})G\b", folded):
+    elif whole := re.search(r"\b(\d{4})G\b", folded):
         per_node = float(whole.group(1)) * 1e9 / 8
-        return replace(found, inter_node_bandwidth=per_node / found.node_size)
-    return found
+    else:
+        return found
+    return replace(found, inter_node_bandwidth=per_node / found.node_size)
 
 
 def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
