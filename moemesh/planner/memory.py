@@ -25,9 +25,10 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -94,8 +95,8 @@ class StageContent:
 
     def __init__(self, stages: Stages, rank: int) -> None:
         self.chunks = tuple(stages.kinds[stage] for stage in stages.on(rank))
-        self.kinds = stages.kinds_on(rank)
-        self.has_embedding, self.has_head = stages.has_embedding(rank), stages.has_head(rank)
+        self.kinds: Counter[LayerKind] = sum(map(Counter, self.chunks), Counter[LayerKind]())
+        self.has_embedding, self.has_head = 0 in stages.on(rank), stages.last in stages.on(rank)
 
     def holds_less(self, other: StageContent) -> bool:
         """Whether the other has as many layers of every kind in every chunk, and the same ends."""
@@ -246,7 +247,8 @@ def rank_memory(
     cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
     cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
     if layout.parameter_server:
-        cut_o = (layout.dense_servers, layout.expert_servers)
+        replicas = layout.dense_replicas, layout.edp
+        cut_o = (min(layout.servers, replicas[0]), min(layout.servers, replicas[1]))
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
@@ -313,12 +315,11 @@ class MemoryEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
-def estimate_memory(
-    shape: ModelShape, layout: PlannedLayout, *, workspace_bytes: float = 0.0
-) -> MemoryEstimate:
-    """The memory of every pipeline rank, `workspace_bytes` of libraries added to each."""
-    ranks = (rank_memory(shape, layout, rank) for rank in range(layout.pp))
-    return MemoryEstimate(ranks=tuple(replace(found, workspace=workspace_bytes) for found in ranks))
+def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
+    """The memory of every pipeline rank."""
+    chunks = ChunkBytes(shape, layout)
+    ranks = (rank_memory(shape, layout, rank, chunks) for rank in range(layout.pp))
+    return MemoryEstimate(ranks=tuple(ranks))
 
 
 # Peak of the allocator on the worst rank: exact tensors, and what a framework adds to them.
@@ -389,30 +390,27 @@ class PeakMemory:
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """The worst pipeline rank."""
-    changed = _as_allocated(layout, allocation)
-    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
-    ranks = worst_ranks(shape, layout)
-    found = [_rank_peak(shape, changed, allocation, rank, *both) for rank in ranks]
-    return max(found, key=lambda peak: peak.needed)
+    return max(_peaks(shape, layout, allocation), key=lambda peak: peak.needed)
 
 
 def needed_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> Number:
     """Bytes that a device must have; numbers of the layout may be columns."""
-    changed = _as_allocated(layout, allocation)
-    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
-    worst: Number = 0.0
-    for rank in worst_ranks(shape, layout):
-        worst = maximum(worst, _rank_peak(shape, changed, allocation, rank, *both).needed)
-    return worst
+    return reduce(maximum, (peak.needed for peak in _peaks(shape, layout, allocation)), 0.0)
 
 
-def _as_allocated(layout: PlannedLayout, allocation: Allocation) -> PlannedLayout:
-    return with_values(
+def _peaks(
+    shape: ModelShape, layout: PlannedLayout, allocation: Allocation
+) -> Iterator[PeakMemory]:
+    """The peaks of the ranks one of which is the worst."""
+    changed = with_values(
         layout,
         gradient_bytes=allocation.gradient_bytes,
         optimizer_bytes=allocation.optimizer_bytes,
         fused_activation=allocation.fused_activation,
     )
+    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
+    for rank in worst_ranks(shape, layout):
+        yield _rank_peak(shape, changed, allocation, rank, *both)
 
 
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
@@ -430,24 +428,23 @@ def _worst_ranks(
     stages = Stages(shape, step, layers_per_stage or default_cut(shape, step.num_stages))
     contents = [StageContent(stages, rank) for rank in range(step.ranks)]
     many = step.of(step.settled(8 * step.ranks))
+    moments = alive(many)
+
+    def exceeds(rival: int, rank: int) -> bool:
+        return (
+            contents[rank].holds_less(contents[rival])
+            and weight_copies(many, rank) <= weight_copies(many, rival)
+            and all(
+                any(all(a <= b for a, b in zip(mine, one, strict=True)) for one in moments[rival])
+                for mine in moments[rank]
+            )
+        )
+
     kept: list[int] = []
     for rank in range(step.ranks):
-        rivals = (*kept, *range(rank + 1, step.ranks))
-        if not any(_exceeded(many, contents, rank, rival) for rival in rivals):
+        if not any(exceeds(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
             kept.append(rank)
     return tuple(kept)
-
-
-def _exceeded(step: PipelineStep, contents: Sequence[StageContent], rank: int, rival: int) -> bool:
-    moments = alive(step)
-    return (
-        contents[rank].holds_less(contents[rival])
-        and weight_copies(step, rank) <= weight_copies(step, rival)
-        and all(
-            any(all(a <= b for a, b in zip(mine, one, strict=True)) for one in moments[rival])
-            for mine in moments[rank]
-        )
-    )
 
 
 def _rank_peak(
@@ -539,9 +536,9 @@ def _habits(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) ->
 # heads. ``4 b L h (s + n)`` is the multi-head 16-bit case.
 
 
-def kv_bytes_per_token(shape: ModelShape, element_bytes: float = 2) -> float:
-    """Bytes that one more token of context costs while no window is full."""
-    return shape.num_layers * _layer_bytes(shape) * element_bytes
+def kv_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes that one more token of context costs while no window is full, in 16 bit."""
+    return 2 * shape.num_layers * _layer_bytes(shape)
 
 
 class CacheSize(NamedTuple):

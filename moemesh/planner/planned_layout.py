@@ -234,16 +234,6 @@ class PlannedLayout(Shown):
         return _shards(self.edp, self.zero_group)
 
     @property
-    def dense_servers(self) -> int:
-        """Ranks that serve dense weights."""
-        return min(self.servers, self.dense_replicas)
-
-    @property
-    def expert_servers(self) -> int:
-        """Ranks that serve the same experts."""
-        return min(self.servers, self.edp)
-
-    @property
     def microbatches(self) -> int:
         """Microbatches of one step of one replica."""
         # Rounded up twice, for whole numbers and for columns of them.

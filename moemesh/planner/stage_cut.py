@@ -6,6 +6,7 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from moemesh.config.layout import shard_sizes
@@ -49,11 +50,6 @@ def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     return outer, *shard_sizes(layers - 2 * outer, num_stages - 2), outer
 
 
-def stage_sizes(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
-    """Layers of each stage of a layout."""
-    return layout.layers_per_stage or default_cut(shape, layout.num_stages)
-
-
 def with_values(layout: PlannedLayout, **values: Any) -> PlannedLayout:
     """A copy that is not checked: its numbers may be numpy columns, one entry a layout."""
     found = copy(layout)
@@ -83,7 +79,9 @@ class Stages:
     @staticmethod
     def of(shape: ModelShape, layout: PlannedLayout, microbatches: int | None = None) -> Stages:
         step = pipeline_step(layout, microbatches)
-        sizes = (shape.num_layers,) if layout.pp == 1 else stage_sizes(shape, layout)
+        if layout.pp == 1:
+            return Stages(shape, step, (shape.num_layers,))
+        sizes = layout.layers_per_stage or default_cut(shape, layout.num_stages)
         return Stages(shape, step, sizes)
 
     @property
@@ -99,42 +97,19 @@ class Stages:
         """The stages that a pipeline rank holds."""
         return self.step.stages_of(rank)
 
-    def has_embedding(self, rank: int) -> bool:
-        return 0 in self.on(rank)
-
-    def has_head(self, rank: int) -> bool:
-        return self.last in self.on(rank)
-
-    def kinds_on(self, rank: int) -> dict[LayerKind, int]:
-        """All layers of a rank by kind."""
-        found: Counter[LayerKind] = Counter()
-        for stage in self.on(rank):
-            found.update(self.kinds[stage])
-        return dict(found)
-
     @cached_property
     def layers(self) -> tuple[tuple[int, int], ...]:
         """(dense layers, layers with experts) that every stage runs, extra prediction layers with
         the last."""
-        found = [
-            (
-                sum(number for kind, number in kinds.items() if not kind.moe),
-                sum(number for kind, number in kinds.items() if kind.moe),
-            )
-            for kinds in self.kinds
-        ]
-        if extra := self.shape.num_mtp_layers:
-            dense, routed = found[-1]
-            moe = self.shape.mtp_kind.moe
-            found[-1] = (dense + extra * (not moe), routed + extra * moe)
-        return tuple(found)
+        found = [[0, 0] for _ in self.kinds]
+        for stage, kinds in enumerate(self.kinds):
+            for kind, number in kinds.items():
+                found[stage][kind.moe] += number
+        found[-1][self.shape.mtp_kind.moe] += self.shape.num_mtp_layers
+        return tuple((dense, routed) for dense, routed in found)
 
 
 @lru_cache(maxsize=4096)
 def _kinds(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[dict[LayerKind, int], ...]:
-    found: list[dict[LayerKind, int]] = []
-    start = 0
-    for size in sizes:
-        found.append(dict(Counter(shape.kinds[start : start + size])))
-        start += size
-    return tuple(found)
+    ends = (0, *accumulate(sizes))
+    return tuple(dict(Counter(shape.kinds[first:end])) for first, end in pairwise(ends))

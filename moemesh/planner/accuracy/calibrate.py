@@ -242,9 +242,7 @@ def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     return [run for run in runs if run.layout is not None and run.seconds and run.ended == "ok"]
 
 
-def fit(
-    runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True, rounds: int = _ROUNDS
-) -> Calibration:
+def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True) -> Calibration:
     """A calibration with the deviations of every cluster in `runs`, and with the shared constants,
     stacks and releases where `share` is set. Microbatches that a table leaves out are chosen with
     what was fitted so far, so the fit runs in rounds. Raises UserError without a usable run."""
@@ -256,7 +254,7 @@ def fit(
         )
     found = start
     chosen: list[PublishedRun] = []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         filled = [fill_in(run, found) for run in usable]
         if [run.layout for run in filled] == [run.layout for run in chosen]:
             break

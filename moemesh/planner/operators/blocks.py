@@ -19,6 +19,7 @@ from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 EMBEDDING, STREAM, HEAD = "embedding", "stream", "head"
 
 _TOKENS = ("batch", "sequence")
+_ELEMENT_BYTES = 2
 _STREAM = (*_TOKENS, "hidden")
 _GATES = (*_TOKENS, "gates")
 #: Routed rows: tokens of either dim, once an expert that they chose.
@@ -42,7 +43,6 @@ class TransformerBlocks:
     batch: int
     sequence: int
     costs: CostModel
-    element_bytes: int = 2
 
     @property
     def tokens(self) -> int:
@@ -51,7 +51,7 @@ class TransformerBlocks:
     @property
     def stream_bytes(self) -> float:
         """Bytes of the residual stream."""
-        return float(self.tokens * self.shape.hidden_size * self.element_bytes)
+        return float(self.tokens * self.shape.hidden_size * _ELEMENT_BYTES)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -191,12 +191,12 @@ class TransformerBlocks:
         rows, columns = self._widths[inner], outer_width or self._widths[outer]
         whole = rows * columns
         multiplied = elements or whole
-        out = float(self.tokens * columns * self.element_bytes)
+        out = float(self.tokens * columns * _ELEMENT_BYTES)
         return self._spec(
             name,
             ((*_TOKENS, inner),),
             (*_TOKENS, outer),
-            out + float(self.tokens * rows * self.element_bytes),
+            out + float(self.tokens * rows * _ELEMENT_BYTES),
             cut=(*_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
             weight=(inner, outer),
             weight_elements=float(whole if elements is None else elements),
@@ -233,20 +233,20 @@ class TransformerBlocks:
             source,
         )
         heads = (*_TOKENS, "heads")
-        out = float(self.tokens * shape.output_width * self.element_bytes)
+        out = float(self.tokens * shape.output_width * _ELEMENT_BYTES)
         pairs = self.tokens * attended_tokens(self.sequence, window, "causal")
         core = self._spec(
             "attention core",
             (heads,),
             heads,
-            out + float(self.tokens * width * self.element_bytes),
+            out + float(self.tokens * width * _ELEMENT_BYTES),
             cut=heads,
             flops=2.0 * pairs * shape.num_heads * (shape.query_head_dim + shape.value_head_dim),
             output_bytes=out,
             kept_bytes=out,
             # Queries stay, keys and values visit every rank (context parallelism).
             exchange_bytes={
-                "sequence": float(self.tokens * (width - shape.query_width) * self.element_bytes)
+                "sequence": float(self.tokens * (width - shape.query_width) * _ELEMENT_BYTES)
             },
         )
         return builder.add(self._product("output", "heads", "hidden"), builder.add(core, qkv))
@@ -254,7 +254,7 @@ class TransformerBlocks:
     def _mlp(self, builder: GraphBuilder, prefix: str, dim: str, source: int) -> int:
         width = self.sizes[dim]
         up = self._product(f"{prefix}up", "hidden", dim, outer_width=self._ups * width, kept=True)
-        inner_bytes = float(self.tokens * width * self.element_bytes)
+        inner_bytes = float(self.tokens * width * _ELEMENT_BYTES)
         act = self._activation(f"{prefix}activation", (*_TOKENS, dim), inner_bytes)
         down = self._product(f"{prefix}down", dim, "hidden")
         return builder.add(down, builder.add(act, builder.add(up, source)))
@@ -277,7 +277,7 @@ class TransformerBlocks:
             kept_bytes=gate_bytes,
         )
         gates = builder.add(router, normed)
-        routed = rows * shape.hidden_size * self.element_bytes
+        routed = rows * shape.hidden_size * _ELEMENT_BYTES
         moved, kept = routed + self.stream_bytes, {"output_bytes": routed, "kept_bytes": routed}
         dispatch = self._spec("dispatch", (_STREAM, _GATES), _ROWS, moved, cut=_TOKENS, **kept)
         combine = self._spec(
@@ -288,7 +288,7 @@ class TransformerBlocks:
         up = self._expert_product(
             "expert up", "hidden", "expert_width", rows, self._ups * width, kept=True
         )
-        act = self._activation("expert activation", wide, rows * width * self.element_bytes)
+        act = self._activation("expert activation", wide, rows * width * _ELEMENT_BYTES)
         down = self._expert_product("expert down", "expert_width", "hidden", rows, width)
         inside = builder.add(up, builder.add(dispatch, normed, gates))
         return builder.add(combine, builder.add(down, builder.add(act, inside)), gates)
@@ -298,7 +298,7 @@ class TransformerBlocks:
     ) -> OperatorSpec:
         """One matrix an expert: hidden x width, or width x hidden."""
         hidden = self.shape.hidden_size
-        out = rows * (hidden if outer == "hidden" else width) * self.element_bytes
+        out = rows * (hidden if outer == "hidden" else width) * _ELEMENT_BYTES
         return self._spec(
             name,
             ((*_ROWS[:2], inner),),

@@ -49,21 +49,17 @@ class IntegerProgram:
     """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
 
     costs: list[float] = field(default_factory=list[float])
-    lows: list[float] = field(default_factory=list[float])
     highs: list[float] = field(default_factory=list[float])
     integral: list[bool] = field(default_factory=list[bool])
     _entries: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
     _row_lows: list[float] = field(default_factory=list[float])
     _row_highs: list[float] = field(default_factory=list[float])
 
-    def variable(
-        self, cost: float = 0.0, *, low: float = 0.0, high: float = 1.0, integral: bool = True
-    ) -> int:
-        """A new variable; its position. An infinite cost fixes it to `low`."""
+    def variable(self, cost: float = 0.0, *, high: float = 1.0, integral: bool = True) -> int:
+        """A new variable of 0 to `high`; its position. An infinite cost fixes it to 0."""
         forbidden = cost == np.inf
         self.costs.append(0.0 if forbidden else cost)
-        self.lows.append(low)
-        self.highs.append(low if forbidden else high)
+        self.highs.append(0.0 if forbidden else high)
         self.integral.append(integral)
         return len(self.costs) - 1
 
@@ -90,7 +86,7 @@ class IntegerProgram:
         answer: Any = optimize.milp(
             np.array(self.costs),
             integrality=np.array(self.integral, dtype=int),
-            bounds=optimize.Bounds(np.array(self.lows), np.array(self.highs)),
+            bounds=optimize.Bounds(np.zeros(len(self.highs)), np.array(self.highs)),
             constraints=optimize.LinearConstraint(
                 matrix, np.array(self._row_lows), np.array(self._row_highs)
             ),

@@ -36,6 +36,8 @@ from moemesh.planner.timing.links import group_bandwidth
 ComputeSeconds = Callable[[float, float], float]
 WHOLE = "whole"
 PARTIAL = "partial"
+#: Share of the peak that products reach.
+_EFFICIENCY = 0.6
 #: Ends the name of a strategy that keeps nothing and runs its forward again.
 RECOMPUTE = " recompute"
 
@@ -90,19 +92,17 @@ def cost_model(
     cluster: Cluster,
     axes: Mapping[str, int],
     *,
-    dtype: str = "bfloat16",
-    efficiency: float = 0.6,
     microbatches: int = 1,
     recompute: bool = False,
 ) -> CostModel:
     """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
 
-    `axes` are names and degrees, innermost (neighbouring ranks) last. `efficiency` is the share of
-    the peak that products reach. Raises UserError for a cluster without a peak for `dtype`.
+    `axes` are names and degrees, innermost (neighbouring ranks) last. Raises UserError for a
+    cluster without a peak for bfloat16.
     """
-    if dtype not in cluster.peak_flops:
+    if "bfloat16" not in cluster.peak_flops:
         known = ", ".join(cluster.peak_flops)
-        raise UserError(f"cluster {cluster.name} has no peak for {dtype}; it has {known}")
+        raise UserError(f"cluster {cluster.name} has no peak for bfloat16; it has {known}")
     links: list[MeshAxis] = []
     stride = prod(axes.values())
     for name, size in axes.items():
@@ -121,7 +121,7 @@ def cost_model(
         links.append(
             MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=1 / bandwidth)
         )
-    peak, memory = cluster.peak_flops[dtype] * efficiency, cluster.memory_bandwidth
+    peak, memory = cluster.peak_flops["bfloat16"] * _EFFICIENCY, cluster.memory_bandwidth
 
     def compute_seconds(flops: float, moved_bytes: float) -> float:
         return max(flops / peak, moved_bytes / memory)
@@ -141,7 +141,7 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
     choices = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
     for ways in product(choices, repeat=len(costs.axes)):
         divides = (spec.sizes[dim] % prod(_sizes(costs, ways, {dim})) == 0 for dim in spec.cut)
-        if not _useless(ways, WHOLE, costs) and all(divides):
+        if not _is_useless(ways, WHOLE, costs) and all(divides):
             strategies += _strategies(spec, costs, ways)
     return Operator(
         name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
@@ -163,23 +163,19 @@ def port(
     choices = ("R", *(f"S{dim}" for dim in sorted(sizes) if dim < rank))
     strategies: list[Strategy] = []
     for layout in product(choices, repeat=len(costs.axes)):
-        legal = all(
-            size % prod(a.size for a, p in zip(costs.axes, layout, strict=True) if p == f"S{dim}")
-            == 0
-            for dim, size in sizes.items()
+        divides = (
+            size % prod(_sizes(costs, layout, {f"S{dim}"})) == 0 for dim, size in sizes.items()
         )
-        if legal and not _useless(layout, "R", costs):
+        if not _is_useless(layout, "R", costs) and all(divides):
             strategies.append(
                 Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
             )
     return Operator(name=name, strategies=tuple(strategies), group=group, output_bytes=num_bytes)
 
 
-def _useless(chosen: tuple[str, ...], plain: str, costs: CostModel) -> bool:
+def _is_useless(ways: tuple[str, ...], plain: str, costs: CostModel) -> bool:
     """Along an axis of one rank all ways are the same: only the plain one is listed."""
-    return any(
-        axis.size == 1 and way != plain for axis, way in zip(costs.axes, chosen, strict=True)
-    )
+    return any(axis.size == 1 and way != plain for axis, way in zip(costs.axes, ways, strict=True))
 
 
 def _sizes(costs: CostModel, ways: tuple[str, ...], dims: set[str]) -> list[int]:

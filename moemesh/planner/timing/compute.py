@@ -70,10 +70,6 @@ class PricedStep:
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency
 
     @property
-    def local_experts(self) -> Number:
-        return maximum(self.model.experts / self.layout.ep, 1)
-
-    @property
     def routed_rows(self) -> Number:
         """Rows at the experts of one rank, on the most loaded one: EP divides nothing here."""
         rows = self.tokens / self.layout.tp * self.model.top_k * self.layout.etp
@@ -111,12 +107,6 @@ def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Numb
     return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
 
 
-def wide_product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
-    """A product that stays in 16 bit (the head)."""
-    peak = work.hardware.peak_16bit
-    return _product(work, rows, columns, inner, peak, work.constants.gemm_efficiency)
-
-
 def _product(
     work: PricedStep, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
 ) -> Number:
@@ -128,6 +118,13 @@ def _product(
         * (1 + constants.gemm_width_loss * _TILE / maximum(inner, 1))
     )
     return 2 * rows * columns * inner / (peak * best) * loss
+
+
+def mlp_seconds(work: PricedStep, rows: Number, width: Number) -> Number:
+    """The products of an MLP of `width`: (gate and) up in one, and down."""
+    model = work.model
+    first = product_seconds(work, rows, (model.mlp_matrices - 1) * width, model.hidden)
+    return first + product_seconds(work, rows, model.hidden, width)
 
 
 def quantize_bytes(work: PricedStep) -> Number:
@@ -218,8 +215,7 @@ def mlp_block(work: PricedStep) -> BlockTime:
     """A dense MLP; zero where the model has none."""
     model, layout, constants = work.model, work.layout, work.constants
     u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
-    products = product_seconds(work, u, (model.mlp_matrices - 1) * width, hidden)
-    products = products + product_seconds(work, u, hidden, width)
+    products = mlp_seconds(work, u, width)
     traffic = (10 + quantize_bytes(work)) * u * width
     return BlockTime(
         products=where(width > 0, products, 0),
@@ -249,18 +245,13 @@ def expert_block(work: PricedStep) -> ExpertTime:
     model, layout, constants = work.model, work.layout, work.constants
     u, t, hidden = work.tokens, layout.tp, model.hidden
     has = where(model.experts > 0, 1, 0)
-    local = work.local_experts
+    local = maximum(model.experts / layout.ep, 1)
     rows = work.routed_rows
     width = maximum(model.expert_width, 1) / layout.etp
-    per_expert = rows / local
-    grouped = local * (
-        product_seconds(work, per_expert, (model.mlp_matrices - 1) * width, hidden)
-        + product_seconds(work, per_expert, hidden, width)
-    )
+    grouped = local * mlp_seconds(work, rows / local, width)
     router = 2 * u / t * hidden * model.experts / (work.hardware.peak_16bit * _ROUTER_EFFICIENCY)
     shared_width = model.shared_width / t
-    shared = product_seconds(work, u, (model.mlp_matrices - 1) * shared_width, hidden)
-    shared = shared + product_seconds(work, u, hidden, shared_width)
+    shared = mlp_seconds(work, u, shared_width)
     quantized = quantize_bytes(work)
     traffic = (
         (constants.permute_bytes + quantized) * u / t * model.top_k * hidden
@@ -299,7 +290,8 @@ def model_ends(work: PricedStep, accumulate: Number) -> EndTime:
     u, width = work.tokens, model.vocab / layout.tp
     traffic = constants.elementwise_traffic / work.hbm
     weights = model.hidden * width
-    product = wide_product_seconds(work, u, width, model.hidden)
+    peak = work.hardware.peak_16bit  # the head stays in 16 bit
+    product = _product(work, u, width, model.hidden, peak, constants.gemm_efficiency)
     summed, loss = weights * accumulate / work.hbm, 16 * u * width * traffic
     return EndTime(
         embedding=8 * u * model.hidden * traffic,
