@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +33,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import Speed, device_balance, layer_intensities
-from moemesh.planner.timing.price import with_headroom
+from moemesh.planner.timing.price import pricing, with_headroom
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
@@ -129,6 +129,16 @@ class Estimate:
             needed = self.crowded_bytes
             crowded = self.worst_routing.to_json()
             crowded |= {"needed_bytes": needed, "fits": self.fits(needed)}
+        near: dict[str, Any] | None = None
+        if isinstance(self.instead, str):
+            near = {"plan": None, "reason": self.instead}
+        elif self.instead is not None:
+            near = {
+                "plan": self.instead.layout.text,
+                "change": self.instead.change,
+                "memory_bytes": self.instead.needed,
+                "seconds": self.instead.seconds,
+            }
         memory = self.memory
         stated: dict[str, Any] = {
             "first": memory.first.to_json(),
@@ -146,7 +156,7 @@ class Estimate:
         return {
             "model": self.shape.name,
             "plan": self.text or self.layout.key,
-            "parameters": self.parameters.to_json(),
+            "parameters": asdict(self.parameters),
             "flops": flops,
             "memory": stated,
             "traffic": self.traffic.rows(),
@@ -159,7 +169,7 @@ class Estimate:
                 **layer_intensities(self.shape, self.layout),
                 "device_balance": self.device_balance,
             },
-            "nearest_that_fits": self._nearest(),
+            "nearest_that_fits": near,
             "notes": list(self.notes),
         }
 
@@ -193,21 +203,6 @@ class Estimate:
         """Whether a device has so many bytes for a job."""
         return needed <= self.cluster.memory_bytes * self.usable_share
 
-    def _nearest(self) -> dict[str, Any] | None:
-        """None where the layout fits; `plan` is None where nothing does."""
-        match self.instead:
-            case None:
-                return None
-            case str() as reason:
-                return {"plan": None, "reason": reason}
-            case near:
-                return {
-                    "plan": near.layout.text,
-                    "change": near.change,
-                    "memory_bytes": near.needed,
-                    "seconds": near.seconds,
-                }
-
 
 def estimate(
     model: Model,
@@ -238,11 +233,7 @@ def estimate(
             f"{cluster.num_devices}: as many more nodes of the same kind are assumed"
         )
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
-    is_gpu = bool(cluster.accelerator)
-    traffic, note = _traffic(shape, model.config, plan, layout, pp_rank, is_gpu)
-    # numpy is imported here: `moemesh --help` and the counts above do without.
-    from moemesh.planner.timing.price import pricing
-
+    traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     measured, seconds = known.price(shape, layout)
     peak: dict[str, Any] = {
@@ -252,7 +243,7 @@ def estimate(
     }
     near = None
     if not peak["fits"]:
-        # As for prices: only a layout that does not fit has to wait for a search.
+        # Only a layout that does not fit has to wait for a search.
         from moemesh.planner.search.rival import instead
 
         near = instead(shape, cluster, layout)
@@ -281,15 +272,10 @@ def estimate(
 
 
 def _traffic(
-    shape: ModelShape,
-    config: ModelConfig | None,
-    plan: Plan | None,
-    layout: PlannedLayout,
-    pp_rank: int,
-    on_accelerator: bool,
+    model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, on_accelerator: bool
 ) -> tuple[Ledger, str]:
     """The ledger of one rank: to the byte where our own library would run the plan."""
-    if config is None:
+    if (config := model.config) is None:
         reason = "`moemesh train` does not have this model"
     elif plan is None:
         reason = "no [plan] of `moemesh train` says this layout"
@@ -310,19 +296,24 @@ def _traffic(
         ledger = of_rank(rank=rank)
         note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
         if plan.data == "parameter_server" and other != rank:
-            note += f"; it serves weights: with gradients {_exchanged(ledger)} are sent by it, "
-            note += f"{_exchanged(of_rank(rank=other))} by rank {other}"
+            # Of gradients and weights a server and a worker do not send alike.
+            own, theirs = (
+                format_bytes(
+                    sum(
+                        one.wire_bytes
+                        for one in sent.entries()
+                        if one.caller in ("gradients", "weights")
+                    )
+                )
+                for sent in (ledger, of_rank(rank=other))
+            )
+            note += f"; it serves weights: with gradients {own} are sent by it, "
+            note += f"{theirs} by rank {other}"
         return ledger, note
-    return volumes_ledger(shape, layout, pp_rank), (
+    return volumes_ledger(model.shape, layout, pp_rank), (
         f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
         f"routing; not to the byte: {reason}"
     )
-
-
-def _exchanged(ledger: Ledger) -> str:
-    """The gradients and weights that a rank sends, which a server and a worker do not alike."""
-    callers = ("gradients", "weights")
-    return format_bytes(sum(one.wire_bytes for one in ledger.entries() if one.caller in callers))
 
 
 #: Words for a pipeline rank.

@@ -13,7 +13,7 @@ Sources: arXiv:2104.04473 appendix, arXiv:2204.02311 appendix B, arXiv:2412.1943
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
@@ -105,9 +105,6 @@ class Flops:
     head: float
     mtp: float
     expert_gate_up: float
-
-    def to_json(self) -> dict[str, float | str]:
-        return asdict(self)
 
 
 def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flops:

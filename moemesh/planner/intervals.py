@@ -16,6 +16,7 @@ times the prediction is then the isotonic regression of "it ran" on x = log(memo
 from __future__ import annotations
 
 import tomllib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -68,11 +69,10 @@ class MemoryErrors:
     def _needing_at_most(self, x: float) -> float:
         """The share of runs that need at most e^x times the prediction."""
         places, shares = self._isotonic
-        if x < places[0]:
-            return 0.0
         if x >= places[-1]:
             return 1.0
-        return shares[max(index for index, place in enumerate(places) if place <= x)]
+        below = bisect_right(places, x)
+        return shares[below - 1] if below else 0.0
 
     @cached_property
     def _isotonic(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -151,8 +151,7 @@ class Intervals:
         hits: dict[str, list[bool]] = {}
         for one in self.seconds:
             width = self.seconds_width(one.generation, without=one.source)
-            found = [abs(error) <= width for error in one.errors]
-            hits.setdefault(one.source, []).extend(found)
+            hits.setdefault(one.source, []).extend(abs(error) <= width for error in one.errors)
         return Coverage(
             by_source={name: sum(found) / len(found) for name, found in hits.items()},
             rows={name: len(found) for name, found in hits.items()},
@@ -195,22 +194,13 @@ def _memory_width(sources: Sequence[MemoryErrors]) -> float:
 
 def read_intervals(table: Mapping[str, Any]) -> Intervals:
     """Errors of left-out sources from parsed TOML."""
+
+    def of(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}  # pyright: ignore[reportUnknownArgumentType]
+
     return Intervals(
-        seconds=tuple(
-            SecondsErrors(
-                source=one["source"], generation=one["generation"], errors=tuple(one["errors"])
-            )
-            for one in table["seconds"]
-        ),
-        memory=tuple(
-            MemoryErrors(
-                source=one["source"],
-                errors=tuple(one.get("errors", ())),
-                ran=tuple(one.get("ran", ())),
-                out=tuple(one.get("out", ())),
-            )
-            for one in table["memory"]
-        ),
+        seconds=tuple(SecondsErrors(**of(row)) for row in table["seconds"]),
+        memory=tuple(MemoryErrors(**of(row)) for row in table["memory"]),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from math import ceil, prod
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError
@@ -153,10 +153,10 @@ LARGEST_LEDGER = 20_000
 
 def why_not_exact(model: ModelConfig, plan: Plan) -> str:
     """Why the ledger of a plan is not known to the byte; "" where it is."""
-    return next(_reasons(model, plan), "")
+    return next(_why_not_exact(model, plan), "")
 
 
-def _reasons(model: ModelConfig, plan: Plan) -> Iterator[str]:
+def _why_not_exact(model: ModelConfig, plan: Plan) -> Iterator[str]:
     for problem in refusals(RunConfig(model=model, plan=plan)):
         setting = f"{problem.key.partition('.')[2]} = {problem.value}"
         is_planned = problem.code == "not-available"
@@ -188,26 +188,17 @@ def resolved(plan: Plan) -> Plan | None:
 KEYS = ("lora.", "train.freeze", "train.train_only", "train.esft")
 
 
-class Tuned(NamedTuple):
-    """A run's choice of what trains: `settings` as ``--set`` takes them, the `config` that they
-    make with the model, and `layout`, the fields of a PlannedLayout that say it."""
-
-    settings: tuple[str, ...]
-    config: RunConfig
-    layout: dict[str, float | bool]
-
-
-def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> Tuned:
-    """The choice that `settings` ("lora.rank=8") make for the model that `model_words` name
-    ("model.preset=tiny"). Raises ConfigError with every problem found."""
+def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> RunConfig:
+    """The configuration that `settings` of what trains ("lora.rank=8"), as ``--set`` takes them,
+    make with the model that `model_words` name ("model.preset=tiny"). Raises ConfigError with every
+    problem found."""
     for setting in settings:
         key = setting.partition("=")[0].strip()
         if not key.startswith(KEYS):
             message = "a search takes from --set what trains, and chooses the rest itself"
             fix = "keys such as lora.rank, train.freeze or train.train_only"
             raise ConfigError([Problem.of("conflict", key, None, message, fix)])
-    config = load_run([], [*model_words, *settings], environ={}).config
-    return Tuned(tuple(settings), config, trained_shares(config))
+    return load_run([], [*model_words, *settings], environ={}).config
 
 
 def trained_shares(config: RunConfig) -> dict[str, float | bool]:

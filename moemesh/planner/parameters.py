@@ -16,7 +16,7 @@ equation 2.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -166,9 +166,6 @@ class Parameters:
     norms: int
     mtp: int
     selection_bias: int
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def count_parameters(shape: ModelShape) -> Parameters:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
-from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
@@ -82,13 +82,30 @@ def read_plan(
     broken = {problem.key for problem in problems}
     if "global_batch" not in broken and "plan.microbatch" not in broken:
         problems += _division(known, batch["global_batch"])
-    config = model.config if model is not None else None
     planned = None
     try:
         # Broken numbers of the batch leave the rest to be checked with harmless ones.
-        legal = _legal_batch(batch["global_batch"] if not problems else None, known)
+        legal = smallest_batch(known) if problems else batch["global_batch"]
         sequence = 1 if "seq_len" in broken else batch["seq_len"]
-        planned = _planned(known, sequence, legal, config)
+        beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
+        if beyond or _recomputed(known) is not None:
+            plan, layout = None, _layout(known, sequence, legal)
+            said = _plan(_without_parts(known), legal)
+        else:
+            said = plan = _plan(known, legal, sequence)
+            config = None if model is None else model.config
+            if config is not None and plan.num_stages > config.num_layers:
+                config = None
+            dtype = known.get("dtype", "bfloat16")
+            layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        unread: dict[str, object] = {
+            name: value
+            for name, item in Plan.model_fields.items()
+            if name not in _LAYOUT_FIELDS
+            and name not in _TRANSLATED
+            and (value := getattr(said, name)) != item.default
+        }
+        planned = ReadLayout(layout, plan, unread)
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
@@ -101,44 +118,9 @@ def read_plan(
 
 def smallest_batch(source: str | Mapping[str, Any]) -> int:
     """The smallest global batch that the plan `source` can divide, in sequences."""
-    return _legal_batch(None, plan_table(source))
-
-
-def _legal_batch(given: int | None, table: Mapping[str, Any]) -> int:
-    """The batch, or (None) the smallest that the plan can divide."""
-    if given is not None:
-        return given
-    found = 1
-    for key in ("dp", "microbatch", "microbatches"):
-        value = table.get(key, 1)
-        found *= value if isinstance(value, int) and value > 0 else 1
-    return found
-
-
-def _planned(
-    table: Mapping[str, Any], seq_len: int, global_batch: int, config: ModelConfig | None
-) -> ReadLayout:
-    beyond = set(table) - set(Plan.model_fields) - {"dtype", "microbatch"}
-    if beyond or _recomputed(table) is not None:
-        layout = _layout(table, seq_len, global_batch)
-        return ReadLayout(layout, None, _unread(_plan(_without_parts(table), global_batch)))
-    plan = _plan(table, global_batch, seq_len)
-    if config is not None and plan.num_stages > config.num_layers:
-        config = None
-    dtype = table.get("dtype", "bfloat16")
-    layout = from_plan(plan, config, seq_len=seq_len, global_batch=global_batch, dtype=dtype)
-    return ReadLayout(layout, plan, _unread(plan))
-
-
-def _unread(plan: Plan) -> dict[str, object]:
-    """Values of a Plan that differ from their default and are in no layout."""
-    return {
-        name: value
-        for name, item in Plan.model_fields.items()
-        if name not in _LAYOUT_FIELDS
-        and name not in _TRANSLATED
-        and (value := getattr(plan, name)) != item.default
-    }
+    table = plan_table(source)
+    values = (table.get(key, 1) for key in ("dp", "microbatch", "microbatches"))
+    return prod(value for value in values if isinstance(value, int) and value > 0)
 
 
 def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -193,63 +175,52 @@ def _split(source: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
+def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> Iterator[Problem]:
     for name in _BATCH:
         value = batch[name]
         option = f"--{name.replace('_', '-')}"
         if value is None:
-            problems.append(
-                Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
-            )
+            yield Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
-            problems.append(Problem.of("out-of-range", name, value, message, f"{option} 1"))
+            yield Problem.of("out-of-range", name, value, message, f"{option} 1")
         elif value > LARGEST_SIZE:
             message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
-            problems.append(Problem.of("out-of-range", name, value, message, fix))
-    each = table.get("microbatch", 1)
+            yield Problem.of("out-of-range", name, value, message, fix)
+    key, each = "plan.microbatch", table.get("microbatch", 1)
     if isinstance(each, int) and each < 1:
         message = f"a microbatch is at least 1 sequence, not {each}"
-        problems.append(
-            Problem.of("out-of-range", "plan.microbatch", each, message, "microbatch = 1")
-        )
+        yield Problem.of("out-of-range", key, each, message, "microbatch = 1")
     if "microbatch" in table and "microbatches" in table:
         message = "microbatch (sequences each) and microbatches (how many) say the same thing"
-        problems.append(
-            Problem.of("conflict", "plan.microbatch", None, message, "keep one of them")
-        )
-    return problems
+        yield Problem.of("conflict", key, None, message, "keep one of them")
 
 
 def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
     """Every replica must run the same number of equal microbatches."""
-    dp, each = table.get("dp", 1), table.get("microbatch", 1)
-    count = table.get("microbatches", 1)
-    for value in (dp, each, count):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    name = "microbatch" if "microbatch" in table else "microbatches"
+    dp, value = table.get("dp", 1), table.get(name, 1)
+    for number in (dp, table.get("microbatch", 1), table.get("microbatches", 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             return []  # told by the checks of the keys themselves
+
+    def near(legal: str, step: int) -> str:
+        below, above = global_batch // step * step, -(-global_batch // step) * step
+        return f"{legal}, or global_batch = " + " or ".join(str(x) for x in (below, above) if x)
+
     if global_batch % dp:
-        legal = nearest_divisors(global_batch, dp)
-        near = _multiples(global_batch, dp)
         message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
-        return [Problem.of("not-divisible", "plan.dp", dp, message, f"dp = {legal}, or {near}")]
+        fix = near(f"dp = {nearest_divisors(global_batch, dp)}", dp)
+        return [Problem.of("not-divisible", "plan.dp", dp, message, fix)]
     share = global_batch // dp
-    name, value = ("microbatch", each) if "microbatch" in table else ("microbatches", count)
     if share % value:
         message = (
             f"{name} ({value}) must divide the sequences of a replica "
             f"({global_batch} / dp {dp} = {share})"
         )
-        near = _multiples(global_batch, dp * value)
-        fix = f"{name} = {nearest_divisors(share, value)}, or {near}"
+        fix = near(f"{name} = {nearest_divisors(share, value)}", dp * value)
         return [Problem.of("not-divisible", f"plan.{name}", value, message, fix)]
     return []
-
-
-def _multiples(batch: int, step: int) -> str:
-    below, above = batch // step * step, -(-batch // step) * step
-    return "global_batch = " + " or ".join(str(size) for size in (below, above) if size)
 
 
 def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:

@@ -226,12 +226,12 @@ class PlannedLayout(Shown):
     @property
     def dense_shards(self) -> int:
         """Parts into which ZeRO cuts the states of dense weights."""
-        return _shards(self.dense_replicas, self.zero_group)
+        return min(self.dense_replicas, self.zero_group) if self.zero_group else self.dense_replicas
 
     @property
     def expert_shards(self) -> int:
         """Parts into which ZeRO cuts the states of expert weights."""
-        return _shards(self.edp, self.zero_group)
+        return min(self.edp, self.zero_group) if self.zero_group else self.edp
 
     @property
     def microbatches(self) -> int:
@@ -333,7 +333,3 @@ def shown(value: object) -> str:
     if isinstance(value, tuple):
         return "-".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if isinstance(value, str) else format_value(value)
-
-
-def _shards(replicas: int, group: int) -> int:
-    return min(replicas, group) if group else replicas

@@ -20,7 +20,7 @@ from moemesh.config.sources import parse_value, preset_names
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import plan_of, read_tuned, untrained
+from moemesh.planner.layout_sources import plan_of, read_tuned, trained_shares, untrained
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
@@ -259,14 +259,13 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
             problems += error.problems
     if problems or known is None or machine is None:
         raise ConfigError(problems)
-    tuned = None
     if request.settings:
         if known.config is None:
             raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
-        tuned = read_tuned(_words(_model_settings(known)), request.settings)
-        known = known._replace(settings=tuned.settings, run=tuned.config)
+        run = read_tuned(_words(_model_settings(known)), request.settings)
+        known = known._replace(settings=tuple(request.settings), run=run)
     space = Space(
-        trained={} if tuned is None else tuned.layout,
+        trained={} if known.run is None else trained_shares(known.run),
         num_devices=machine.num_devices,
         node_size=machine.gpus_per_node,
         seq_len=seq_len,

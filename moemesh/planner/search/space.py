@@ -107,21 +107,17 @@ class Family:
 
     def layout(self, space: Space, row: int) -> PlannedLayout:
         """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
-        tp, cp, dp, ep, etp, microbatch, _ = (int(column[row]) for column in self.columns)
+        values = {name: int(getattr(self.columns, name)[row]) for name in _DEGREES}
+        is_wide = values["ep"] * values["etp"] > space.node_size
         return PlannedLayout(
-            tp=tp,
-            cp=cp,
-            dp=dp,
-            ep=ep,
-            etp=etp,
-            microbatch=microbatch,
+            **values,
             pp=self.pp,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
             recompute=RECOMPUTED[self.recompute],
             zero=self.zero,
             attention_exit=self.attention_exit,
-            dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
+            dispatcher="hierarchical" if is_wide else "all_to_all",
             seq_len=space.seq_len,
             global_batch=space.global_batch,
             precision=space.precision,

@@ -304,8 +304,7 @@ def _check(shape: ModelShape) -> list[Problem]:
     problems: list[Problem] = []
 
     def complain(key: str, message: str, fix: str = "") -> None:
-        value = getattr(shape, key)
-        problems.append(Problem.of("shape", f"model.{key}", value, message, fix))
+        problems.append(Problem.of("shape", f"model.{key}", getattr(shape, key), message, fix))
 
     for key, value in shape.to_json().items():
         if isinstance(value, int) and not isinstance(value, bool):
@@ -314,31 +313,19 @@ def _check(shape: ModelShape) -> list[Problem]:
                 complain(key, f"{key} must be at least {least}, not {value}")
     if problems:
         return problems
-    if shape.attention == "gqa" and shape.num_heads % shape.num_kv_heads:
-        complain(
-            "num_kv_heads",
-            f"num_kv_heads ({shape.num_kv_heads}) must divide num_heads ({shape.num_heads})",
-        )
+    heads, kv_heads, experts = shape.num_heads, shape.num_kv_heads, shape.num_experts
+    if shape.attention == "gqa" and heads % kv_heads:
+        complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
     if shape.windows and len(shape.windows) != shape.num_layers:
         complain("windows", f"{len(shape.windows)} windows for {shape.num_layers} layers")
     if any(not 0 <= layer < shape.num_layers for layer in shape.moe_layers):
         complain("moe_layers", f"layers are numbered 0 to {shape.num_layers - 1}")
-    if shape.num_experts and not shape.moe_layers:
-        complain(
-            "num_experts",
-            f"num_experts is {shape.num_experts}, but no layer holds them",
-            f"moe_layers = {list(range(min(shape.num_layers, 3)))} ..., or num_experts = 0",
-        )
-    if shape.experts_per_token > shape.num_experts:
-        complain(
-            "experts_per_token",
-            f"experts_per_token ({shape.experts_per_token}) exceeds "
-            f"num_experts ({shape.num_experts})",
-            f"experts_per_token = {shape.num_experts}",
-        )
-    if shape.num_experts % max(shape.router_groups, 1):
-        complain(
-            "router_groups",
-            f"router_groups ({shape.router_groups}) must divide num_experts ({shape.num_experts})",
-        )
+    if experts and not shape.moe_layers:
+        fix = f"moe_layers = {list(range(min(shape.num_layers, 3)))} ..., or num_experts = 0"
+        complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
+    if (chosen := shape.experts_per_token) > experts:
+        message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+        complain("experts_per_token", message, f"experts_per_token = {experts}")
+    if experts % max(groups := shape.router_groups, 1):
+        complain("router_groups", f"router_groups ({groups}) must divide num_experts ({experts})")
     return problems

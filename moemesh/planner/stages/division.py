@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -123,15 +124,12 @@ def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> f
 
 def division_of(table: FloatArray, layers_per_stage: Sequence[int], microbatches: int) -> Division:
     """A given division, priced by a table of stage costs."""
-    seconds = [
-        float(table[stage, run.start, run.stop])
-        for stage, run in enumerate(runs_of(layers_per_stage))
-    ]
-    total = pipeline_seconds(seconds, microbatches)
+    runs = enumerate(runs_of(layers_per_stage))
+    seconds = tuple(float(table[stage, run.start, run.stop]) for stage, run in runs)
     return Division(
-        seconds=total,
+        seconds=pipeline_seconds(seconds, microbatches),
         layers_per_stage=tuple(layers_per_stage),
-        stage_seconds=tuple(seconds),
+        stage_seconds=seconds,
         lower_bound=0.0,
         evaluations=1,
     )
@@ -154,8 +152,8 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
     tight = search.run(smallest)
     assert tight is not None
     best = min(free, tight, key=lambda found: found.seconds)
-    low, high = (int(np.searchsorted(times, max(found.stage_seconds))) for found in (tight, free))
     low = int(np.searchsorted(times, smallest))
+    high = int(np.searchsorted(times, max(free.stage_seconds)))
     spans = [(low, tight, high, free)] if low < high else []
     while spans:
         low, lower, high, upper = spans.pop()
@@ -321,24 +319,19 @@ def learned_division(
 
 
 def _cuts_evaluator(table: FloatArray, num_microbatches: int) -> Evaluate:
-    def evaluate(cuts: IntArray) -> FloatArray:
-        return np.array([_seconds(table, row, num_microbatches) for row in cuts])
+    def seconds(cuts: IntArray) -> float:
+        runs = list(pairwise(_borders(cuts)))
+        if len(runs) != len(table):
+            return np.inf
+        times = [float(table[stage, first, end]) for stage, (first, end) in enumerate(runs)]
+        return pipeline_seconds(times, num_microbatches)
 
-    return evaluate
+    return lambda cuts: np.array([seconds(row) for row in cuts])
 
 
 def _borders(cuts: Sequence[int] | IntArray) -> list[int]:
     """First layer of every stage, and the number of layers."""
     return [0, *(int(gap) + 1 for gap in np.flatnonzero(cuts)), len(cuts) + 1]
-
-
-def _seconds(table: FloatArray, cuts: IntArray, num_microbatches: int) -> float:
-    borders = _borders(cuts)
-    if len(borders) != len(table) + 1:
-        return np.inf
-    stages = range(len(table))
-    times = [float(table[stage, borders[stage], borders[stage + 1]]) for stage in stages]
-    return pipeline_seconds(times, num_microbatches)
 
 
 def _division(found: BestDraw, table: FloatArray, num_microbatches: int) -> Division | None:

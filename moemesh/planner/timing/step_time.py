@@ -205,12 +205,6 @@ def _measured(work: PricedStep, links: Links, dense: Number, expert: Number) -> 
     return found
 
 
-def optimizer_seconds(work: PricedStep, dense: Number, expert: Number) -> Number:
-    """The update of the weights that a rank owns."""
-    own = _owned(work, dense, expert)
-    return where(work.layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)
-
-
 def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Weights of a rank whose sums of gradients and optimizer states it keeps."""
     layout = work.layout
@@ -305,7 +299,7 @@ def step_time(
         waiting + startup,
         (blocks, transfers, accumulate),
         data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights),
-        optimizer_seconds(work, *weights),
+        where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm),
     )
 
 

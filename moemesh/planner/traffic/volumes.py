@@ -83,15 +83,17 @@ def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> L
     """The same as a ledger, bytes of all events together."""
     ledger = Ledger()
     for found in step_volumes(shape, layout, rank):
+        axis, op, phase, caller, events, *sizes, _ = found
+        payload, sent, received = (round(events * size) for size in sizes)
         ledger.record(
-            axis=found.axis,
-            op=found.op,
-            phase=found.phase,
-            caller=found.caller,
-            count=round(found.events),
-            payload_bytes=round(found.events * found.payload_bytes),
-            wire_bytes=round(found.total_wire_bytes),
-            received_bytes=round(found.events * found.received_bytes),
+            axis=axis,
+            op=op,
+            phase=phase,
+            caller=caller,
+            count=round(events),
+            payload_bytes=payload,
+            wire_bytes=sent,
+            received_bytes=received,
         )
     return ledger
 
@@ -173,20 +175,15 @@ class _Volumes:
                 self._enter("tp", "all_reduce", phase, f"{caller}.leave", number, size, t)
             self._enter("tp", "all_reduce", "backward", f"{caller}.enter", count, entering, t)
             return
-        enter, leave = f"{caller}.enter", f"{caller}.leave"
+        enter, leave, leaving = f"{caller}.enter", f"{caller}.leave", size
+        if exit_form == "all_to_all":
+            leaving = layout.tokens * self.shape.output_width * layout.element_bytes / t
         for phase, number in passes:
             self._enter("tp", "all_gather", phase, enter, number, entering, t)
-            if exit_form == "all_to_all":
-                heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
-                self._enter("tp", "all_to_all", phase, leave, number, heads, t)
-            else:
-                self._enter("tp", exit_form, phase, leave, number, size, t)
+            self._enter("tp", exit_form, phase, leave, number, leaving, t)
         self._enter("tp", layout.input_gradient, "backward", enter, count, entering, t)
-        if exit_form == "all_to_all":
-            heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
-            self._enter("tp", "all_to_all", "backward", leave, count, heads, t)
-        else:
-            self._enter("tp", "all_gather", "backward", leave, count, size, t)
+        back = "all_to_all" if exit_form == "all_to_all" else "all_gather"
+        self._enter("tp", back, "backward", leave, count, leaving, t)
         if layout.rebuild != "none":
             tensors = 2 if layout.rebuild == "input_and_gradient" else 1
             caller = f"{caller}.rebuild"
@@ -309,19 +306,10 @@ class _Volumes:
             size = weights.replicated * layout.gradient_bytes
             self._enter("tp", "all_reduce", "backward", "gradients", 1, size, layout.tp)
         dense, experts = dense_share(weights, layout), expert_share(weights, layout)
-        buckets = self.layers if layout.bucket_per_layer else 1
-        self._sums(
-            "dp_cp",
-            dense,
-            layout.trained_dense,
-            layout.dense_replicas,
-            layout.dense_shards,
-            buckets,
-        )
-        expert_buckets = self.moe if layout.bucket_per_layer else 1
-        self._sums(
-            "edp", experts, layout.trained_experts, layout.edp, layout.expert_shards, expert_buckets
-        )
+        replicas, shards = layout.dense_replicas, layout.dense_shards
+        self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
+        replicas, shards = layout.edp, layout.expert_shards
+        self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
         ends = self.content.has_embedding != self.content.has_head
         if self.shape.tied_embeddings and layout.pp > 1 and ends:
             table = self.shape.vocab_size * self.shape.hidden_size / layout.tp
@@ -329,10 +317,11 @@ class _Volumes:
             self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _sums(
-        self, axis: str, psi: float, share: float, replicas: int, shards: int, buckets: int
+        self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
     ) -> None:
         """Gradients and weights of `psi` parameters of a rank, of which `share` train."""
         layout = self.layout
+        buckets = layers if layout.bucket_per_layer else 1
         if not psi or replicas == 1 or (not share and layout.zero < 3):
             return
         gradient, weight = layout.gradient_bytes * psi * share, layout.element_bytes * psi
