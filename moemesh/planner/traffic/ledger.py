@@ -18,7 +18,7 @@ bytes one rank sends):
 | exit all_reduce | all-reduce 2 (N-1)/N T h w | all-gather |
 | exit all_to_all | all-to-all (N-1)/N^2 T a d_v w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
-| context parallelism | see `context_traffic` | |
+| context parallelism | see `_Step._context` | |
 | extra prediction layers | embedding, a layer and the head once more, each | |
 | experts | see `dispatch_traffic`, `replica_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
@@ -55,90 +55,8 @@ from moemesh.planner.traffic.tensors import (
 from moemesh.schedule.messages import messages
 from moemesh.trace.ledger import Ledger
 
-# Ledger entries of context parallelism: keys and values of positions that other ranks hold.
-#
-# c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query heads,
-# M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at least 4).
-#
-# | plan.context | forward | backward |
-# |---|---|---|
-# | ring | c-1 messages S_j M (d_k + d_v) w, sent and received | the same; c-1 with W for w |
-# | all_gather | S_i M (d_k + d_v) w gathered | gathered again, gradients scattered |
-# | all_to_all | heads for positions, positions for heads | the same, the other way |
-#
-# Keys of latent attention are those behind their projection up: one for each query head.
-
-
 #: Callers that a forward enters, in all layers alike.
 CONTEXT_CALLERS = ("context.keys", "context.heads", "context.positions")
-
-
-class ContextTraffic:
-    """Enters the lines of one attention of `sequences` sequences, `times` over."""
-
-    def __init__(
-        self, lines: LedgerLines, model: ModelConfig, plan: Plan, seq_len: int, element: int
-    ) -> None:
-        self.lines, self.plan, self.element = lines, plan, element
-        self.sizes = context_sizes(seq_len, plan.cp)
-        self.query_size, self.value_size = model.query_head_dim, model.value_head_dim
-        self.num_heads = model.num_heads // plan.tp
-        latent = model.attention == "mla"
-        self.num_kv_heads = self.num_heads if latent else model.num_kv_heads // plan.tp
-        #: Numbers of a key and its value.
-        self.pair = self.query_size + self.value_size
-
-    def enter(self, sequences: int, times: int) -> None:
-        if self.plan.cp == 1:
-            return
-        match self.plan.context:
-            case "ring":
-                self._ring(sequences, times)
-            case "all_gather":
-                row = sequences * self.num_kv_heads * self.pair * self.element
-                blocks = [float(size * row) for size in self.sizes]
-                for phase in ("forward", "backward"):
-                    self.lines.all_gather("cp", blocks, phase, "context.keys", times)
-                self.lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
-            case "all_to_all":
-                self._all_to_all(sequences, times)
-
-    def _ring(self, sequences: int, times: int) -> None:
-        ranks, index = self.plan.cp, self.lines.here["cp"]
-        numbers = [size * sequences * self.num_kv_heads * self.pair for size in self.sizes]
-        for hop in range(ranks - 1):
-            sent, received = numbers[index - hop], numbers[index - hop - 1]
-            for size, sends in ((sent, True), (received, False)):
-                for phase in ("forward", "backward"):
-                    wire = size * self.element
-                    self.lines.message("cp", wire, phase, "context.keys", times, sends=sends)
-            # Gradients set out one rank behind the owner of their block.
-            wide = max(self.element, 4)
-            sent, received = numbers[index - hop - 1], numbers[(index - hop - 2) % ranks]
-            for size, sends in ((sent, True), (received, False)):
-                caller = "context.gradients"
-                self.lines.message("cp", size * wide, "backward", caller, times, sends=sends)
-
-    def _all_to_all(self, sequences: int, times: int) -> None:
-        ranks, index = self.plan.cp, self.lines.here["cp"]
-        shares = [
-            head_share(self.num_heads, self.num_kv_heads, ranks, rank) for rank in range(ranks)
-        ]
-        width = sequences * self.element
-
-        def heads(rank: int) -> int:
-            """Bytes a position of what `rank` attends with."""
-            share = shares[rank]
-            return width * (len(share.queries) * self.query_size + len(share.keys) * self.pair)
-
-        own = self.sizes[index]
-        there = [float(own * heads(rank)) for rank in range(ranks)]
-        here = [float(size * heads(index)) for size in self.sizes]
-        self.lines.exchanged("cp", there, here, "context.heads", times)
-        out = width * len(shares[index].queries) * self.value_size
-        away = [float(size * out) for size in self.sizes]
-        back = [float(own * out)] * ranks
-        self.lines.exchanged("cp", away, back, "context.positions", times)
 
 
 _INT64, _FLOAT64 = 8, 8
@@ -170,8 +88,8 @@ def predict_ledger(
     schedule cannot be made. See also `volumes`, and
     :func:`moemesh.planner.layout_sources.why_not_exact`.
     """
-    batch = seq_len, global_batch, dtype
-    return _Step(model, plan, *batch, rank, routing, tuning, on_accelerator).ledger()
+    placement = StagePlacement(model, plan, seq_len, tuning)
+    return _Step(placement, global_batch, dtype, rank, routing, on_accelerator).ledger()
 
 
 class _Step:
@@ -179,27 +97,23 @@ class _Step:
 
     def __init__(
         self,
-        model: ModelConfig,
-        plan: Plan,
-        seq_len: int,
+        placement: StagePlacement,
         global_batch: int,
         dtype: str,
         rank: int,
         routing: Routing | None,
-        tuning: Tuning,
         on_accelerator: bool,
     ) -> None:
-        self.model, self.plan, self.batch = model, plan, global_batch
-        self.layout = plan.layout
+        self.placement, self.batch = placement, global_batch
+        self.model, self.plan = model, plan = placement.model, placement.plan
+        self.layout, self.schedule = placement.layout, placement.schedule
         self.element = ELEMENT_BYTES[dtype]
         self.wide = max(self.element, 4)
         exact = plan.combine == "exact"
         self.spare_rows = on_accelerator * spare_rows(model.hidden_size, exact=exact)
         self.is_uniform = routing is None
         self.routing = routing or uniform_routing(model, self.layout)
-        self.placement = StagePlacement(model, plan, seq_len, tuning)
-        self.schedule = self.placement.schedule
-        self.max_tokens = plan.tokens_per_rank(seq_len, global_batch)
+        self.max_tokens = plan.tokens_per_rank(placement.seq_len, global_batch)
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
         again: tuple[str, ...] = ()
@@ -212,7 +126,6 @@ class _Step:
         self.lines = LedgerLines(self.layout, rank, forwards=2 if twice else 1, recomputed=again)
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
-        self.context = ContextTraffic(self.lines, model, plan, seq_len, self.element)
         self.once = LedgerLines(self.layout, rank)
 
     def _sequences(self, forward: int) -> int:
@@ -253,7 +166,8 @@ class _Step:
     def _layers(self, layers: list[int], tokens: int, forward: int) -> None:
         num_moe = sum(self.model.is_moe_layer(index) for index in layers)
         self._attention(tokens, len(layers))
-        self.context.enter(self._sequences(forward), len(layers))
+        if self.plan.cp > 1:
+            self._context(self._sequences(forward), len(layers))
         shared = num_moe if self.model.shared_width else 0
         if mlps := len(layers) - num_moe + shared:
             self._gather(tokens, "mlp.enter", mlps)
@@ -316,6 +230,62 @@ class _Step:
                 out = [float(rows * width) for rows in sizes]
                 into = [float(sizes[lines.here["tp"]] * width)] * self.plan.tp
                 lines.exchanged("tp", out, into, caller, times)
+
+    # Ledger entries of context parallelism: keys and values of positions that other ranks hold.
+    #
+    # c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query heads,
+    # M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at least 4).
+    #
+    # | plan.context | forward | backward |
+    # |---|---|---|
+    # | ring | c-1 messages S_j M (d_k + d_v) w, sent and received | the same; c-1 with W for w |
+    # | all_gather | S_i M (d_k + d_v) w gathered | gathered again, gradients scattered |
+    # | all_to_all | heads for positions, positions for heads | the same, the other way |
+    #
+    # Keys of latent attention are those behind their projection up: one for each query head.
+
+    def _context(self, sequences: int, times: int) -> None:
+        """One attention of so many sequences."""
+        plan, model, lines, element = self.plan, self.model, self.lines, self.element
+        ranks, index = plan.cp, lines.here["cp"]
+        sizes = context_sizes(self.placement.seq_len, ranks)
+        num_heads = model.num_heads // plan.tp
+        kv_heads = num_heads if model.attention == "mla" else model.num_kv_heads // plan.tp
+        #: Numbers of a key and its value.
+        pair = model.query_head_dim + model.value_head_dim
+        numbers = [size * sequences * kv_heads * pair for size in sizes]
+        match plan.context:
+            case "ring":
+                for hop in range(ranks - 1):
+                    sent, received = numbers[index - hop], numbers[index - hop - 1]
+                    for size, sends in ((sent, True), (received, False)):
+                        for phase in ("forward", "backward"):
+                            wire = size * element
+                            lines.message("cp", wire, phase, "context.keys", times, sends=sends)
+                    # Gradients set out one rank behind the owner of their block.
+                    sent, received = numbers[index - hop - 1], numbers[(index - hop - 2) % ranks]
+                    for size, sends in ((sent, True), (received, False)):
+                        wire, caller = size * self.wide, "context.gradients"
+                        lines.message("cp", wire, "backward", caller, times, sends=sends)
+            case "all_gather":
+                blocks = [float(number * element) for number in numbers]
+                for phase in ("forward", "backward"):
+                    lines.all_gather("cp", blocks, phase, "context.keys", times)
+                lines.reduce_scatter("cp", blocks, "backward", "context.keys", times)
+            case "all_to_all":
+                shares = [head_share(num_heads, kv_heads, ranks, rank) for rank in range(ranks)]
+                width, own = sequences * element, sizes[index]
+                # Bytes a position of what each rank attends with, and of what comes of it.
+                heads = [
+                    width * (len(share.queries) * model.query_head_dim + len(share.keys) * pair)
+                    for share in shares
+                ]
+                out = width * len(shares[index].queries) * model.value_head_dim
+                there = [float(own * size) for size in heads]
+                here = [float(size * heads[index]) for size in sizes]
+                lines.exchanged("cp", there, here, "context.heads", times)
+                away, back = [float(size * out) for size in sizes], [float(own * out)] * ranks
+                lines.exchanged("cp", away, back, "context.positions", times)
 
     def _balance(self, forward: int, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from moemesh.config.context import head_share
 from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import shard_range
-from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
@@ -61,7 +59,7 @@ class SavedTensors(NamedTuple):
 # | part | kept bytes | of tokens | held | gradients for W |
 # |---|---|---|---|---|
 # | each norm | input, normalised copy: 2 W h; the inverse root W | T/N | | |
-# | attention | see `attention_saved` | | inputs of products | their outputs |
+# | attention | see below | | inputs of products | their outputs |
 # | MLP, shared experts | input w h | T | all | 2 w f / N |
 # | | gate, up, silu(gate): 3 w f / N; product w f / N | T | product | w h |
 # | router | input W h; scores W E; choices and weights | T/N | input | W E |
@@ -101,78 +99,119 @@ class SavedTensors(NamedTuple):
 # in whole sequences in place of its own projections.
 
 
-def attention_saved(
-    model: ModelConfig,
-    plan: Plan,
-    tokens: tuple[int, int],
-    length: int,
-    element: int,
-    *,
-    cp_index: int = 0,
-    attended: int = 0,
-) -> Iterator[Saved]:
-    """One forward of a layer, without the norm in front of it; `tokens`: (all of the microbatch,
-    rows of the stream here), `length` of a sequence or slice. Where ranks of cp swap heads for
-    positions, `attended` are the tokens of whole sequences."""
-    whole, local = tokens
-    block = _Block(model, plan, element)
-    again = block.is_again
-    if model.attention == "mla":
-        yield from block.latent(whole, local)
-    else:
-        yield from block.grouped(whole)
-    if whole:
-        tables = length * model.rotary_dim * element
-        # They are made in float64: every use keeps a copy in a narrower dtype.
-        if element < 8:
-            yield Saved("attention", 4 * tables, is_again=again)
-        else:
-            yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
-    if block.swaps:
-        core = attended * block.by_heads(cp_index)
-    else:
-        # The log-sum-exp, and outputs that are not the input of the last product.
-        core = block.heads * block.wide
-        if block.is_padded:
-            core += block.heads * element * model.query_head_dim
-        elif again:
-            # Computed again, the output lies beside the one that was kept.
-            core += block.heads * element * model.value_head_dim
-        core *= whole
-    yield Saved("attention", core, is_again=again)
-    result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
-    if plan.attention_exit == "all_to_all" and plan.tp > 1:
-        own = local * element * model.num_heads * model.value_head_dim
-        if not again and not block.is_padded:
-            yield Saved("attention", result)
-        yield Saved("attention", own, held=own, gradient=local * element * hidden)
-    else:
-        yield Saved("attention", result, held=result, gradient=whole * element * hidden)
+_INT64, _FLOAT64 = 8, 8
 
 
-class _Block:
-    def __init__(self, model: ModelConfig, plan: Plan, element: int) -> None:
-        self.model, self.w, self.wide = model, element, max(element, 4)
-        self.tp = plan.tp
-        self.heads = model.num_heads / plan.tp
-        self.keys = model.num_kv_heads / plan.tp
+class LayerMemory:
+    """The layers of one rank's stages, forward by forward."""
+
+    def __init__(
+        self,
+        placement: StagePlacement,
+        global_batch: int,
+        element: int,
+        rank: int,
+        routing: Routing | None,
+    ) -> None:
+        self.placement, self.layout, self.rank = placement, placement.layout, rank
+        self.model, self.plan = placement.model, placement.plan
+        self.batch = global_batch
+        self.w, self.wide = element, max(element, 4)
+        self.routing = routing or uniform_routing(self.model, self.layout)
+        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
+        self.here = placement.coordinates(rank)
+        model, plan = self.model, self.plan
+        self.is_selective = plan.recompute == "selective"
+        #: Heads of this rank.
+        self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
         #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
         self.is_padded = model.value_head_dim < model.query_head_dim and (
             plan.cp == 1 or plan.context == "all_to_all"
         )
-        #: Whether what lies between the projections is computed again.
-        self.is_again = plan.recompute == "selective" and plan.recompute_attention
-
+        #: Whether what lies between the projections of attention is computed again.
+        self.is_again = self.is_selective and plan.recompute_attention
         #: Heads for positions: the projections are sent, and what arrives is kept in their place.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
-        self.cp = plan.cp
 
-    def by_heads(self, cp_index: int) -> float:
+    def _sequences(self, number: int) -> int:
+        microbatch = number // len(self.placement.lengths)
+        return self.placement.sequences(self.batch, self.here["dp"], microbatch)
+
+    def stage(self, stage: int, number: int) -> list[SavedTensors]:
+        """One forward on one stage: what has a backward."""
+        whole, local = self.placement.tokens(self.batch, self.rank, number)
+        length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
+        found: list[SavedTensors] = []
+        kept = self.placement.has_backward
+        if stage == 0 and kept("embedding"):
+            found.append(SavedTensors([Saved("stream", self._ids(whole))]))
+        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
+        for layer in (index for index in layers if index < self.model.num_layers):
+            found.append(self._layer(number, layer, whole, local, length))
+        if stage < self.placement.schedule.num_stages - 1:
+            return found
+        if kept("head"):
+            found.append(SavedTensors([self._norm(local), self._head(whole)]))
+        for layer in (index for index in layers if index >= self.model.num_layers):
+            found.append(SavedTensors(list(self._ahead(whole, local))))
+            found.append(self._layer(number, layer, whole, local, length))
+            found.append(SavedTensors([self._norm(local), self._head(whole)]))
+        if self.model.has_joint_aux_loss:
+            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+        return found
+
+    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
+        attention = self._attention(number, whole, local, length)
+        saved = [self._norm(local), *attention, self._adapters(whole, local), self._norm(local)]
+        if self.model.is_moe_layer(layer):
+            saved += self._moe(number, layer, whole, local)
+        else:
+            saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
+        stream = local * self.w * self.model.hidden_size
+        return SavedTensors(saved, again=stream, entry=stream * (self.w == self.wide))
+
+    def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
+        """An attention block without the norm in front of it; `length` of a sequence or slice."""
+        model, plan, w, again = self.model, self.plan, self.w, self.is_again
+        if model.attention == "mla":
+            yield from self._latent(whole, local)
+        else:
+            yield from self._grouped(whole)
+        if whole:
+            tables = length * model.rotary_dim * w
+            # They are made in float64: every use keeps a copy in a narrower dtype.
+            if w < 8:
+                yield Saved("attention", 4 * tables, is_again=again)
+            else:
+                yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
+        if self.swaps:
+            # Whole sequences.
+            core = self._sequences(number) * self.placement.seq_len * self._by_heads()
+        else:
+            # The log-sum-exp, and outputs that are not the input of the last product.
+            core = self.heads * self.wide
+            if self.is_padded:
+                core += self.heads * w * model.query_head_dim
+            elif again:
+                # Computed again, the output lies beside the one that was kept.
+                core += self.heads * w * model.value_head_dim
+            core *= whole
+        yield Saved("attention", core, is_again=again)
+        result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
+        if plan.attention_exit == "all_to_all" and plan.tp > 1:
+            own = local * w * model.num_heads * model.value_head_dim
+            if not again and not self.is_padded:
+                yield Saved("attention", result)
+            yield Saved("attention", own, held=own, gradient=local * w * hidden)
+        else:
+            yield Saved("attention", result, held=result, gradient=whole * w * hidden)
+
+    def _by_heads(self) -> float:
         """A token's queries, keys, values and output of the heads that a rank of cp attends with,
         and their log-sum-exp."""
         model, w, heads = self.model, self.w, round(self.heads)
         kv_heads = heads if model.attention == "mla" else round(self.keys)
-        share = head_share(heads, kv_heads, self.cp, cp_index)
+        share = head_share(heads, kv_heads, self.plan.cp, self.here["cp"])
         queries, keys = len(share.queries), len(share.keys)
         if not share.is_even(heads // kv_heads):
             keys = queries
@@ -180,7 +219,7 @@ class _Block:
         values = size if self.is_padded else model.value_head_dim
         return (queries + keys) * w * (size + values) + queries * self.wide
 
-    def grouped(self, whole: int) -> Iterator[Saved]:
+    def _grouped(self, whole: int) -> Iterator[Saved]:
         model, w, heads, keys, size = (
             self.model, self.w, self.heads, self.keys, self.model.head_dim,
         )  # fmt: skip
@@ -216,7 +255,7 @@ class _Block:
         core = whole * (w * size * channels + per_head)
         yield Saved("attention", core, is_again=self.is_again)
 
-    def latent(self, whole: int, local: int) -> Iterator[Saved]:
+    def _latent(self, whole: int, local: int) -> Iterator[Saved]:
         model, w, wide, heads = self.model, self.w, self.wide, self.heads
         rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
         queries = whole * w * heads * model.query_head_dim
@@ -228,7 +267,7 @@ class _Block:
                 # Input, normalised copy and inverse root of a norm.
                 kept = local * (wide * (2 * size + 1) + w * beside * (w == wide))
                 yield Saved("attention", kept)
-        if not rank and self.tp > 1:
+        if not rank and self.plan.tp > 1:
             gathered = whole * w * model.hidden_size
             yield Saved("attention", gathered, held=gathered)
         entered = whole * w * (rank + latent + rotary)
@@ -241,75 +280,6 @@ class _Block:
             return
         yield Saved("attention", 2 * queries + values, is_again=self.is_again)
 
-
-_INT64, _FLOAT64 = 8, 8
-
-
-class LayerMemory:
-    """The layers of one rank's stages, forward by forward."""
-
-    def __init__(
-        self,
-        placement: StagePlacement,
-        global_batch: int,
-        element: int,
-        rank: int,
-        routing: Routing | None,
-    ) -> None:
-        self.placement, self.layout, self.rank = placement, placement.layout, rank
-        self.model, self.plan = placement.model, placement.plan
-        self.batch = global_batch
-        self.w, self.wide = element, max(element, 4)
-        self.routing = routing or uniform_routing(self.model, self.layout)
-        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
-        self.here = placement.coordinates(rank)
-        self.is_selective = self.plan.recompute == "selective"
-
-    def _sequences(self, number: int) -> int:
-        microbatch = number // len(self.placement.lengths)
-        return self.placement.sequences(self.batch, self.here["dp"], microbatch)
-
-    def stage(self, stage: int, number: int) -> list[SavedTensors]:
-        """One forward on one stage: what has a backward."""
-        whole, local = self.placement.tokens(self.batch, self.rank, number)
-        length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
-        found: list[SavedTensors] = []
-        kept = self.placement.has_backward
-        if stage == 0 and kept("embedding"):
-            found.append(SavedTensors([Saved("stream", self._ids(whole))]))
-        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
-        for layer in (index for index in layers if index < self.model.num_layers):
-            found.append(self._layer(number, layer, whole, local, length))
-        if stage < self.placement.schedule.num_stages - 1:
-            return found
-        if kept("head"):
-            found.append(SavedTensors([*self._norm(local), self._head(whole)]))
-        for layer in (index for index in layers if index >= self.model.num_layers):
-            found.append(SavedTensors(list(self._ahead(whole, local))))
-            found.append(self._layer(number, layer, whole, local, length))
-            found.append(SavedTensors([*self._norm(local), self._head(whole)]))
-        if self.model.has_joint_aux_loss:
-            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
-        return found
-
-    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
-        attention = attention_saved(
-            self.model,
-            self.plan,
-            (whole, local),
-            length,
-            self.w,
-            cp_index=self.here["cp"],
-            attended=self._sequences(number) * self.placement.seq_len,
-        )
-        saved = [*self._norm(local), *attention, *self._adapters(whole, local), *self._norm(local)]
-        if self.model.is_moe_layer(layer):
-            saved += self._moe(number, layer, whole, local)
-        else:
-            saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
-        stream = local * self.w * self.model.hidden_size
-        return SavedTensors(saved, again=stream, entry=stream * (self.w == self.wide))
-
     def _ids(self, whole: int) -> int:
         """Token ids, and which of them are rows of other ranks."""
         return _INT64 * whole + (whole if self.plan.tp > 1 else 0)
@@ -318,18 +288,18 @@ class LayerMemory:
         """Tensors in front of an extra prediction layer: token ids, two norms, both halves."""
         stream = local * self.w * self.model.hidden_size
         yield Saved("head", self._ids(whole))
-        yield from self._norm(local)
+        yield self._norm(local)
         # The stream is the input of the norm in front of the head, too.
         yield Saved("norms", -stream * (self.w == self.wide))
-        yield from self._norm(local)
+        yield self._norm(local)
         yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
 
     def _head(self, whole: int) -> Saved:
         size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
         return Saved("head", size, held=size, gradient=whole * self.wide)
 
-    def _norm(self, rows: int) -> Iterator[Saved]:
-        yield Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
+    def _norm(self, rows: int) -> Saved:
+        return Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
         hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
@@ -392,7 +362,7 @@ class LayerMemory:
             + 2 * self._narrow(rows.total, "gate_proj", "up_proj", "down_proj"),
         )
 
-    def _adapters(self, whole: int, local: int) -> Iterator[Saved]:
+    def _adapters(self, whole: int, local: int) -> Saved:
         """Gradients of an attention block's narrow products, kept until those of weights."""
         if self.model.attention == "gqa":
             size = self._narrow(whole, "q_proj", "k_proj", "v_proj")
@@ -403,7 +373,7 @@ class LayerMemory:
             else:
                 size += self._narrow(whole, "q_proj")
         leaves = local if self.plan.attention_exit == "all_to_all" else whole
-        yield Saved("attention", 0.0, gradient=size + self._narrow(leaves, "o_proj"))
+        return Saved("attention", 0.0, gradient=size + self._narrow(leaves, "o_proj"))
 
     def _narrow(self, rows: float, *targets: str) -> float:
         """Bytes of `rows` rows of one factor's width, for each of the adapters."""
