@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.stage_cut import with_values
 
 
 class ActivationBytes(NamedTuple):
@@ -142,12 +141,6 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
     return attention_kept(shape, kind.window, layout).plus(
         feed_forward_kept(shape, kind.moe, layout)
     )
-
-
-def layer_kept_whole(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> ActivationBytes:
-    """Bytes that one layer holds while its backward runs, after its recomputation."""
-    bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-    return layer_kept(shape, kind, bare)
 
 
 def has_dropout(shape: ModelShape, layout: PlannedLayout) -> bool:

@@ -49,11 +49,6 @@ def floor(value: Number) -> Number:
     return _plain(np.floor(value))
 
 
-def ceil(value: Number) -> Number:
-    """The smallest whole number that is not below."""
-    return _plain(np.ceil(value))
-
-
 def log2(value: Number) -> Number:
     """The binary logarithm."""
     return _plain(np.log2(value))

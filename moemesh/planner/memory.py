@@ -36,7 +36,7 @@ import numpy as np
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
-from moemesh.planner.activations import ActivationBytes, layer_kept, layer_kept_whole
+from moemesh.planner.activations import ActivationBytes, layer_kept
 from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.parameters import (
     WeightCounts,
@@ -202,6 +202,7 @@ class ChunkBytes:
         self._whole = habits or exact
         # Of a layer that is computed again as a whole nothing is kept but its input.
         self._once = exact if "full" in layout.recompute else self._whole
+        self._bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
         self._layers: dict[LayerKind, tuple[Number, Number]] = {}
         self._chunks: dict[tuple[object, ...], Number] = {}
 
@@ -210,7 +211,7 @@ class ChunkBytes:
         if kind not in self._layers:
             once = whole = self._once(layer_kept(self._shape, kind, self._layout))
             if self._layout.recompute:
-                whole = self._whole(layer_kept_whole(self._shape, kind, self._layout))
+                whole = self._whole(layer_kept(self._shape, kind, self._bare))
             self._layers[kind] = once, whole
         return self._layers[kind]
 

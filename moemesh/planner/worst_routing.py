@@ -20,7 +20,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import capacity_of, crowded_routing, most_rows_of_a_token
+from moemesh.planner.traffic.routing import capacity_of, crowded_routing
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 
 #: More microbatches for each pipeline rank hold no more at the fullest moment.
@@ -98,7 +98,9 @@ def of_own_run(
     element = ELEMENT_BYTES[dtype]
     tokens = plan.tokens_per_rank(seq_len, global_batch)
     # Of one layer: rows at the fullest rank, under uniform routing, and choices that are dropped.
-    peers, of_a_token = plan.ep * plan.etp, most_rows_of_a_token(model, layout)
+    peers = plan.ep * plan.etp
+    # Experts that one token can choose on a single rank.
+    of_a_token = min(model.experts_per_token, model.num_experts // layout.ep)
     balanced = tokens * model.experts_per_token * plan.etp
     kept = capacity_of(model, layout, tokens, seq_len) * of_a_token
     most_rows, dropped = kept * peers, (tokens * of_a_token - kept) * peers

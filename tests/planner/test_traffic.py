@@ -16,7 +16,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.volumes import Volume, ring_all_reduce, step_volumes, volumes_ledger
+from moemesh.planner.traffic.volumes import Volume, step_volumes, volumes_ledger
 
 MIB, GIB = 2**20, 2**30
 
@@ -103,7 +103,7 @@ def test_exit_all_to_all_is_2n_times_cheaper_than_all_reduce() -> None:
     found = volumes(tp=4, attention_exit="all_to_all")
     heads = 512 * 4096 * 2 / 4
     assert set(events(found, "tp", "all_to_all")) == {heads * 3 / 4}
-    assert ring_all_reduce(STREAM, 4) / (heads * 3 / 4) == 2 * 4
+    assert 2 * 3 / 4 * STREAM / (heads * 3 / 4) == 2 * 4
 
 
 def test_experts() -> None:
@@ -223,10 +223,6 @@ def test_closed_forms_and_exact_ledger(keys: dict[str, Any]) -> None:
 
 
 class TestMistakes:
-    def test_a_ring_all_reduce_sends_twice_n_minus_1_over_n(self) -> None:
-        """(N-1)/N is one of its two phases."""
-        assert ring_all_reduce(80, 8) == 2 * 7 / 8 * 80
-
     def test_an_moe_layer_needs_four_exchanges(self) -> None:
         found = volumes(dp=8, ep=8)
         assert sum(events(found, "ep", "all_to_all").values()) == 4 * 32 * 4

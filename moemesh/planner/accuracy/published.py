@@ -180,6 +180,10 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         schedule = "dualpipe"
     elif stages > 1:
         schedule = "interleaved_1f1b"
+    # Wordings such as "MXFP8" and "amp_bf16".
+    widths: dict[str, Precision] = {"fp4": "float4", "fp8": "float8", "fp16": "float16"}
+    said = row.get("precision", "").lower()
+    precision = next((width for word, width in widths.items() if word in said), "bfloat16")
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
     return PlannedLayout(
         tp=tp,
@@ -200,7 +204,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         recompute=recompute_from_words(row.get("recompute", "")),
         attention_kernel=kernels.get(row.get("kernel", ""), "flash"),
         fused_norm=row.get("fused_norm") != "0",
-        precision=_precision(row.get("precision", "")),
+        precision=precision,
         dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
     )
 
@@ -208,16 +212,6 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
 def _int(row: Mapping[str, str], name: str, default: int) -> int:
     text = row.get(name, "").strip()
     return int(float(text)) if text else default
-
-
-def _precision(text: str) -> Precision:
-    """The number type of matrix products, from a table's wording ("MXFP8", "amp_bf16", ...)."""
-    folded = text.lower()
-    if "fp4" in folded:
-        return "float4"
-    if "fp8" in folded:
-        return "float8"
-    return "float16" if "fp16" in folded else "bfloat16"
 
 
 #: Columns without which a table says nothing that could be compared.

@@ -420,18 +420,18 @@ def _placements(
                 f"{format_bytes(round(cap))} a device; the exact one does\nfix: --method dp"
             )
         wall = time.perf_counter() - started
-        stages = tuple(
-            Stage(
-                operators=tuple(
-                    name for name, place in zip(names, placed.choices, strict=True) if place == d
-                ),
-                ranks=range(d, d + 1),
-                seconds=problem.busy_seconds(placed.choices, d),
-                memory_bytes=problem.held_bytes(placed.choices, d),
-                in_flight=1.0,
+        stages: list[Stage] = []
+        for device in range(num_devices):
+            here = np.flatnonzero(np.array(placed.choices) == device)
+            stages.append(
+                Stage(
+                    operators=tuple(names[place] for place in here),
+                    ranks=range(device, device + 1),
+                    seconds=float(problem.seconds[:, here].sum()),
+                    memory_bytes=float(problem.num_bytes[here].sum()),
+                    in_flight=1.0,
+                )
             )
-            for d in range(num_devices)
-        )
         found.append(
             Partition(
                 model=BRANCHING,
@@ -445,7 +445,7 @@ def _placements(
                 optimum_seconds=exact.seconds,
                 evaluations=placed.evaluations,
                 wall_seconds=wall,
-                stages=stages,
+                stages=tuple(stages),
                 assignments=(describe_placement(names, problem, placed.choices),),
                 cut_seconds=solve(cut).cost.seconds,
             )

@@ -10,7 +10,7 @@ every placement of the outputs still to be read, the undominated times and bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -65,14 +65,6 @@ class PlacementProblem:
         return float(
             self.transfers[edge, int(source // self.node_size != target // self.node_size)]
         )
-
-    def busy_seconds(self, placement: Sequence[int], device: int) -> float:
-        """Forward and backward seconds of the operators on a device."""
-        return float(self.seconds[:, np.array(placement) == device].sum())
-
-    def held_bytes(self, placement: Sequence[int], device: int) -> float:
-        """Bytes of the operators on a device."""
-        return float(self.num_bytes[np.array(placement) == device].sum())
 
     def evaluate(self, placements: IntArray) -> FloatArray:
         """Seconds of a step of each placement [placement, operator]; infinite over the cap."""

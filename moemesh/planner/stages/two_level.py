@@ -64,13 +64,6 @@ class StageProblem:
         """Bytes of a device that a job may use."""
         return usable_bytes(self.cluster)
 
-    def microbatches_for(self, stage_devices: int) -> int:
-        """The given number, or as many as leave each device of a stage one sequence."""
-        if self.microbatches:
-            return self.microbatches
-        legal = [m for m in divisors(self.global_batch) if self.global_batch // m >= stage_devices]
-        return max(legal, default=1)
-
 
 class StageMesh:
     """One number of stages with one logical mesh of their devices, and its assignments so far."""
@@ -80,14 +73,17 @@ class StageMesh:
         self.num_stages = num_stages
         self.axes = axes
         self.devices = int(np.prod(list(axes.values())))
-        self.microbatches = workload.microbatches_for(self.devices)
+        # The given number, or as many as leave each device of a stage one sequence.
+        batch = workload.global_batch
+        legal = [number for number in divisors(batch) if batch // number >= self.devices]
+        self.microbatches = workload.microbatches or max(legal, default=1)
         # Microbatches that each stage holds at its peak, counted from the schedule itself.
         peaks = peak_memory(build(workload.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
         model = cost_model(workload.cluster, axes, microbatches=self.microbatches, recompute=True)
         self.blocks = TransformerBlocks(
             shape=workload.shape,
-            batch=workload.global_batch // self.microbatches,
+            batch=batch // self.microbatches,
             sequence=workload.seq_len,
             costs=model,
         )
@@ -198,10 +194,14 @@ class TwoLevelSearch:
 
     def __init__(self, workload: StageProblem) -> None:
         self.workload = workload
+        devices, most = workload.cluster.num_devices, workload.shape.num_layers
+        # The given number of stages, or all that divide the devices and leave each stage a layer.
+        counts = [workload.stages] if workload.stages else divisors(devices)
         meshes = [
             StageMesh(workload, num_stages, axes)
-            for num_stages in stage_counts(workload)
-            for axes in logical_meshes(workload.cluster, workload.cluster.num_devices // num_stages)
+            for num_stages in counts
+            if num_stages <= most or workload.stages
+            for axes in logical_meshes(workload.cluster, devices // num_stages)
         ]
         self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)
 
@@ -232,14 +232,6 @@ class TwoLevelSearch:
                 "more nodes, or more microbatches"
             )
         return best
-
-
-def stage_counts(workload: StageProblem) -> list[int]:
-    """The given number of stages, or all that divide the devices and leave each stage a layer."""
-    if workload.stages:
-        return [workload.stages]
-    most = workload.shape.num_layers
-    return [count for count in divisors(workload.cluster.num_devices) if count <= most]
 
 
 def logical_meshes(cluster: Cluster, devices: int) -> list[dict[str, int]]:

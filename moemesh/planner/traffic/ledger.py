@@ -233,8 +233,9 @@ class _Step:
 
     # Ledger entries of context parallelism: keys and values of positions that other ranks hold.
     #
-    # c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query heads,
-    # M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at least 4).
+    # c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query
+    # heads, M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at
+    # least 4).
     #
     # | plan.context | forward | backward |
     # |---|---|---|

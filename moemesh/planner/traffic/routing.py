@@ -91,11 +91,6 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
     return sent
 
 
-def most_rows_of_a_token(model: ModelConfig, layout: Layout) -> int:
-    """Experts that one token can choose on a single rank."""
-    return min(model.experts_per_token, model.num_experts // layout.ep)
-
-
 def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -> int:
     """The most rows of one expert from `tokens` of a rank, which may take up what all ranks of
     their sequences have in common; `tokens` where nothing is dropped."""

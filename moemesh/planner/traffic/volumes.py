@@ -64,16 +64,6 @@ class Volume(NamedTuple):
         return self.events * self.wire_bytes
 
 
-def ring_all_reduce(size: float, members: int) -> float:
-    """Bytes one rank sends: 2(n-1)/n of the tensor, in two phases of (n-1)/n each."""
-    return 2 * (members - 1) / members * size
-
-
-def one_phase(size: float, members: int) -> float:
-    """Bytes one rank sends in an all-gather, reduce-scatter or all-to-all of `size` bytes."""
-    return (members - 1) / members * size
-
-
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
     """Every collective of one step of pipeline rank `rank`; nothing for axes of one rank."""
     return _Volumes(shape, layout, rank).found
@@ -133,8 +123,10 @@ class _Volumes:
     ) -> None:
         if members < 2 or not count:
             return
-        form = ring_all_reduce if op == "all_reduce" else one_phase
-        sent = payload if op == "send_receive" else form(payload, members)
+        sent = payload
+        if op != "send_receive":
+            # Collectives are rings, an all-reduce in two phases, or direct exchanges.
+            sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
         self.found.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
 
     # Tensor parallelism.
