@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
@@ -19,7 +21,7 @@ from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.plan_text import read_plan, smallest_batch
 from moemesh.planner.planned_layout import ELEMENT_BYTES
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
+from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.routing import Choices, count_choices
 from moemesh.trace.ledger import Ledger
@@ -95,48 +97,6 @@ class _PairLines(LedgerLines):
             row[peer] += size
 
 
-def dispatch_exchanges(
-    model: ModelConfig, plan: Plan, choices: Sequence[Choices], *, element: int = 2
-) -> DispatchExchanges:
-    """The exchanges of one MoE layer whose tokens on rank i have ``choices[i]``.
-
-    `element`: bytes of a number of the model; weights of rows have at least 4. The plan has one
-    stage. A rank of low_latency has room for the most tokens of any rank.
-    """
-    layout = plan.layout
-    rows = row_bytes(model, plan, element, max(element, 4))
-    sent = [
-        count_choices(own, model.num_experts, layout, slots=model.experts_per_token)
-        for own in choices
-    ]
-    most = max(map(len, choices))
-    lines: list[_PairLines] = []
-    for rank in range(layout.world_size):
-        own = _PairLines(layout, rank)
-        DispatchTraffic(own, model, plan, rows, most, lambda peer: sent[peer], 1).enter()
-        lines.append(own)
-    keys = list(dict.fromkeys(key for own in lines for key in own.pairs))
-    nothing = [0.0] * layout.world_size
-    exchanges = tuple(
-        Exchange(
-            axis=axis,
-            op=op,
-            phase=phase,
-            caller=caller,
-            sent=tuple(tuple(own.pairs.get((axis, op, phase, caller), nothing)) for own in lines),
-        )
-        for axis, op, phase, caller in keys
-    )
-    ledgers = tuple(own.ledger() for own in lines)
-    return DispatchExchanges(
-        exchanges=exchanges,
-        ledgers=ledgers,
-        row_out=rows.coded,
-        row_back=rows.plain,
-        overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
-    )
-
-
 ROUTINGS = "routings"
 #: What every plan can carry out without a package of its own.
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
@@ -144,6 +104,7 @@ DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
 #: Choices of all tokens of all ranks that are drawn, and experts: seconds of one core.
 MOST_DRAWN = 1_000_000
+_CHOICES = TypeAdapter(list[list[list[int]]])
 _KEYS = {"about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts"}
 
 
@@ -203,10 +164,39 @@ class RoutingExample:
         )
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """The exchanges of `dispatcher` for this routing."""
+        """The exchanges of one MoE layer under `dispatcher` whose tokens have these choices. A rank
+        of low_latency has room for the most tokens of any rank."""
+        model, element = self.model, int(ELEMENT_BYTES[self.dtype])
         plan = self.plan.model_copy(update={"dispatcher": dispatcher})
-        element = int(ELEMENT_BYTES[self.dtype])
-        return dispatch_exchanges(self.model, plan, self.choices, element=element)
+        layout = plan.layout
+        sent = [
+            count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
+        ]
+        most = max(map(len, self.choices))
+        lines: list[_PairLines] = []
+        for rank in range(layout.world_size):
+            own = _PairLines(layout, rank)
+            traffic = DispatchTraffic(own, model, plan, element, most, sent.__getitem__, 1)
+            traffic.enter()
+            lines.append(own)
+        nothing = [0.0] * layout.world_size
+        exchanges = tuple(
+            Exchange(
+                axis=key[0],
+                op=key[1],
+                phase=key[2],
+                caller=key[3],
+                sent=tuple(tuple(own.pairs.get(key, nothing)) for own in lines),
+            )
+            for key in dict.fromkeys(key for own in lines for key in own.pairs)
+        )
+        return DispatchExchanges(
+            exchanges=exchanges,
+            ledgers=tuple(own.ledger() for own in lines),
+            row_out=traffic.coded,
+            row_back=traffic.plain,
+            overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
+        )
 
     def _wrong_choices(self) -> list[Problem]:
         for rank, own in enumerate(self.choices):
@@ -246,8 +236,8 @@ def random_example(
     if not 1 <= experts_per_token <= num_experts:
         message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
         fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
-        found = Problem.of("out-of-range", "experts_per_token", experts_per_token, message, fix)
-        raise ConfigError([found])
+        key, value = "experts_per_token", experts_per_token
+        raise ConfigError([Problem.of("out-of-range", key, value, message, fix)])
     if num_experts > MOST_DRAWN:
         message = f"{num_experts} experts are more than {MOST_DRAWN}"
         fix = f"--experts {MOST_DRAWN}"
@@ -259,8 +249,8 @@ def random_example(
             f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
             f"are {tokens * each} choices, more than {MOST_DRAWN}"
         )
-        found = Problem.of("out-of-range", "tokens", tokens, message, f"--tokens {most}")
-        raise ConfigError([found])
+        fix = f"--tokens {most}"
+        raise ConfigError([Problem.of("out-of-range", "tokens", tokens, message, fix)])
     draw = random.Random(seed)
     choices = [
         [sorted(draw.sample(range(num_experts), experts_per_token)) for _ in range(tokens)]
@@ -295,12 +285,11 @@ def read_example(
     if missing := [key for key in needed if key not in table]:
         message = f"a routing needs {', '.join(missing)}"
         raise ConfigError([Problem.of("missing", missing[0], source, message)])
-    choices = table.pop("experts")
-    if not _is_choices(choices):
-        message = "experts is a list of ranks, of tokens, of expert ids"
-        raise ConfigError(
-            [Problem.of("wrong-type", "experts", source, message, "[[[0, 1], [2, 3]]]")]
-        )
+    try:
+        choices = _CHOICES.validate_python(table.pop("experts"), strict=True)
+    except ValidationError:
+        message, fix = "experts is a list of ranks, of tokens, of expert ids", "[[[0, 1], [2, 3]]]"
+        raise ConfigError([Problem.of("wrong-type", "experts", source, message, fix)]) from None
     for key, kind in (("num_experts", int), ("hidden_size", int), ("dtype", str), ("about", str)):
         if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
             message = f"{key} is a {kind.__name__}"
@@ -349,22 +338,6 @@ def _table(source: str) -> dict[str, Any]:
     return cast("dict[str, Any]", table)
 
 
-def _is_choices(value: object) -> bool:
-    def is_list(part: object) -> bool:
-        return isinstance(part, list)
-
-    if not is_list(value):
-        return False
-    ranks = cast("list[Any]", value)
-    tokens = [token for rank in ranks if is_list(rank) for token in rank]
-    ids = [one for token in tokens if is_list(token) for one in token]
-    return (
-        all(map(is_list, ranks))
-        and all(map(is_list, tokens))
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
-    )
-
-
 def to_json(example: RoutingExample) -> dict[str, Any]:
     """Everything as plain values: per dispatcher its exchanges with bytes by pair of ranks."""
     shown: dict[str, Any] = {}
@@ -382,11 +355,7 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
                 }
                 for one in found.exchanges
             ],
-            "wire_bytes": [_total(ledger.rows(), "wire_bytes") for ledger in found.ledgers],
-            "received_bytes": [_total(ledger.rows(), "received_bytes") for ledger in found.ledgers],
+            "wire_bytes": [ledger.total().wire_bytes for ledger in found.ledgers],
+            "received_bytes": [ledger.total().received_bytes for ledger in found.ledgers],
         }
     return {"about": example.about, "experts": example.choices, "dispatchers": shown}
-
-
-def _total(rows: Sequence[Mapping[str, Any]], key: str) -> int:
-    return sum(int(row[key]) for row in rows)

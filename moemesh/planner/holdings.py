@@ -80,7 +80,15 @@ class Holdings:
         """Raises ConfigError for a model or a schedule that the plan cannot run."""
         self.plan, self.model, self.layout = plan, model, plan.layout
         self.seq_len, self.global_batch = seq_len, global_batch
-        self._placement = None if model is None else _placement(model, plan, seq_len)
+        self._placement = None
+        if model is not None:
+            if problems := plan.check(model, seq_len=seq_len):
+                raise ConfigError(problems)
+            try:
+                self._placement = StagePlacement(model, plan, seq_len)
+            except ValueError as error:
+                problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
+                raise ConfigError([problem]) from None
         # Ranks are many, places that differ few.
         self._held, self._parameters = cache(self._held_by), cache(self._parameters_at)
 
@@ -161,8 +169,9 @@ class Holdings:
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
         stages, layers, has_table, has_experts, _ = self._held(at["pp"])
-        kv_heads = shard_range(_head_groups(model), plan.tp, at["tp"])
-        each = model.num_heads // _head_groups(model)
+        # Tensor parallelism cuts heads; with grouped queries those of keys and values.
+        groups = model.num_heads if model.attention == "mla" else model.num_kv_heads
+        kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         positions = max(
             placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
@@ -225,21 +234,6 @@ class Holdings:
             "nodes_of_a_group": {axis.axis: axis.nodes for axis in self.axes},
             "ranks": rows,
         }
-
-
-def _placement(model: ModelConfig, plan: Plan, seq_len: int) -> StagePlacement:
-    if problems := plan.check(model, seq_len=seq_len):
-        raise ConfigError(problems)
-    try:
-        return StagePlacement(model, plan, seq_len)
-    except ValueError as error:
-        problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
-        raise ConfigError([problem]) from None
-
-
-def _head_groups(model: ModelConfig) -> int:
-    """Heads that tensor parallelism cuts: with grouped queries, those of keys and values."""
-    return model.num_heads if model.attention == "mla" else model.num_kv_heads
 
 
 def _plain(value: object) -> object:

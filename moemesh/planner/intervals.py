@@ -15,14 +15,14 @@ times the prediction is then the isotonic regression of "it ran" on x = log(memo
 
 from __future__ import annotations
 
-import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from math import exp
 from typing import Any, NamedTuple
+
+from moemesh.config.sources import read_preset_table
 
 LEVEL = 0.8
 #: Sources that make a device generation a well-measured one.
@@ -207,5 +207,4 @@ def read_intervals(table: Mapping[str, Any]) -> Intervals:
 @cache
 def shipped_intervals() -> Intervals:
     """The shipped intervals, from published runs."""
-    home = files("moemesh.config") / "presets" / "calibration"
-    return read_intervals(tomllib.loads((home / "intervals.toml").read_text(encoding="utf-8")))
+    return read_intervals(read_preset_table("intervals", "calibration"))

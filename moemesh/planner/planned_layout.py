@@ -264,15 +264,8 @@ class PlannedLayout(Shown):
     @property
     def mesh(self) -> Layout:
         """The two meshes, for groups of ranks."""
-        return Layout(
-            pp=self.pp,
-            dp=self.dp,
-            cp=self.cp,
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
-            ranks_per_node=self.ranks_per_node,
-        )
+        degrees: dict[str, int] = {name: getattr(self, name) for name in DEGREES}
+        return Layout(**degrees, ranks_per_node=self.ranks_per_node)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that pipeline rank `rank` holds, in the order of its chunks.

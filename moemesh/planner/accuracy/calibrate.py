@@ -237,6 +237,13 @@ _LEAST_GAIN = 1e-3
 LeftOut = Literal["group", "model", "stack", "source"]
 
 
+#: The message of a fit that has nothing to fit.
+NO_RUN = (
+    "no row of the table has a finished run with a layout and a step time; "
+    "`moemesh validate` says why for each row"
+)
+
+
 def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """The runs that a fit can use: finished, priced, and timed."""
     return [run for run in runs if run.layout is not None and run.seconds and run.ended == "ok"]
@@ -248,10 +255,7 @@ def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True)
     what was fitted so far, so the fit runs in rounds. Raises UserError without a usable run."""
     usable = measured_runs(runs)
     if not usable:
-        raise UserError(
-            "no row of the table has a finished run with a layout and a step time; "
-            "`moemesh validate` says why for each row"
-        )
+        raise UserError(NO_RUN)
     found = start
     chosen: list[PublishedRun] = []
     for _ in range(_ROUNDS):

@@ -11,6 +11,7 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
+from moemesh.planner.accuracy.calibrate import NO_RUN
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.timing.calibration import NAMES, Calibration
 from moemesh.planner.timing.hardware import accelerator_of_cluster
@@ -87,10 +88,7 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
     """The runs of the one cluster of a table, or of the one `wanted`. Raises UserError else."""
     counts = Counter(run.cluster for run in runs)
     if not counts:
-        raise UserError(
-            "no row of the table has a finished run with a layout and a step time; "
-            "`moemesh validate` says why for each row"
-        )
+        raise UserError(NO_RUN)
     if wanted is None and len(counts) > 1:
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(8))
         raise UserError(

@@ -10,17 +10,16 @@ import csv
 import io
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import ScheduleName
+from moemesh.config.sources import read_preset_table
 from moemesh.planner.flops import Convention, count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.load_shape import from_arch_table
@@ -84,8 +83,7 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
 @cache
 def _rules() -> tuple[tuple[dict[str, re.Pattern[str]], dict[str, str]], ...]:
     """(column -> what it must match, column -> value) of every rule, in order."""
-    home = files("moemesh.config") / "presets" / "calibration"
-    table = tomllib.loads((home / "rows.toml").read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_preset_table("rows", "calibration")
     flags = re.IGNORECASE | re.DOTALL
     return tuple(
         (
@@ -289,7 +287,16 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
-    entries = _read_archs(archs, table)
+    entries: dict[str, Any] = read_preset_table("architectures", "calibration")
+    path = archs or table.with_name("model_archs.json")
+    if archs is not None or path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read the architectures {path}: {error}") from None
+        if not isinstance(found, dict):
+            raise UserError(f"{path} must hold one JSON object, name -> sizes")
+        entries |= found
     runs = [parse_run(row, entries) for row in rows]
     seen: set[str] = set()
     for run in runs:
@@ -297,26 +304,6 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
             raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
         seen.add(run.id)
     return runs
-
-
-def _read_archs(archs: Path | None, table: Path) -> dict[str, Any]:
-    path = archs or table.with_name("model_archs.json")
-    if archs is None and not path.exists():
-        return known_architectures()
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the architectures {path}: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold one JSON object, name -> sizes")
-    return known_architectures() | cast("dict[str, Any]", found)
-
-
-@cache
-def known_architectures() -> dict[str, Any]:
-    """The sizes of published models that are part of the package, by name."""
-    home = files("moemesh.config") / "presets" / "calibration"
-    return tomllib.loads((home / "architectures.toml").read_text(encoding="utf-8"))
 
 
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:

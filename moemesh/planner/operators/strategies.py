@@ -20,7 +20,7 @@ axis are two layouts of one tensor, and the change between them is the all-to-al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
@@ -148,31 +148,6 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
     )
 
 
-def port(
-    name: str,
-    rank: int,
-    sizes: Mapping[int, int],
-    costs: CostModel,
-    num_bytes: float = 0.0,
-    group: str = "",
-) -> Operator:
-    """A place where groups meet: a tensor of `rank` dims in any layout, at no cost.
-
-    `sizes` are the dims that may be cut, with the size that cuts must divide.
-    """
-    choices = ("R", *(f"S{dim}" for dim in sorted(sizes) if dim < rank))
-    strategies: list[Strategy] = []
-    for layout in product(choices, repeat=len(costs.axes)):
-        divides = (
-            size % prod(_sizes(costs, layout, {f"S{dim}"})) == 0 for dim, size in sizes.items()
-        )
-        if not _is_useless(layout, "R", costs) and all(divides):
-            strategies.append(
-                Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
-            )
-    return Operator(name=name, strategies=tuple(strategies), group=group, output_bytes=num_bytes)
-
-
 def _is_useless(ways: tuple[str, ...], plain: str, costs: CostModel) -> bool:
     """Along an axis of one rank all ways are the same: only the plain one is listed."""
     return any(axis.size == 1 and way != plain for axis, way in zip(costs.axes, ways, strict=True))
@@ -218,22 +193,19 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
     kept = spec.kept_bytes / prod(
         _sizes(costs, ways, {name for dim in spec.output for name in dim.split()})
     )
-    inputs = tuple(_layout(dims, ways, "B") for dims in spec.inputs)
-    output = _layout(spec.output, ways, "P")
-
-    def strategy(suffix: str, more_seconds: float, saved: float) -> Strategy:
-        return Strategy(
-            name=(name or WHOLE) + suffix,
-            inputs=inputs,
-            output=output,
-            seconds=seconds + more_seconds,
+    found = [
+        Strategy(
+            name=name or WHOLE,
+            inputs=tuple(_layout(dims, ways, "B") for dims in spec.inputs),
+            output=_layout(spec.output, ways, "P"),
+            seconds=seconds,
             state_bytes=weights * costs.state_bytes,
-            saved_bytes=saved,
+            saved_bytes=kept,
         )
-
-    found = [strategy("", 0.0, kept)]
+    ]
     if costs.recompute and spec.recomputable and spec.kept_bytes:
-        found.append(strategy(RECOMPUTE, forward, 0.0))
+        again = found[0].name + RECOMPUTE
+        found.append(replace(found[0], name=again, seconds=seconds + forward, saved_bytes=0.0))
     return found
 
 
@@ -257,8 +229,29 @@ class GraphBuilder:
         self._counts[name] = count
 
     def port(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
-        """A tensor in any layout, at no cost."""
-        return self._place(port(name, rank, sizes, self.costs, num_bytes, self._group))
+        """A place where groups meet: a tensor of `rank` dims in any layout, at no cost.
+
+        `sizes` are the dims that may be cut, with the size that cuts must divide.
+        """
+        choices = ("R", *(f"S{dim}" for dim in sorted(sizes) if dim < rank))
+        strategies: list[Strategy] = []
+        for layout in product(choices, repeat=len(self.costs.axes)):
+            divides = (
+                size % prod(_sizes(self.costs, layout, {f"S{dim}"})) == 0
+                for dim, size in sizes.items()
+            )
+            if not _is_useless(layout, "R", self.costs) and all(divides):
+                strategies.append(
+                    Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
+                )
+        return self._place(
+            Operator(
+                name=name,
+                strategies=tuple(strategies),
+                group=self._group,
+                output_bytes=num_bytes,
+            )
+        )
 
     def data(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
         """A port for a tensor without a gradient: token ids, images."""

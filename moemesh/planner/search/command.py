@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from math import ceil
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
 from moemesh.config.section import LARGEST_SIZE, Section
-from moemesh.config.sources import parse_value, preset_names
+from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
@@ -65,8 +63,7 @@ class KnownRun:
 
 def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator[KnownRun]:
     """Runs of the same sizes on the same kind of device, on however many of them."""
-    home = files("moemesh.config") / "presets" / "calibration"
-    table = tomllib.loads((home / "layouts.toml").read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_preset_table("layouts", "calibration")
     price = pricing(cluster)
     for run in table["run"]:
         if run["device"] != accelerator_of_cluster(cluster).name:

@@ -313,15 +313,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
         raise ConfigError(problems)
     if known is None:
         return _placements(methods, machine, request)
-    workload = StageProblem(
-        shape=known.shape,
-        cluster=machine,
-        seq_len=request.seq_len,
-        global_batch=request.global_batch,
-        stages=request.stages or 0,
-        microbatches=request.microbatches or 0,
-        schedule=schedule,
-    )
+    workload = StageProblem(shape=known.shape, cluster=machine, request=request)
     started = time.perf_counter()
     search = TwoLevelSearch(workload)
     exact = search.best(best_division)
@@ -358,20 +350,20 @@ def _division_answer(
     wall: float,
 ) -> Partition:
     stages = mesh.stages(division)
-    assignments = mesh.describe(stages)
+    assignments, request = mesh.describe(stages), workload.request
     sizes = division.layers_per_stage
     plan = Plan(
         pp=mesh.num_stages,
         microbatches=mesh.microbatches,
-        schedule=cast("PipelineSchedule", workload.schedule),
+        schedule=cast("PipelineSchedule", request.schedule),
         layers_per_stage=sizes if len(sizes) > 1 else None,
     )
     implied = imply(
         model,
         workload.cluster,
         plan,
-        seq_len=workload.seq_len,
-        global_batch=workload.global_batch,
+        seq_len=request.seq_len,
+        global_batch=request.global_batch,
         mesh=mesh.axes,
         operators=[one for assignment in assignments for one in assignment.operators],
     )
@@ -380,7 +372,7 @@ def _division_answer(
         cluster=workload.cluster.name,
         num_devices=workload.cluster.num_devices,
         method=method,
-        global_batch=workload.global_batch,
+        global_batch=request.global_batch,
         microbatches=mesh.microbatches,
         mesh=mesh.axes,
         seconds=division.seconds,

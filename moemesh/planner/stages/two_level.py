@@ -25,6 +25,7 @@ from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks,
 from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
 from moemesh.planner.operators.solve import Assignment, solve
 from moemesh.planner.operators.strategies import cost_model
+from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stages.answer import OperatorAssignment, Stage, describe
 from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division
@@ -49,15 +50,12 @@ def usable_bytes(cluster: Cluster) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProblem:
-    """The problem to divide. `stages` and `microbatches` are 0 where the search chooses them."""
+    """The model to divide and the devices; `request` has the numbers, None where the search
+    chooses."""
 
     shape: ModelShape
     cluster: Cluster
-    seq_len: int
-    global_batch: int
-    stages: int = 0
-    microbatches: int = 0
-    schedule: str = "1f1b"
+    request: PartitionRequest
 
     @cached_property
     def cap_bytes(self) -> float:
@@ -74,17 +72,17 @@ class StageMesh:
         self.axes = axes
         self.devices = int(np.prod(list(axes.values())))
         # The given number, or as many as leave each device of a stage one sequence.
-        batch = workload.global_batch
+        request, batch = workload.request, workload.request.global_batch
         legal = [number for number in divisors(batch) if batch // number >= self.devices]
-        self.microbatches = workload.microbatches or max(legal, default=1)
+        self.microbatches = request.microbatches or max(legal, default=1)
         # Microbatches that each stage holds at its peak, counted from the schedule itself.
-        peaks = peak_memory(build(workload.schedule, num_stages, self.microbatches))
+        peaks = peak_memory(build(request.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
         model = cost_model(workload.cluster, axes, microbatches=self.microbatches, recompute=True)
         self.blocks = TransformerBlocks(
             shape=workload.shape,
             batch=batch // self.microbatches,
-            sequence=workload.seq_len,
+            sequence=request.seq_len,
             costs=model,
         )
         self.graph: OperatorGraph = self.blocks.graph()
@@ -196,11 +194,12 @@ class TwoLevelSearch:
         self.workload = workload
         devices, most = workload.cluster.num_devices, workload.shape.num_layers
         # The given number of stages, or all that divide the devices and leave each stage a layer.
-        counts = [workload.stages] if workload.stages else divisors(devices)
+        given = workload.request.stages
+        counts = [given] if given else divisors(devices)
         meshes = [
             StageMesh(workload, num_stages, axes)
             for num_stages in counts
-            if num_stages <= most or workload.stages
+            if num_stages <= most or given
             for axes in logical_meshes(workload.cluster, devices // num_stages)
         ]
         self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, cast, get_type_hints
 
 import numpy as np
 
 from moemesh.config.errors import UserError
+from moemesh.config.sources import read_preset_table
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import Allocation
 from moemesh.planner.timing.hardware import ACCELERATORS
@@ -207,8 +206,7 @@ def _generation(device: str) -> str:
 @cache
 def shipped_calibration() -> Calibration:
     """The constants that were fitted to published runs and are part of the package."""
-    home = files("moemesh.config") / "presets" / "calibration"
-    table = tomllib.loads((home / "published.toml").read_text(encoding="utf-8"))
+    table = read_preset_table("published", "calibration")
     return read_calibration(table, "the packaged calibration")
 
 
@@ -219,25 +217,23 @@ def prior_calibration() -> Calibration:
 
 def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
     """A calibration from parsed TOML. Raises UserError for unknown names and values below zero."""
-    shared = table.get("shared", {})
-    levels = {level: table.get(level, {}) for level in ("stack", "release", "cluster")}
-    groups = [("shared", shared), *(one for level in levels.values() for one in level.items())]
+    shared, allocations = table.get("shared", {}), table.get("memory", {})
+    stacks, releases, clusters = (table.get(level, {}) for level in ("stack", "release", "cluster"))
+    groups = [("shared", shared), *stacks.items(), *releases.items(), *clusters.items()]
     for place, values in groups:
         for name, value in values.items():
             if name not in NAMES:
                 raise UserError(f"{origin}: [{place}] names `{name}`, no constant of the model")
             if not value > 0:
                 raise UserError(f"{origin}: [{place}] {name} must be above 0, not {value}")
-    defaults = prior_calibration().shared
     settings = {item.name for item in fields(Allocation)}
-    allocations = cast("dict[str, dict[str, float]]", table.get("memory", {}))
     for key, values in allocations.items():
         if unknown := set(values) - settings:
             raise UserError(f"{origin}: [memory.{key}] names {', '.join(sorted(unknown))}")
     return Calibration(
-        shared={**defaults, **shared},
-        stacks=levels["stack"],
-        releases=levels["release"],
-        clusters=levels["cluster"],
+        shared={**prior_calibration().shared, **shared},
+        stacks=stacks,
+        releases=releases,
+        clusters=clusters,
         allocations=allocations,
     )

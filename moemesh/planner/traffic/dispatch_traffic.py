@@ -17,7 +17,7 @@ Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -41,24 +41,6 @@ _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
 _INT64, _INT32 = 8, 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowBytes:
-    """Bytes of one row: dispatched, in the backward and the combine, and its weight."""
-
-    coded: float
-    plain: float
-    weight: float
-
-
-def row_bytes(model: ModelConfig, plan: Plan, element: int, wide: int) -> RowBytes:
-    """`element` bytes of the model's dtype, `wide` of the router's."""
-    plain = model.hidden_size * element
-    coded = plain
-    if plan.payload == "fp8":
-        coded = packed_bytes(model.hidden_size)
-    return RowBytes(coded=coded, plain=plain, weight=wide)
-
-
 def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
     """Row slots per pair of ranks."""
     return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
@@ -72,18 +54,25 @@ class DispatchTraffic:
         lines: LedgerLines,
         model: ModelConfig,
         plan: Plan,
-        rows: RowBytes,
+        element: int,
         max_tokens: int,
         sent_by: Callable[[int], SentRows],
         times: int,
         counts: int = 1,
         spare_rows: int = 0,
     ) -> None:
-        """`counts`: of how many chunks the counts are exchanged with those of this one (all_to_all
-        and hierarchical); 0: they have gone with those of another. `spare_rows`:
-        up to so many rows all_gather sums densely, whatever visits (on an accelerator)."""
+        """`element` bytes of a number of the model. `counts`: of how many chunks the counts are
+        exchanged with those of this one (all_to_all and hierarchical); 0: they have gone with those
+        of another. `spare_rows`: up to so many rows all_gather sums densely, whatever visits (on an
+        accelerator)."""
         self.counts, self.spare_rows = counts, spare_rows
-        self.lines, self.model, self.plan, self.rows = lines, model, plan, rows
+        self.lines, self.model, self.plan = lines, model, plan
+        #: Bytes of a row as it is dispatched; in the backward and the combine; and of its weight.
+        self.plain: float = model.hidden_size * element
+        self.coded = self.plain
+        if plan.payload == "fp8":
+            self.coded = packed_bytes(model.hidden_size)
+        self.weight = max(element, 4)
         self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
         self.layout = lines.layout
         #: Experts of a rank that rows can go to: its own, and those in its spare slots.
@@ -133,17 +122,16 @@ class DispatchTraffic:
         self, axis: str, out: list[float], into: list[float], lanes: list[float]
     ) -> None:
         """Dispatch and combine of rows over `axis` and then over etp."""
-        rows = self.rows
-        self._exchange(axis, out, into, rows.weight, rows.weight, _WEIGHTS)
-        self._lanes(lanes, rows.weight, _WEIGHTS)
-        self._exchange(axis, out, into, rows.coded, None if self.exact else rows.plain, _DISPATCH)
-        self._lanes(lanes, rows.plain, _DISPATCH, backward=not self.exact)
+        self._exchange(axis, out, into, self.weight, self.weight, _WEIGHTS)
+        self._lanes(lanes, self.weight, _WEIGHTS)
+        self._exchange(axis, out, into, self.coded, None if self.exact else self.plain, _DISPATCH)
+        self._lanes(lanes, self.plain, _DISPATCH, backward=not self.exact)
         if self.exact:
             self._way_home(_DISPATCH, "backward")
             self._way_home(_COMBINE, "forward")
             return
-        self._exchange(axis, into, out, rows.plain, rows.plain, _COMBINE)
-        self.lines.scattered("etp", self._scaled(lanes, rows.plain), _COMBINE, self.times)
+        self._exchange(axis, into, out, self.plain, self.plain, _COMBINE)
+        self.lines.scattered("etp", self._scaled(lanes, self.plain), _COMBINE, self.times)
 
     def _exchange(
         self,
@@ -172,7 +160,7 @@ class DispatchTraffic:
 
     def _way_home(self, caller: str, phase: str) -> None:
         """Every (token, expert) row by itself: sums over etp, then over ep; combine has a pair."""
-        lines, times, width = self.lines, self.times, self.rows.plain
+        lines, times, width = self.lines, self.times, self.plain
         out, into = self._pairs(lines.rank)
         lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
         blocks = self._scaled(lanes, width)
@@ -184,7 +172,7 @@ class DispatchTraffic:
             lines.all_to_all("ep", here, there, "backward", caller, times)
 
     def _all_gather(self) -> None:
-        lines, times, rows = self.lines, self.times, self.rows
+        lines, times = self.lines, self.times
         group = lines.members("ep_etp")
         sent = [self.sent_by(peer) for peer in group]
         slots = max(item.slots for item in sent)
@@ -192,10 +180,10 @@ class DispatchTraffic:
         lines.all_gather("ep_etp", [float(_INT64)] * len(group), "forward", _COUNTS, times)
         ids = self._scaled(tokens, slots * _INT64)
         lines.all_gather("ep_etp", ids, "forward", _COUNTS, times)
-        weights = self._scaled(tokens, slots * rows.weight)
+        weights = self._scaled(tokens, slots * self.weight)
         lines.gathered("ep_etp", weights, _WEIGHTS, times)
-        lines.all_gather("ep_etp", self._scaled(tokens, rows.coded), "forward", _DISPATCH, times)
-        blocks = self._scaled(tokens, rows.plain)
+        lines.all_gather("ep_etp", self._scaled(tokens, self.coded), "forward", _DISPATCH, times)
+        blocks = self._scaled(tokens, self.plain)
         if self.exact:
             self._way_home(_DISPATCH, "backward")
             self._way_home(_COMBINE, "forward")
@@ -207,9 +195,9 @@ class DispatchTraffic:
         if is_spared or visited >= sum(tokens) * len(group):
             lines.scattered("ep_etp", blocks, _COMBINE, times)
             return
-        out = [item.visits[self.ep] * rows.plain for item in sent]
+        out = [item.visits[self.ep] * self.plain for item in sent]
         mine = self.sent_by(lines.rank).visits
-        into = [mine[place // self.plan.etp] * rows.plain for place in range(len(group))]
+        into = [mine[place // self.plan.etp] * self.plain for place in range(len(group))]
         lines.exchanged("ep_etp", out, into, _COMBINE, times)
 
     def _hierarchical(self) -> None:
@@ -252,20 +240,20 @@ class DispatchTraffic:
             lane = [2.0 * self.counts * _INT64] * self.plan.etp
             lines.all_gather("etp", lane, "forward", _COUNTS, times)
         self._lanes(lanes, ids, _COUNTS, backward=False)
-        rows, exact = self.rows, self.exact
+        exact = self.exact
         for axis, out, into in hops:
-            width = rows.weight * slots
+            width = self.weight * slots
             self._exchange(axis, out, into, width, width, _WEIGHTS)
-            self._exchange(axis, out, into, rows.coded, None if exact else rows.plain, _DISPATCH)
+            self._exchange(axis, out, into, self.coded, None if exact else self.plain, _DISPATCH)
             if not exact:
-                self._exchange(axis, into, out, rows.plain, rows.plain, _COMBINE)
-        self._lanes(lanes, rows.weight * slots, _WEIGHTS)
-        self._lanes(lanes, rows.plain, _DISPATCH, backward=not exact)
+                self._exchange(axis, into, out, self.plain, self.plain, _COMBINE)
+        self._lanes(lanes, self.weight * slots, _WEIGHTS)
+        self._lanes(lanes, self.plain, _DISPATCH, backward=not exact)
         if exact:
             self._way_home(_DISPATCH, "backward")
             self._way_home(_COMBINE, "forward")
         else:
-            lines.scattered("etp", self._scaled(lanes, rows.plain), _COMBINE, times)
+            lines.scattered("etp", self._scaled(lanes, self.plain), _COMBINE, times)
 
     def _low_latency(self) -> None:
         lines, times, plan = self.lines, self.times, self.plan

@@ -43,7 +43,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, row_bytes
+from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.tensors import (
@@ -329,7 +329,6 @@ class _Step:
         has_replicas = plan.spare_slots > 0 and plan.ep > 1
         # Fixed slots are planned chunk by chunk.
         together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
-        rows = row_bytes(self.model, plan, self.element, self.wide)
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1
 
@@ -350,7 +349,7 @@ class _Step:
                 self.lines,
                 self.model,
                 plan,
-                rows,
+                self.element,
                 self.max_tokens,
                 travels,
                 times,
