@@ -51,7 +51,7 @@ class ActivationBytes(NamedTuple):
         return layout.tokens * (per_token + routed)
 
 
-def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> ActivationBytes:
+def attention_kept(shape: ModelShape, layout: PlannedLayout) -> ActivationBytes:
     """Saved bytes of one attention block, its norm included."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
     recompute = layout.recompute
@@ -74,18 +74,13 @@ def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> Act
     if shape.attention_gate:
         width += 2 * w * shape.query_width
     width += w * shape.output_width
-    return ActivationBytes(tokens=tokens, width=width + core_kept(shape, window, layout) * heads)
-
-
-def core_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> float:
-    """Bytes per token and head that the attention core keeps beside q, k, v and its output."""
     if layout.attention_kernel == "flash":
-        return 4.0
-    if "attention" in layout.recompute:
-        return 0.0
-    w = layout.element_bytes
-    keys = layout.seq_len  # a window only masks: the scores are there
-    return (2 * w + 1) * keys if has_dropout(shape, layout) else w * keys
+        width += 4 * heads
+    elif "attention" not in recompute:
+        # The scores, masked where there is a window, and what dropout keeps of them.
+        each = 2 * w + 1 if has_dropout(shape, layout) else w
+        width += each * layout.seq_len * heads
+    return ActivationBytes(tokens=tokens, width=width)
 
 
 def mlp_kept(shape: ModelShape, width: int, layout: PlannedLayout) -> float:
@@ -138,9 +133,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
         return ActivationBytes(tokens=layout.element_bytes * shape.hidden_size)
     if "operators" in layout.recompute:
         return _every_second_operator(shape, kind, layout)
-    return attention_kept(shape, kind.window, layout).plus(
-        feed_forward_kept(shape, kind.moe, layout)
-    )
+    return attention_kept(shape, layout).plus(feed_forward_kept(shape, kind.moe, layout))
 
 
 def has_dropout(shape: ModelShape, layout: PlannedLayout) -> bool:

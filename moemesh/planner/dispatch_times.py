@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import comb
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +106,8 @@ class DispatchLoad:
         return places * found
 
 
-class Exchanged(NamedTuple):
+@dataclass(frozen=True)
+class Exchanged:
     """One direction: bytes that a rank sends over its network card and inside its node, seconds,
     and bytes a second over the kind of link that is the slower."""
 
@@ -131,10 +132,7 @@ class DispatchTime:
 
     def to_json(self) -> dict[str, Any]:
         """One row of the table; bytes, seconds, bytes/s."""
-        return asdict(self) | {
-            "dispatch": self.dispatch._asdict(),
-            "combine": self.combine._asdict(),
-        }
+        return asdict(self)
 
 
 def dispatch_times(

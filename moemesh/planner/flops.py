@@ -86,12 +86,6 @@ def head_forward(shape: ModelShape) -> float:
     return 2.0 * shape.hidden_size * shape.vocab_size
 
 
-def mtp_forward(shape: ModelShape, seq_len: int, convention: Convention) -> float:
-    """Forward FLOPs of one token in one extra prediction layer: projection, layer and head."""
-    layer = layer_forward(shape, shape.mtp_kind, seq_len, convention)
-    return 4.0 * shape.hidden_size**2 + layer + head_forward(shape)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in the
@@ -118,9 +112,13 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         for kind, number in shape.kind_counts.items()
     )
     forward = layers + head_forward(shape)
-    mtp = mtp_forward(shape, seq_len, convention) if shape.num_mtp_layers else 0.0
-    moe_layers = sum(number for kind, number in shape.kind_counts.items() if kind.moe)
+    mtp = 0.0
+    if shape.num_mtp_layers:
+        # Projection, layer and head.
+        layer = layer_forward(shape, shape.mtp_kind, seq_len, convention)
+        mtp = 4.0 * shape.hidden_size**2 + layer + head_forward(shape)
     width = shape.experts_per_token * shape.expert_intermediate_size
+    gates = 2 if shape.gated else 1
     return Flops(
         convention=convention,
         forward=forward,
@@ -128,7 +126,7 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         attention=cores,
         head=head_forward(shape),
         mtp=shape.num_mtp_layers * mtp,
-        expert_gate_up=moe_layers * 2.0 * (2 if shape.gated else 1) * shape.hidden_size * width,
+        expert_gate_up=shape.num_moe_layers * 2.0 * gates * shape.hidden_size * width,
     )
 
 

@@ -90,7 +90,8 @@ class Holdings:
                 problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
                 raise ConfigError([problem]) from None
         # Ranks are many, places that differ few.
-        self._held, self._parameters = cache(self._held_by), cache(self._parameters_at)
+        self._held = cache(self._held_by)
+        self._parameters: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def named(
@@ -168,10 +169,14 @@ class Holdings:
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
-        stages, layers, has_table, has_experts, _ = self._held(at["pp"])
+        stages, layers, has_table, has_experts, held = self._held(at["pp"])
         # Tensor parallelism cuts heads; with grouped queries those of keys and values.
         groups = model.num_heads if model.attention == "mla" else model.num_kv_heads
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
+        place = at["pp"], at["tp"], at["ep"], at["etp"]
+        if place not in self._parameters:
+            found = (tensor.elements_at(self.layout, at) for tensor in held)
+            self._parameters[place] = sum(found)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         positions = max(
             placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
@@ -194,7 +199,7 @@ class Holdings:
             if plan.cp > 1
             else (range(self.seq_len),),
             tokens=len(shard_range(sequences * positions, self.plan.tp, at["tp"])),
-            parameters=self._parameters(*(at[name] for name in ("pp", "tp", "ep", "etp"))),
+            parameters=self._parameters[place],
         )
 
     def _held_by(self, pp_rank: int) -> _Held:
@@ -209,10 +214,6 @@ class Holdings:
             any(tensor.is_expert for tensor in held),
             held,
         )
-
-    def _parameters_at(self, pp: int, tp: int, ep: int, etp: int) -> int:
-        at = {"tp": tp, "ep": ep, "etp": etp}
-        return sum(tensor.elements_at(self.layout, at) for tensor in self._held(pp)[-1])
 
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The answer as plain values; `ranks` None: all of them."""

@@ -1,4 +1,4 @@
-"""A Plan as a layout, a layout as a Plan, and what of a layout `moemesh train` refuses."""
+"""A Plan or a run as a layout, a layout as a Plan, and what of it `moemesh train` refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of one pipeline rank: weights, gradients, optimizer, activations, logits, buffers.
+"""Bytes of one pipeline rank: all that a step must hold, the allocator's peak, the KV cache.
 
 Model states, bytes per parameter that a rank holds after tp, pp, ep and etp have cut the model:
 
@@ -325,8 +325,8 @@ def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
 
 # Peak of the allocator on the worst rank: exact tensors, and what a framework adds to them.
 #
-# `memory` counts the tensors that a step must hold. A framework holds more: the working set of the
-# layer that runs, unfused or gathered copies, the gradient of a large matrix before it is added up,
+# Above are the tensors that a step must hold. A framework holds more: the working set of the layer
+# that runs, unfused or gathered copies, the gradient of a large matrix before it is added up,
 # libraries. An :class:`Allocation` names those habits with a handful of numbers per software stack;
 # they are calibrated, the tensors are not.
 

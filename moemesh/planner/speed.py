@@ -1,4 +1,4 @@
-"""Speed of a step in the units of a decision: tokens a second, MFU, days and device-hours.
+"""Speed of a step: tokens a second, MFU, days and device-hours; and its arithmetic intensity.
 
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 

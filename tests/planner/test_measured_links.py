@@ -15,7 +15,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.timing.links import group_bandwidth
+from moemesh.planner.timing.links import Links
 from moemesh.planner.timing.price import pricing
 
 #: Latency next to none: closed forms are then linear in the size, and so is the table between its
@@ -45,20 +45,15 @@ def closed_curves(machine: Cluster) -> tuple[LinkCurve, ...]:
     constants = pricing(machine).constants
     intra = machine.intra_node_bandwidth * constants.intra_node_efficiency
     inter = machine.inter_node_bandwidth * constants.inter_node_efficiency
+    loss = constants.network_contention
+    links = Links(node_size=NODE, intra=intra, inter=inter, contention=loss)
     found: list[LinkCurve] = []
     for ranks in (2, 4, 8, 16, 32):
         for stride in (1, 2, 4, 8, 16):
             if ranks * stride > machine.num_devices:
                 continue
             members = min(max(NODE // stride, 1), ranks)
-            rate = group_bandwidth(
-                ranks,
-                stride,
-                node_size=NODE,
-                intra=intra,
-                inter=inter,
-                contention=constants.network_contention,
-            )
+            rate = links.bandwidth(ranks, stride)
             share, across = (ranks - 1) / ranks, 1 - members / ranks
             times = {
                 "all_gather": share / rate,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +11,8 @@ from hypothesis import strategies as st
 
 from moemesh.config.cluster import LinkCurve
 from moemesh.planner.timing.links import (
+    Links,
     LinkTable,
-    expected_nodes_smooth,
-    group_bandwidth,
     members_per_node,
     visited_nodes,
 )
@@ -20,15 +21,11 @@ from tests.planner.closed_forms import expected_nodes
 
 def test_group_bandwidth_counts_members_per_node():
     """Measured all-reduce on 2 x 8 A100: 44.7, 20.8, 16.2, 8.1 GB/s with 8, 4, 2, 1 members."""
-    found = [
-        float(group_bandwidth(2 * q, 8 // q, node_size=8, intra=250e9, inter=5.6e9))
-        for q in (8, 4, 2, 1)
-    ]
+    links = Links(node_size=8, intra=250e9, inter=5.6e9)
+    found = [float(links.bandwidth(2 * q, 8 // q)) for q in (8, 4, 2, 1)]
     assert found == pytest.approx([44.8e9, 22.4e9, 11.2e9, 5.6e9])
-    inside = group_bandwidth(8, 1, node_size=8, intra=250e9, inter=5.6e9)
-    assert inside == 250e9
-    capped = group_bandwidth(64, 1, node_size=8, intra=250e9, inter=100e9)
-    assert capped == 250e9
+    assert links.bandwidth(8, 1) == 250e9
+    assert replace(links, inter=100e9).bandwidth(64, 1) == 250e9
 
 
 def test_members_per_node_never_exceed_the_group():
@@ -38,9 +35,9 @@ def test_members_per_node_never_exceed_the_group():
 
 
 def test_contention_costs_per_doubling():
-    plain = group_bandwidth(128, 1, node_size=8, intra=250e9, inter=5e9)
-    crowded = group_bandwidth(128, 1, node_size=8, intra=250e9, inter=5e9, contention=0.1)
-    assert plain / crowded == pytest.approx(1.4)
+    plain = Links(node_size=8, intra=250e9, inter=5e9)
+    crowded = replace(plain, contention=0.1)
+    assert plain.bandwidth(128, 1) / crowded.bandwidth(128, 1) == pytest.approx(1.4)
 
 
 @given(
@@ -52,13 +49,13 @@ def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
     experts = nodes * per_node
     if k > experts:
         return
-    found = expected_nodes_smooth(experts, k, nodes)
+    found = visited_nodes(experts, k, nodes, 1, 1)
     assert found == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
 
 
 def test_smooth_nodes_of_deepseek_v3():
     """EP64 on 8 nodes, k = 8: 4.63 remote copies with deduplication."""
-    assert expected_nodes_smooth(256, 8, 8) * 7 / 8 == pytest.approx(4.63, abs=0.005)
+    assert visited_nodes(256, 8, 8, 1, 1) * 7 / 8 == pytest.approx(4.63, abs=0.005)
 
 
 def curve(**times: float) -> LinkCurve:

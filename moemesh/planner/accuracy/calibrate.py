@@ -1,4 +1,4 @@
-"""Fitting the constants of the time model to measured runs: shared ones and each cluster's own.
+"""Fitting the constants of the time model to measured runs, and its errors on unseen sources.
 
 All constants are positive, so their logarithms are fitted. The loss of a run is that of its
 log-ratio, predicted over measured, in units of 2 %, square near zero and linear beyond (pseudo-

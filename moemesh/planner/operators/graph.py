@@ -98,17 +98,6 @@ class OperatorGraph:
         """The number of equal copies of a group."""
         return self.counts.get(group, 1)
 
-    def node_costs(self, byte_price: float, in_flight: float) -> list[FloatArray]:
-        """Seconds of each operator's strategies, plus `byte_price` seconds for each byte."""
-        return [
-            np.array([
-                strategy.seconds
-                + byte_price * (strategy.state_bytes + in_flight * strategy.saved_bytes)
-                for strategy in operator.strategies
-            ])
-            for operator in self.operators
-        ]  # fmt: skip
-
     def edge_seconds(self, edge: Edge, choices: Sequence[int]) -> float:
         """Seconds of one edge under `choices`."""
         return float(edge.seconds[choices[edge.source], choices[edge.target]])

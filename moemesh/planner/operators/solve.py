@@ -1,4 +1,4 @@
-"""The best strategies of an operator graph, by HiGHS.
+"""Integer programs through HiGHS, and the best strategies of an operator graph by one.
 
 Marginal form of Alpa's integer program (arXiv:2201.12023, section 4.2): s_i is the one-hot choice
 of operator i, e_ij >= 0 is continuous with sum over t of e_ij[s, t] = s_i[s] and sum over s of
@@ -132,7 +132,13 @@ def solve(
     """
     if not graph.operators:
         return Assignment(choices=(), cost=Cost(), optimal=True)
-    costs = graph.node_costs(byte_price, in_flight)
+    costs = [
+        np.array([
+            one.seconds + byte_price * (one.state_bytes + in_flight * one.saved_bytes)
+            for one in operator.strategies
+        ])
+        for operator in graph.operators
+    ]  # fmt: skip
     # HiGHS stops at an absolute gap of 1e-6: costs are scaled to 1000 to make that 1e-9 of them.
     values = np.abs(
         np.concatenate(

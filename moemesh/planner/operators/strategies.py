@@ -1,4 +1,4 @@
-"""The ways to lay one operator out over a mesh, and what each costs.
+"""The ways to lay operators out over a mesh, what each costs, and graphs of them.
 
 An operator is described by its dims, as an einsum: dims of every input, of the output and of the
 weight. Cutting dim d along a mesh axis then says everything:
@@ -30,7 +30,7 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import UserError
 from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, Strategy
 from moemesh.planner.operators.resharding import MeshAxis, MeshLayout, reshard_seconds
-from moemesh.planner.timing.links import group_bandwidth
+from moemesh.planner.timing.links import Links
 
 #: (floating-point operations, bytes moved) of one device -> seconds.
 ComputeSeconds = Callable[[float, float], float]
@@ -103,19 +103,16 @@ def cost_model(
     if "bfloat16" not in cluster.peak_flops:
         known = ", ".join(cluster.peak_flops)
         raise UserError(f"cluster {cluster.name} has no peak for bfloat16; it has {known}")
+    group = Links(
+        intra=cluster.intra_node_bandwidth,
+        inter=cluster.inter_node_bandwidth,
+        node_size=cluster.gpus_per_node,
+    )
     links: list[MeshAxis] = []
     stride = prod(axes.values())
     for name, size in axes.items():
         stride //= size
-        bandwidth = float(
-            group_bandwidth(
-                size,
-                stride,
-                node_size=cluster.gpus_per_node,
-                intra=cluster.intra_node_bandwidth,
-                inter=cluster.inter_node_bandwidth,
-            )
-        )
+        bandwidth = float(group.bandwidth(size, stride))
         inside = size * stride <= cluster.gpus_per_node
         latency = cluster.intra_node_latency if inside else cluster.inter_node_latency
         links.append(

@@ -1,8 +1,7 @@
-"""Explain a plan: binding constraint, value of more memory, near misses."""
+"""The layouts that answer a search, and why: binding constraint, more memory, near misses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -89,7 +88,12 @@ def _alike(found: SearchSpace, one: int, other: int) -> bool:
     """Whether two layouts have the same mechanisms and are as fast, or cut the weights alike and
     only the batch otherwise (dp, cp and what follows from them)."""
     first, second = found.layout(one), found.layout(other)
-    if _words(first) != _words(second):
+    # The mechanisms besides the axes.
+    words = [
+        (x.schedule, x.stages_per_rank > 1, x.recompute, x.zero > 1, x.dispatcher)
+        for x in (first, second)
+    ]
+    if words[0] != words[1]:
         return False
     if all(getattr(first, axis) == getattr(second, axis) for axis in _WEIGHTS):
         return True
@@ -98,15 +102,11 @@ def _alike(found: SearchSpace, one: int, other: int) -> bool:
     return is_as_fast and axes == others
 
 
-def _words(layout: PlannedLayout) -> tuple[object, ...]:
-    """The mechanisms of a layout besides its axes."""
-    of_pipeline = layout.schedule, layout.stages_per_rank > 1
-    return of_pipeline, layout.recompute, layout.zero > 1, layout.dispatcher
-
-
 GIB = 2**30
 #: More memory a device that sensitivity is asked for, in GiB.
 MORE_MEMORY = (4, 8, 16, 32)
+#: Parts of a step that are no waiting.
+_WORK = ("total", "compute", "attention")
 #: What two layouts are told apart by, in the order of a sentence.
 _TOLD = (
     "pp", "schedule", "stages_per_rank", "dp", "cp", "tp", "ep", "etp", "zero", "recompute",
@@ -126,50 +126,39 @@ class Advice:
 
 def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
     """Explain layout `best`, which is as good as the fastest that fits."""
-    seconds = found.seconds(fastest)
+    seconds, memory = found.seconds(fastest), found.memory(fastest)
     sensitivity: list[tuple[int, float]] = []
     for more in MORE_MEMORY:
         first = found.fitting(found.capacity + more * GIB, 1)[0]
         sensitivity.append((more * GIB, min(found.seconds(first), seconds)))
-    return Advice(
-        binding=_binding(found, fastest, sensitivity),
-        sensitivity=tuple(sensitivity),
-        why_not=tuple(_why_not(found, best, seconds)),
-    )
-
-
-def _binding(found: SearchSpace, best: int, sensitivity: Sequence[tuple[int, float]]) -> str:
-    seconds, memory = found.seconds(best), found.memory(best)
-    for more, then in sensitivity:
-        if then < seconds * 0.999:
-            gain = 1 - then / seconds
-            return (
-                f"memory of pipeline rank {memory.rank}: +{more // GIB} GiB a device would make a "
-                f"step {gain:.1%} faster"
-            )
-    parts = found.breakdown(best)
-    waits = {name: parts[name] for name in parts if name not in ("total", "compute", "attention")}
-    name = max(waits, key=lambda part: waits[part])
-    return f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
-
-
-def _why_not(found: SearchSpace, best: int, fastest: float) -> Iterator[str]:
-    """Layouts that are faster than all that fit, the ones that miss their memory by least."""
-    seconds = found.seconds(best)
-    seen: set[str] = set()
-    for index in found.faster_that_do_not_fit(fastest, 12):
-        layout, memory = found.layout(index), found.memory(index)
-        change = difference(found.layout(best), layout)
-        if change in seen:
-            continue
-        seen.add(change)
-        short = memory.needed - found.capacity
-        yield (
-            f"{change}: {1 - found.seconds(index) / seconds:.1%} faster, pipeline rank "
-            f"{memory.rank} short by {format_bytes(round(short))}"
+    if helps := [(more, then) for more, then in sensitivity if then < seconds * 0.999]:
+        more, then = helps[0]
+        binding = (
+            f"memory of pipeline rank {memory.rank}: +{more // GIB} GiB a device would make a "
+            f"step {1 - then / seconds:.1%} faster"
         )
-        if len(seen) == 5:
-            return
+    else:
+        parts = found.breakdown(fastest)
+        waits = {name: parts[name] for name in parts if name not in _WORK}
+        name = max(waits, key=lambda part: waits[part])
+        binding = (
+            f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
+        )
+    # Layouts that are faster than all that fit, the ones that miss their memory by least.
+    why_not: dict[str, str] = {}
+    own = found.seconds(best)
+    for index in found.faster_that_do_not_fit(seconds, 12):
+        layout, memory = found.layout(index), found.memory(index)
+        short = format_bytes(round(memory.needed - found.capacity))
+        change = difference(found.layout(best), layout)
+        why_not.setdefault(
+            change,
+            f"{change}: {1 - found.seconds(index) / own:.1%} faster, pipeline rank "
+            f"{memory.rank} short by {short}",
+        )
+        if len(why_not) == 5:
+            break
+    return Advice(binding=binding, sensitivity=tuple(sensitivity), why_not=tuple(why_not.values()))
 
 
 def difference(old: PlannedLayout, new: PlannedLayout) -> str:

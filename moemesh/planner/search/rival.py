@@ -1,4 +1,4 @@
-"""A layout that the user names (`plan --why`), compared with the best of the search.
+"""A layout that the user names: compared with the best (`plan --why`); the nearest that fits.
 
 What a rival leaves open is filled in by the same search: "tp=8,ep=64,data=zero3" is the best layout
 that has these three. Keys that no search varies (a dispatcher, a payload, ...) are set on it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import prod
@@ -246,15 +247,15 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
     if problems := _world_problems(table, space.num_devices):
         return _illegal(asked, table, problems, found)
     narrow, beyond = _space_of(table, space)
-    try:
-        within = SearchSpace(found.shape, found.cluster, narrow)
-    except ConfigError:
-        if not space.trainable:
-            return _illegal(asked, table, _why_illegal(table, model, space), found)
-        try:
-            within = SearchSpace(found.shape, found.cluster, replace(narrow, trainable=False))
-        except ConfigError:
-            return _illegal(asked, table, _why_illegal(table, model, space), found)
+    within = None
+    for trainable in dict.fromkeys((space.trainable, False)):
+        with suppress(ConfigError):
+            limited = replace(narrow, trainable=trainable)
+            within = SearchSpace(found.shape, found.cluster, limited)
+            break
+    if within is None:
+        return _illegal(asked, table, _why_illegal(table, model, space), found)
+    if within.space.trainable != space.trainable:
         beyond = (*beyond, "only what `moemesh train` carries out")
     fitting = within.fitting(within.capacity, 1)
     # Where nothing fits, the layout that needs least is the one to look at.

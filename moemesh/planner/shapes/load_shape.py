@@ -1,4 +1,4 @@
-"""A model by whatever names it: a preset, a folder of transformers, a config.json, a TOML file."""
+"""A model by whatever names it: preset, folder, config.json, TOML file, row of a table."""
 
 from __future__ import annotations
 

@@ -215,15 +215,6 @@ class ModelShape(Section):
         """Width of the attention output in front of its projection."""
         return self.num_heads * self.value_head_dim
 
-    @property
-    def entering_width(self) -> int:
-        """Channels of a token that the heads of an attention block are made from: the stream, or
-        the latents, with the stream where queries are not compressed."""
-        if self.attention == "gqa":
-            return self.hidden_size
-        query = self.q_lora_rank or self.hidden_size
-        return query + self.kv_lora_rank + self.qk_rotary_head_dim
-
     def changed(self, **values: Any) -> ModelShape:
         """A copy with other values."""
         return ModelShape(**(self.to_json() | values))

@@ -162,9 +162,7 @@ class ImpliedPlan(Shown):
 
     def keys(self) -> dict[str, Any]:
         """The keys of [plan] that differ from their defaults."""
-        defaults = Plan()
-        values = self.plan.model_dump()
-        return {key: value for key, value in values.items() if value != getattr(defaults, key)}
+        return self.plan.model_dump(exclude_defaults=True)
 
     def to_json(self) -> dict[str, Any]:
         """This as an object of plain values."""
@@ -202,24 +200,14 @@ class Partition(Shown):
 
     def summary(self) -> dict[str, Any]:
         """One row of a comparison of methods."""
-        return {
-            "method": self.method,
-            "seconds": self.seconds,
-            "optimum_seconds": self.optimum_seconds,
-            "gap": self.gap,
-            "evaluations": self.evaluations,
-            "wall_seconds": self.wall_seconds,
-        }
+        names = ("method", "seconds", "optimum_seconds", "gap", "evaluations", "wall_seconds")
+        return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``moemesh partition --json`` prints; see docs/planner.md."""
+        names = ("model", "cluster", "num_devices", "global_batch", "microbatches", "mesh")
         return {
-            "model": self.model,
-            "cluster": self.cluster,
-            "num_devices": self.num_devices,
-            "global_batch": self.global_batch,
-            "microbatches": self.microbatches,
-            "mesh": self.mesh,
+            **{name: getattr(self, name) for name in names},
             **self.summary(),
             "stages": [stage.to_json() for stage in self.stages],
             "assignments": [asdict(assignment) for assignment in self.assignments],

@@ -1,4 +1,4 @@
-"""Division of a model into pipeline stages: inter-operator dynamic programming.
+"""Division of a model into pipeline stages: dynamic programming, and baselines of it.
 
 With m microbatches and stage times t_i (forward and backward of one microbatch) a step of 1F1B or
 GPipe takes

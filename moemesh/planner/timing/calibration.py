@@ -1,4 +1,4 @@
-"""The constants that ship with the package: shared ones, and the deviations of known clusters."""
+"""The calibrated constants of the time model: their priors, what ships, deviations of clusters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from moemesh.config.sources import read_preset_table
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import Allocation
 from moemesh.planner.timing.hardware import ACCELERATORS
-
-# The calibrated constants of the time model: what each means, its prior, how far it may move.
 
 
 @dataclass(frozen=True, kw_only=True)

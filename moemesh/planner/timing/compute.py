@@ -1,4 +1,4 @@
-"""Time of computation on one device: matrix products, attention cores, element-wise traffic.
+"""Time of one layer: matrix products, attention cores, element-wise traffic, its transfers.
 
 A product of [M, K] and [K, N] does 2 M N K operations at
 

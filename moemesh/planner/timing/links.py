@@ -39,39 +39,6 @@ def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number
     return minimum(maximum(fitting, 1), ranks)
 
 
-def group_bandwidth(
-    ranks: Number,
-    stride: Number,
-    *,
-    node_size: Number,
-    intra: Number,
-    inter: Number,
-    contention: Number = 0.0,
-) -> Number:
-    """Useful bandwidth of a group: NVLink inside a node, else min(NVLink, members per node x NIC).
-
-    Rings of all members leave a node over as many network cards as the group has members there:
-    8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. `contention` is
-    the loss per doubling of the nodes.
-    """
-    members = members_per_node(ranks, stride, node_size)
-    nodes: Number = maximum(ranks / members, 1)
-    shared = members * inter / (1 + contention * log2(nodes))
-    return where(ranks * stride <= node_size, intra, minimum(intra, shared))
-
-
-def expected_nodes_smooth(experts: Number, per_token: Number, nodes: Number) -> Number:
-    """Nodes that a token visits under uniform routing, N (1 - C(E - E/N, k) / C(E, k)), for arrays
-    and for sizes that do not divide: the product form of the binomials."""
-    missing: Number = 1.0
-    part = experts / maximum(nodes, 1)
-    top = int(np.max(per_token, initial=0))
-    for chosen in range(top):
-        factor = minimum(maximum((experts - part - chosen) / maximum(experts - chosen, 1), 0), 1)
-        missing = missing * where(chosen < per_token, factor, 1.0)
-    return nodes * (1 - missing)
-
-
 def visited_nodes(
     experts: Number, per_token: Number, nodes: Number, groups: Number, kept: Number
 ) -> Number:
@@ -79,10 +46,16 @@ def visited_nodes(
 
     With n = nodes kept/groups of them within reach, n (1 - C(E' - E/N, k) / C(E', k)) of the
     E' = E kept/groups experts; without a limit (kept = groups) all are. DeepSeek-V3 on 8 nodes: 4.
+    The product form of the binomials serves arrays and sizes that do not divide.
     """
     share = where((groups > 1) & (kept > 0), minimum(kept / maximum(groups, 1), 1), 1)
-    reach = maximum(nodes * share, 1)
-    return expected_nodes_smooth(experts * share, per_token, reach)
+    reach, experts = maximum(nodes * share, 1), experts * share
+    missing: Number = 1.0
+    part = experts / maximum(reach, 1)
+    for chosen in range(int(np.max(per_token, initial=0))):
+        factor = minimum(maximum((experts - part - chosen) / maximum(experts - chosen, 1), 0), 1)
+        missing = missing * where(chosen < per_token, factor, 1.0)
+    return reach * (1 - missing)
 
 
 class LinkTable:
@@ -140,9 +113,9 @@ class Links:
 
     intra: Number
     inter: Number
-    latency: Number
-    contention: Number
     node_size: Number
+    latency: Number = 0.0
+    contention: Number = 0.0
     table: LinkTable = field(default_factory=LinkTable)
 
     @classmethod
@@ -160,15 +133,17 @@ class Links:
         )
 
     def bandwidth(self, ranks: Number, stride: Number) -> Number:
-        """Useful bandwidth of a group whose members are `stride` ranks apart."""
-        return group_bandwidth(
-            ranks,
-            stride,
-            node_size=self.node_size,
-            intra=self.intra,
-            inter=self.inter,
-            contention=self.contention,
-        )
+        """Useful bandwidth of a group whose members are `stride` ranks apart: NVLink inside a node,
+        else min(NVLink, members per node x NIC).
+
+        Rings of all members leave a node over as many network cards as the group has members there:
+        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. `contention`
+        is the loss per doubling of the nodes.
+        """
+        members = members_per_node(ranks, stride, self.node_size)
+        nodes: Number = maximum(ranks / members, 1)
+        shared = members * self.inter / (1 + self.contention * log2(nodes))
+        return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
 
     def measured(
         self, operation: LinkOperation, ranks: Number, stride: Number, num_bytes: Number

@@ -1,4 +1,4 @@
-"""Seconds and peak bytes of layouts on one cluster, from the calibrated models."""
+"""Seconds and peak bytes of layouts on one cluster, and the memory that they leave free."""
 
 from __future__ import annotations
 

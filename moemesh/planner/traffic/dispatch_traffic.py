@@ -1,4 +1,4 @@
-"""Ledger entries of one MoE layer's dispatcher, for one microbatch and chunk of tokens.
+"""Ledger entries of an MoE layer's dispatcher and replicas, for one microbatch and chunk.
 
 Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
 in fp8: H + 4 ceil(H / 128)). What a rank sends is asked of a :class:`Routing`; what it receives is

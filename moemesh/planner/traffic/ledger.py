@@ -20,14 +20,14 @@ bytes one rank sends):
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
 | context parallelism | see `_Step._context` | |
 | extra prediction layers | embedding, a layer and the head once more, each | |
-| experts | see `dispatch_traffic`, `replica_traffic` | |
+| experts | see `dispatch_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
 | one auxiliary loss of all layers | 8 (2 E + 1) a scope to the next stage | the same |
 
 Units before the first one that trains have no backward: nothing of that column, and nothing once
 more. Full recomputation enters once more, as "recompute", what enters a block and what is
 dispatched; not what only leaves a layer. Where AMPNet runs a stage again with the weights of now,
-everything of the forward happens twice. What a step does once is in `step_end`.
+everything of the forward happens twice. What a step does once is in `StepEnd`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from moemesh.config.buckets import Bucket, owned_sizes
+from moemesh.config.buckets import Bucket
 from moemesh.config.context import context_sizes, head_share
 from moemesh.config.dispatchers import spare_rows
 from moemesh.config.layout import shard_sizes
@@ -51,6 +51,7 @@ from moemesh.planner.traffic.tensors import (
     GatheredUnits,
     StagePlacement,
     data_buckets,
+    owned,
 )
 from moemesh.schedule.messages import messages
 from moemesh.trace.ledger import Ledger
@@ -466,8 +467,8 @@ class StepEnd:
                 lines.all_reduce(axis, own, size, "backward", "gradients", times)
             else:
                 shared, copies = self.layout.sharding_axes(axis)
-                sizes = self._owned(bucket)
-                own = sizes[lines.index(shared)]
+                sizes, index = owned(self.placement, bucket, lines.rank)
+                own = sizes[index]
                 sums = times
                 if backwards is not None:
                     sums = sum(backwards[stage] for stage in bucket.stages)
@@ -485,13 +486,10 @@ class StepEnd:
 
     def _weights(self, bucket: Bucket, phase: str, times: int) -> None:
         """Weights are gathered from those that own them."""
-        parts = [float(numbers * bucket.weight_bytes) for numbers in self._owned(bucket)]
+        sizes, _ = owned(self.placement, bucket, self.lines.rank)
+        parts = [float(numbers * bucket.weight_bytes) for numbers in sizes]
         shared, _ = self.layout.sharding_axes(bucket.axis)
         self.lines.all_gather(shared, parts, phase, "weights", times)
-
-    def _owned(self, bucket: Bucket) -> tuple[int, ...]:
-        ranks = self.lines.size(self.layout.sharding_axes(bucket.axis)[0])
-        return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
         """Number of sums of squares: of what trains of `tensors`, by default of the whole model."""

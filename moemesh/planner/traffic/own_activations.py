@@ -17,7 +17,6 @@ from moemesh.config.context import head_share
 from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import shard_range
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
-from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
@@ -417,7 +416,7 @@ class LayerMemory:
         return _Rows(*map(sum, zip(*found, strict=True)))
 
     def _peers(self) -> tuple[int, ...]:
-        return tuple(members(self.layout, "ep_etp", self.rank))
+        return self.placement.members("ep_etp", self.rank)
 
     def _received(self, sent: Callable[[int], SentRows]) -> tuple[float, float]:
         """Rows of the source of this rank's experts; bytes of positions and weights that are kept

@@ -1,17 +1,15 @@
 """The predicted memory of a run of our own library on a CPU, rank by rank, as its memory.json says.
 
-Model states are exact (:mod:`.own_states`), activations near (:mod:`.own_activations`).
+Model states are exact, activations near (:mod:`.own_activations`).
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
-from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import (
@@ -19,11 +17,12 @@ from moemesh.planner.traffic.tensors import (
     GatheredUnits,
     StagePlacement,
     data_buckets,
+    owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.trace.memory_profile import MemoryProfile
 
-# The model states of one rank of a run of our own library, to the byte: weights to snapshots.
+# Model states: weights to snapshots.
 #
 # Every parameter's local shard times its bytes, or what the rank owns of it: of masters, moments
 # and snapshots where `plan.data` is not replicate, of gradients under zero2 and zero3, of weights
@@ -72,7 +71,10 @@ def predict_states(
     weights = {True: 0, False: 0}
     gradients = masters = moments = updated = 0
     for bucket in data_buckets(placement, rank, element):
-        share = _owned(placement, rank, bucket)
+        share = range(bucket.numbers)
+        if plan.data != "replicate":
+            sizes, index = owned(placement, bucket, rank)
+            share = range(sum(sizes[:index]), sum(sizes[: index + 1]))
         wide, own = bucket.gradient_bytes, len(share)
         kept = share if plan.data == "zero3" else range(bucket.numbers)
         of_experts = bucket.expert_numbers(kept)
@@ -113,17 +115,6 @@ def predict_states(
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
         snapshots=updated + moments + biases if is_undone else 0,
     )
-
-
-def _owned(placement: StagePlacement, rank: int, bucket: Bucket) -> range:
-    """The numbers of `bucket` whose masters and moments `rank` keeps."""
-    plan, layout = placement.plan, placement.layout
-    if plan.data == "replicate":
-        return range(bucket.numbers)
-    ranks = members(layout, layout.sharding_axes(bucket.axis)[0], rank)
-    sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
-    index = ranks.index(rank)
-    return range(sum(sizes[:index]), sum(sizes[: index + 1]))
 
 
 def predict_memory(

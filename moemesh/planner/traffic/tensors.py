@@ -1,13 +1,13 @@
-"""Parameter tensors of each rank and stage, and the buckets that they make."""
+"""Parameter tensors of each rank and stage, their buckets, and gathers of them under ZeRO-3."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 
-from moemesh.config.buckets import Bucket, Member, buckets
+from moemesh.config.buckets import Bucket, Member, buckets, owned_sizes
 from moemesh.config.context import context_sizes
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
@@ -46,6 +46,8 @@ class StagePlacement:
         self.model, self.plan, self.seq_len, self.tuning = model, plan, seq_len, tuning
         self.layout: Layout = plan.layout
         self.coordinates = cache(self.layout.coordinates)
+        #: The ranks of an axis around a rank.
+        self.members = cache(partial(members, self.layout))
         schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
         #: At whose input the backward ends.
@@ -126,13 +128,13 @@ class StagePlacement:
 def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
     """The buckets of one rank of a model whose weights have `element_bytes` a number."""
     layout, pp_rank = placement.layout, placement.coordinates(rank)["pp"]
-    members: list[Member] = []
+    found: list[Member] = []
     for tensor in placement.held(pp_rank):
         numbers = tensor.local_elements(layout, rank)
         if not numbers:
             continue
         holders = sum(bool(placement.users(tensor, other)) for other in range(layout.pp))
-        members.append(
+        found.append(
             Member(
                 name=tensor.name,
                 numbers=numbers,
@@ -145,7 +147,16 @@ def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tu
         )
     plan = placement.plan
     is_exact = plan.combine == "exact"
-    return buckets(members, plan.data, same_ranks=None if is_exact else layout.same_ranks)
+    return buckets(found, plan.data, same_ranks=None if is_exact else layout.same_ranks)
+
+
+def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[int, ...], int]:
+    """How many numbers of `bucket` each of the ranks around `rank` owns that share it where states
+    are sharded, and which of these `rank` is."""
+    plan, layout = placement.plan, placement.layout
+    ranks = placement.members(layout.sharding_axes(bucket.axis)[0], rank)
+    sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
+    return sizes, ranks.index(rank)
 
 
 # Gathers of ZeRO-3, by walking the operations of a rank: which weights come when, and how many
@@ -178,7 +189,7 @@ class GatheredUnits:
         self._all: list[_Weights] = []
         for bucket in data_buckets(placement, rank, element_bytes):
             assert bucket.unit is not None
-            if len(members(layout, layout.sharding_axes(bucket.axis)[0], rank)) > 1:
+            if len(owned(placement, bucket, rank)[0]) > 1:
                 weights = _Weights(bucket)
                 self._all.append(weights)
                 self._units.setdefault(bucket.unit, []).append(weights)

@@ -137,7 +137,12 @@ class _Volumes:
             return
         shared = self.moe if self.shape.shared_intermediate_size else 0
         mlps = self.layers - self.moe + shared
-        entering = layout.tokens * self.shape.entering_width * layout.element_bytes
+        entering = self.stream
+        if self.shape.attention == "mla":
+            # The latents, with the stream where queries are not compressed.
+            width = self.shape.q_lora_rank or self.shape.hidden_size
+            width += self.shape.kv_lora_rank + self.shape.qk_rotary_head_dim
+            entering = layout.tokens * width * layout.element_bytes
         self._blocks("attention", self.layers * m, layout.attention_exit, entering)
         self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
         ends = [("embedding", self.content.has_embedding), ("head", self.content.has_head)]
