@@ -18,7 +18,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.config.tuning import num_trained
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import from_plan, resolved, trained_shares, why_not_exact
+from moemesh.planner.layout_sources import exact_plan, from_plan, trained_shares
 from moemesh.planner.memory import (
     CacheSize,
     MemoryEstimate,
@@ -275,19 +275,19 @@ def _traffic(
     model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, on_accelerator: bool
 ) -> tuple[Ledger, str]:
     """The ledger of one rank: to the byte where our own library would run the plan."""
+    exact: Plan | str
     if (config := model.config) is None:
-        reason = "`moemesh train` does not have this model"
+        exact = "`moemesh train` does not have this model"
     elif plan is None:
-        reason = "no [plan] of `moemesh train` says this layout"
+        exact = "no [plan] of `moemesh train` says this layout"
     else:
-        reason = why_not_exact(config, plan)
-        plan = resolved(plan)
-    if config is not None and plan is not None and not reason:
+        exact = exact_plan(config, plan)
+    if config is not None and isinstance(exact, Plan):
         rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
         of_rank = partial(
             predict_ledger,
             config,
-            plan,
+            exact,
             seq_len=layout.seq_len,
             global_batch=layout.global_batch,
             dtype=layout.dtype,
@@ -295,7 +295,7 @@ def _traffic(
         )
         ledger = of_rank(rank=rank)
         note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
-        if plan.data == "parameter_server" and other != rank:
+        if exact.data == "parameter_server" and other != rank:
             # Of gradients and weights a server and a worker do not send alike.
             own, theirs = (
                 format_bytes(
@@ -312,7 +312,7 @@ def _traffic(
         return ledger, note
     return volumes_ledger(model.shape, layout, pp_rank), (
         f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
-        f"routing; not to the byte: {reason}"
+        f"routing; not to the byte: {exact}"
     )
 
 
@@ -395,11 +395,10 @@ def estimate_run(
 def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
     """The estimate of a run of which some weights do not train: their model states and traffic."""
     train, layout = config.train, found.layout
-    if reason := why_not_exact(config.model, config.plan):
-        note = f"memory and traffic are those of training every weight: {reason}"
+    plan = exact_plan(config.model, config.plan)
+    if isinstance(plan, str):
+        note = f"memory and traffic are those of training every weight: {plan}"
         return replace(found, notes=(*found.notes, note))
-    plan = resolved(config.plan)
-    assert plan is not None  # there is a reason why not, else
     placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
     element = ELEMENT_BYTES[train.dtype]
     ranks: list[RankMemory] = []

@@ -151,9 +151,13 @@ _ENTERED: dict[str, tuple[object, ...]] = {
 LARGEST_LEDGER = 20_000
 
 
-def why_not_exact(model: ModelConfig, plan: Plan) -> str:
-    """Why the ledger of a plan is not known to the byte; "" where it is."""
-    return next(_why_not_exact(model, plan), "")
+def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
+    """The plan with the dispatcher that `auto` stands for; or why a run of it enters a ledger that
+    is not known to the byte."""
+    carried_out = plan
+    if plan.dispatcher == "auto":
+        carried_out = plan.model_copy(update={"dispatcher": "all_to_all"})
+    return next(_why_not_exact(model, plan), carried_out)
 
 
 def _why_not_exact(model: ModelConfig, plan: Plan) -> Iterator[str]:
@@ -164,21 +168,13 @@ def _why_not_exact(model: ModelConfig, plan: Plan) -> Iterator[str]:
     for key, values in _ENTERED.items():
         if (value := getattr(plan, key)) not in values:
             yield f"{key} = {value} does not say what it sends"
-    if resolved(plan) is None:
+    alone = plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1)
+    if plan.dispatcher == "auto" and not alone:
         yield "dispatcher = auto is chosen on the ranks themselves"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
     if forwards > LARGEST_LEDGER:
         yield f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
     yield from (problem.message for problem in plan.check(model))
-
-
-def resolved(plan: Plan) -> Plan | None:
-    """The plan with the dispatcher that `auto` stands for; None where only a run can tell."""
-    if plan.dispatcher != "auto":
-        return plan
-    if plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1):
-        return plan.model_copy(update={"dispatcher": "all_to_all"})
-    return None
 
 
 # Runs in which some weights do not train: the settings that say so, and the shares that do.

@@ -14,7 +14,7 @@ from typing import Any
 from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout_sources import resolved, why_not_exact
+from moemesh.planner.layout_sources import exact_plan
 from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
@@ -70,8 +70,8 @@ def worst_routing(
         return None
     config = model.config
     if config is not None and plan is not None and layout.dtype in ELEMENT_BYTES:
-        known = resolved(plan)
-        if known is not None and not why_not_exact(config, plan):
+        known = exact_plan(config, plan)
+        if isinstance(known, Plan):
             return of_own_run(
                 config,
                 known,

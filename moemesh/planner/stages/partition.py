@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -87,9 +87,7 @@ def imply(
     model: Model,
     cluster: Cluster,
     base: Plan,
-    *,
-    seq_len: int,
-    global_batch: int,
+    request: PartitionRequest,
     mesh: Mapping[str, int],
     operators: Sequence[OperatorChoice],
 ) -> ImpliedPlan | None:
@@ -98,6 +96,7 @@ def imply(
     Where none fits, those that need the least memory, marked as such. Of a model that
     `moemesh train` trains only plans that it carries out are considered.
     """
+    seq_len, global_batch = request.seq_len, request.global_batch
     trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
     best: ImpliedPlan | None = None
     for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
@@ -308,7 +307,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
     if request.nodes is not None and request.nodes >= 1:
         machine = machine.model_copy(update={"nodes": request.nodes})
     if not problems:
-        problems = _counts(known, machine, request)
+        problems += _counts(known, machine, request)
     if problems:
         raise ConfigError(problems)
     if known is None:
@@ -362,10 +361,9 @@ def _division_answer(
         model,
         workload.cluster,
         plan,
-        seq_len=request.seq_len,
-        global_batch=request.global_batch,
-        mesh=mesh.axes,
-        operators=[one for assignment in assignments for one in assignment.operators],
+        request,
+        mesh.axes,
+        [one for assignment in assignments for one in assignment.operators],
     )
     return Partition(
         model=model.shape.name,
@@ -445,40 +443,38 @@ def _placements(
     return found
 
 
-def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> list[Problem]:
+def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:
     """Numbers that do not go together."""
     devices, stages = cluster.num_devices, request.stages
     global_batch, microbatches = request.global_batch, request.microbatches
-    problems: list[Problem] = []
     if devices > LARGEST_DEGREE:
         message = f"{devices} devices: a plan has at most {LARGEST_DEGREE}"
         fix = f"nodes = {max(LARGEST_DEGREE // cluster.gpus_per_node, 1)}"
-        problems.append(_problem("nodes", cluster.nodes, message, fix))
+        yield _problem("nodes", cluster.nodes, message, fix)
     if model is None:
         if (stages or 2) > devices:
             message = f"{stages or 2} devices are asked for; {cluster.name} has {devices}"
-            problems.append(_problem("stages", stages, message, f"stages = {devices}"))
+            yield _problem("stages", stages, message, f"stages = {devices}")
         if microbatches not in (None, 1):
             message = f"operators of {BRANCHING} are placed for one batch, not for microbatches"
-            problems.append(_problem("microbatches", microbatches, message, "microbatches = 1"))
-        return problems
+            yield _problem("microbatches", microbatches, message, "microbatches = 1")
+        return
     layers = model.shape.num_layers
     if stages is not None and stages > layers:
         message = f"{stages} stages cannot each hold one of {layers} layers"
         near = max(d for d in range(1, layers + 1) if devices % d == 0)
-        problems.append(_problem("stages", stages, message, f"stages = {near}"))
+        yield _problem("stages", stages, message, f"stages = {near}")
     elif stages is not None and stages > devices:
         message = f"{stages} stages need as many devices; {cluster.name} has {devices}"
-        problems.append(_problem("stages", stages, message, f"stages = {devices}"))
+        yield _problem("stages", stages, message, f"stages = {devices}")
     elif stages is not None and devices % stages:
         message = f"{stages} stages must divide the {devices} devices"
         fix = f"stages = {nearest_divisors(devices, stages)}"
-        problems.append(_problem("stages", stages, message, fix))
+        yield _problem("stages", stages, message, fix)
     if microbatches is not None and global_batch % microbatches:
         message = f"{microbatches} microbatches must divide global_batch ({global_batch})"
         fix = f"microbatches = {nearest_divisors(global_batch, microbatches)}"
-        problems.append(_problem("microbatches", microbatches, message, fix))
-    return problems
+        yield _problem("microbatches", microbatches, message, fix)
 
 
 def _problem(key: str, value: object, message: str, fix: str) -> Problem:

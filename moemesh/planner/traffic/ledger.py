@@ -87,7 +87,7 @@ def predict_ledger(
     Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform;
     `tuning`: what trains; `on_accelerator`: not on a CPU. Raises ValueError when the plan's
     schedule cannot be made. See also `volumes`, and
-    :func:`moemesh.planner.layout_sources.why_not_exact`.
+    :func:`moemesh.planner.layout_sources.exact_plan`.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
     return _Step(placement, global_batch, dtype, rank, routing, on_accelerator).ledger()
