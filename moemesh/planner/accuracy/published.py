@@ -81,17 +81,10 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def _rules() -> tuple[tuple[dict[str, re.Pattern[str]], dict[str, str]], ...]:
-    """(column -> what it must match, column -> value) of every rule, in order."""
+def _rules() -> list[dict[str, dict[str, str]]]:
+    """Rules in order: "when" (column -> what it must match), "set" (column -> value)."""
     table: dict[str, Any] = read_preset_table("rows", "calibration")
-    flags = re.IGNORECASE | re.DOTALL
-    return tuple(
-        (
-            {name: re.compile(text, flags) for name, text in rule.get("when", {}).items()},
-            rule["set"],
-        )
-        for rule in table["rule"]
-    )
+    return table["rule"]
 
 
 def told_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
@@ -100,9 +93,11 @@ def told_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
     `generation` of its device, "" when unknown.
     """
     found = dict(row) | {"generation": generation}
-    for when, values in _rules():
-        if all(pattern.search(found.get(name, "")) for name, pattern in when.items()):
-            found |= {name: value for name, value in values.items() if not found.get(name)}
+    flags = re.IGNORECASE | re.DOTALL
+    for rule in _rules():
+        when = rule.get("when", {}).items()
+        if all(re.search(pattern, found.get(name, ""), flags) for name, pattern in when):
+            found |= {name: word for name, word in rule["set"].items() if not found.get(name)}
     found["stack"] = found.get("stack") or row.get("src", "")
     return found
 

@@ -120,10 +120,3 @@ class OperatorGraph:
         for group, cost in self.group_costs(choices).items():
             total = total.plus(cost, self.count(group))
         return total
-
-    def names(self, choices: Sequence[int]) -> dict[str, str]:
-        """Operator name -> name of the chosen strategy."""
-        return {
-            operator.name: operator.strategies[choice].name
-            for operator, choice in zip(self.operators, choices, strict=True)
-        }

@@ -32,12 +32,11 @@ from moemesh.planner.operators.graph import Cost, OperatorError, OperatorGraph
 class ProgramAnswer:
     """The result of HiGHS: `values` is None when it found nothing feasible.
 
-    `objective` and `lower_bound` are those of the program; `optimal` says that they agree within
-    HiGHS's tolerances (relative gap 0 is asked for).
+    `lower_bound` is that of the program; `optimal` says that the values reach it within HiGHS's
+    tolerances (relative gap 0 is asked for).
     """
 
     values: NDArray[np.float64] | None
-    objective: float
     lower_bound: float
     optimal: bool
     infeasible: bool
@@ -96,7 +95,6 @@ class IntegerProgram:
         bound = getattr(answer, "mip_dual_bound", None)
         return ProgramAnswer(
             values=np.asarray(answer.x, dtype=float) if found else None,
-            objective=float(answer.fun) if found else float("inf"),
             lower_bound=float(bound) if bound is not None else float("-inf"),
             optimal=int(answer.status) == 0,
             infeasible=int(answer.status) == 2,

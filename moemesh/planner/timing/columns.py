@@ -124,7 +124,7 @@ class RankColumns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutColumns:
+class LayoutColumns(Software):
     """Degrees, batch and software of layouts, as numbers."""
 
     tp: Number
@@ -166,20 +166,6 @@ class LayoutColumns:
     again_experts: Number
     again_shared: Number
     kernel: Number
-    native_kernel: Number
-    fused_norm: Number
-    scatter_gather: Number
-    deduplicated: Number
-    overlapped_exchange: Number
-    natural_routing: Number
-    token_drop: Number
-    graphs: Number
-    block_scales: Number
-    adapters: Number
-    parallel_block: Number
-    window: Number
-    fsdp: Number
-    slow_startup: Number
 
 
 @dataclass(frozen=True, kw_only=True)

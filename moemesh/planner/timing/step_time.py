@@ -95,6 +95,17 @@ def replicas(work: PricedStep) -> tuple[Number, Number]:
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
+def _moved(
+    work: PricedStep, links: Links, dense: Number, expert: Number
+) -> tuple[Number, tuple[Number, Number]]:
+    """Seconds a byte in which all replicas gather or scatter so many weights, and the rates."""
+    layout, (n_dense, n_expert) = work.layout, replicas(work)
+    dense_rate = links.bandwidth(n_dense, layout.tp)
+    expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
+    moved = (n_dense - 1) / n_dense * dense / dense_rate
+    return moved + (n_expert - 1) / n_expert * expert / expert_rate, (dense_rate, expert_rate)
+
+
 def sharded_unit(
     work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
 ) -> LayerTime:
@@ -103,11 +114,8 @@ def sharded_unit(
     ZeRO-2 as FSDP keeps what the first microbatch gathered.
     """
     layout, constants = work.layout, work.constants
-    n_dense, n_expert = replicas(work)
-    dense_rate = links.bandwidth(n_dense, layout.tp)
-    expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
-    moved = (n_dense - 1) / n_dense * dense / dense_rate
-    moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
+    n_dense, _ = replicas(work)
+    moved, _ = _moved(work, links, dense, expert)
     hops = 4 * links.latency * log2(maximum(n_dense, 2))
     gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
     reduce = where(n_dense > 1, moved * constants.reduce_bytes + hops, 0)
@@ -155,10 +163,7 @@ def data_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) 
     """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    dense_rate = links.bandwidth(n_dense, layout.tp)
-    expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
-    moved = (n_dense - 1) / n_dense * dense / dense_rate
-    moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
+    moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert)
     gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed
     weights = moved * _WEIGHT_BYTES * constants.weight_exposed
     plain = where(layout.zero == 0, 2 * gradients, gradients + weights)

@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from moemesh.config.buckets import Bucket
 from moemesh.config.context import context_sizes, head_share
 from moemesh.config.dispatchers import spare_rows
 from moemesh.config.layout import shard_sizes
@@ -419,31 +418,27 @@ class StepEnd:
         """Enter the end of a step in the way that the plan names."""
         if self.placement.schedule.update is not None:
             self._stream()
-        elif self.plan.optimizer_validation == "after":
-            self._counts(self.plan.microbatches)
-            self._gradients()
+            return
+        lines, model, squares = self.lines, self.model, self._squares(self.placement.tensors)
+        self._counts(self.plan.microbatches)
+        self._gradients()
+        if self.plan.optimizer_validation == "after":
             # A stop request, the losses, loads, choices dropped, squares: one vector.
-            squares = self._squares()
             numbers = 3 + self.ahead + self.loads + self.layers + self.rank_tokens + squares
-            self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
+            lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
             neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
             for sends in (True, False):
                 # The sum so far goes up the pipeline, the whole sum comes down.
                 size = numbers * _FLOAT64
-                self.lines.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
-        else:
-            self._counts(self.plan.microbatches)
-            self._gradients()
-            lines, model = self.lines, self.model
-            for axis in ("stage", "pp"):
-                lines.all_reduce(axis, 2 + self.ahead, _FLOAT64, "optimizer", "step.losses")
-                for numbers in (self.loads, self.rank_tokens):
-                    if numbers:
-                        lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
-                if model.capacity_factor:
-                    lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
-            squares = self._squares()
-            lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
+                lines.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
+            return
+        for axis in ("stage", "pp"):
+            lines.all_reduce(axis, 2 + self.ahead, _FLOAT64, "optimizer", "step.losses")
+            for numbers in filter(None, (self.loads, self.rank_tokens)):
+                lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
+            if model.capacity_factor:
+                lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
+        lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
 
     def _counts(self, microbatches: int, times: int = 1) -> None:
         """Loss-bearing tokens and auxiliary scopes of a step, or of an update window."""
@@ -476,25 +471,21 @@ class StepEnd:
                 lines.reduce_scatter(shared, gradients, "backward", "gradients", sums)
                 lines.all_reduce(copies, own, size, "backward", "gradients", times)
                 if plan.data != "zero3":
-                    self._weights(bucket, "optimizer", times)
+                    weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
+                    lines.all_gather(shared, weights, "optimizer", "weights", times)
             if bucket.mirrored:
                 lines.all_reduce("mirror", own, size, "backward", "gradients", times)
         if plan.data == "zero3":
             units = GatheredUnits(self.placement, lines.rank, self.element)
             for (bucket, phase), count in units.gathers.items():
-                self._weights(bucket, phase, count)
+                sizes, _ = owned(self.placement, bucket, lines.rank)
+                weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
+                shared, _ = self.layout.sharding_axes(bucket.axis)
+                lines.all_gather(shared, weights, phase, "weights", count)
 
-    def _weights(self, bucket: Bucket, phase: str, times: int) -> None:
-        """Weights are gathered from those that own them."""
-        sizes, _ = owned(self.placement, bucket, self.lines.rank)
-        parts = [float(numbers * bucket.weight_bytes) for numbers in sizes]
-        shared, _ = self.layout.sharding_axes(bucket.axis)
-        self.lines.all_gather(shared, parts, phase, "weights", times)
-
-    def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
-        """Number of sums of squares: of what trains of `tensors`, by default of the whole model."""
-        found = self.placement.tensors if tensors is None else tensors
-        return sum(one.shape[0] if one.is_expert else 1 for one in found if one.trains)
+    def _squares(self, tensors: list[ParameterTensor]) -> int:
+        """Number of sums of squares: of what trains of `tensors`."""
+        return sum(one.shape[0] if one.is_expert else 1 for one in tensors if one.trains)
 
     def _stream(self) -> None:
         plan, lines = self.plan, self.lines
