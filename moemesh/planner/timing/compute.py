@@ -15,6 +15,7 @@ The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,12 @@ class PricedStep:
     def hbm(self) -> Number:
         """Bytes per second that streaming kernels reach."""
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency
+
+    @cached_property
+    def accumulate(self) -> Number:
+        """Bytes a weight for the sum of gradients over microbatches."""
+        is_none = (self.layout.fsdp == 1) | (self.layout.adapters == 1)
+        return where(is_none, 0.0, self.constants.accumulate_bytes)
 
     @property
     def routed_rows(self) -> Number:
@@ -284,15 +291,15 @@ class EndTime:
     weights: Number
 
 
-def model_ends(work: PricedStep, accumulate: Number) -> EndTime:
-    """Embedding, and head with its loss; `accumulate` bytes a weight for the gradient's sum."""
+def model_ends(work: PricedStep) -> EndTime:
+    """Embedding, and head with its loss."""
     model, layout, constants = work.model, work.layout, work.constants
     u, width = work.tokens, model.vocab / layout.tp
     traffic = constants.elementwise_traffic / work.hbm
     weights = model.hidden * width
     peak = work.hardware.peak_16bit  # the head stays in 16 bit
     product = _product(work, u, width, model.hidden, peak, constants.gemm_efficiency)
-    summed, loss = weights * accumulate / work.hbm, 16 * u * width * traffic
+    summed, loss = weights * work.accumulate / work.hbm, 16 * u * width * traffic
     return EndTime(
         embedding=8 * u * model.hidden * traffic,
         head=3 * product + loss + summed,
@@ -405,9 +412,7 @@ def _backward_tensor(work: PricedStep, transfers: LayerTransfers) -> Number:
     return transfers.tensor * (1 + regather)
 
 
-def _attention_part(
-    work: PricedStep, block: BlockTime, transfers: LayerTransfers, accumulate: Number
-) -> LayerTime:
+def _attention_part(work: PricedStep, block: BlockTime, transfers: LayerTransfers) -> LayerTime:
     layout, constants = work.layout, work.constants
     fixed = constants.layer_overhead_us * 1e-6
     passes = where(layout.adapters == 1, 1, 2)
@@ -415,52 +420,44 @@ def _attention_part(
     forward = forward + transfers.context + fixed
     backward = passes * block.products + core_backward_factor(work) * block.core
     backward = backward + 2 * block.elementwise + _backward_tensor(work, transfers)
-    backward = backward + 2 * transfers.context + 2 * fixed + block.weights * accumulate / work.hbm
+    backward = (
+        backward + 2 * transfers.context + 2 * fixed + block.weights * work.accumulate / work.hbm
+    )
     again = layout.again_norm * block.elementwise / 2
     again = again + where(layout.kernel >= 2, layout.again_attention * block.core, 0)
     return LayerTime(
-        forward, backward + again, _weight_gradient(work, block.products, block.weights, accumulate)
+        forward, backward + again, _weight_gradient(work, block.products, block.weights)
     )
 
 
-def _weight_gradient(
-    work: PricedStep, products: Number, weights: Number, accumulate: Number
-) -> Number:
+def _weight_gradient(work: PricedStep, products: Number, weights: Number) -> Number:
     """Weight gradients of products: as many operations again, and the sum of gradients."""
-    return where(work.layout.adapters == 1, 0, products) + weights * accumulate / work.hbm
+    return where(work.layout.adapters == 1, 0, products) + weights * work.accumulate / work.hbm
 
 
 def dense_layer(
-    work: PricedStep,
-    attention: BlockTime,
-    mlp: BlockTime,
-    transfers: LayerTransfers,
-    accumulate: Number,
+    work: PricedStep, attention: BlockTime, mlp: BlockTime, transfers: LayerTransfers
 ) -> LayerTime:
     layout = work.layout
-    first = _attention_part(work, attention, transfers, accumulate)
+    first = _attention_part(work, attention, transfers)
     passes = where(layout.adapters == 1, 1, 2)
     tensor = where(layout.parallel_block == 1, 0, transfers.tensor)
     back = where(layout.parallel_block == 1, 0, _backward_tensor(work, transfers))
     forward = mlp.products + mlp.elementwise + tensor
     backward = passes * mlp.products + 2 * mlp.elementwise + back
-    backward = backward + mlp.weights * accumulate / work.hbm
+    backward = backward + mlp.weights * work.accumulate / work.hbm
     backward = backward + layout.again_norm * mlp.elementwise / 2
     whole = first.forward + forward
     back = first.backward + backward + layout.again_full * whole
-    later = _weight_gradient(work, mlp.products, mlp.weights, accumulate)
+    later = _weight_gradient(work, mlp.products, mlp.weights)
     return LayerTime(whole, back, first.weight_gradient + later)
 
 
 def routed_layer(
-    work: PricedStep,
-    attention: BlockTime,
-    experts: ExpertTime,
-    transfers: LayerTransfers,
-    accumulate: Number,
+    work: PricedStep, attention: BlockTime, experts: ExpertTime, transfers: LayerTransfers
 ) -> LayerTime:
     layout = work.layout
-    first = _attention_part(work, attention, transfers, accumulate)
+    first = _attention_part(work, attention, transfers)
     passes = where(layout.adapters == 1, 1, 2)
     shared_tensor = where(work.model.shared_width > 0, transfers.tensor, 0)
     moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
@@ -468,7 +465,7 @@ def routed_layer(
     forward = products + experts.elementwise + moved
     backward = passes * products + 2 * experts.elementwise + moved
     weights = experts.expert_weights + experts.shared_weights
-    backward = backward + weights * accumulate / work.hbm
+    backward = backward + weights * work.accumulate / work.hbm
     again = layout.again_moe * forward + layout.again_norm * experts.elementwise / 2
     again = again + layout.again_shared * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
@@ -479,5 +476,5 @@ def routed_layer(
     host = experts.overhead
     whole = longer(ahead, host)
     behind = longer(back, (2 + layout.again_full) * host)
-    later = _weight_gradient(work, products, weights, accumulate)
+    later = _weight_gradient(work, products, weights)
     return LayerTime(whole, behind, first.weight_gradient + later, whole + behind - ahead - back)

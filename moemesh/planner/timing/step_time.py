@@ -277,13 +277,12 @@ def step_time(
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
-    accumulate = where((layout.fsdp == 1) | (layout.adapters == 1), 0.0, constants.accumulate_bytes)
-    ends = model_ends(work, accumulate)
+    ends = model_ends(work)
     transfers = layer_transfers(work, links)
     dense_weights = attention.weights + mlp.weights
     routed_weights = attention.weights + experts.shared_weights
-    dense = dense_layer(work, attention, mlp, transfers, accumulate)
-    routed = routed_layer(work, attention, experts, transfers, accumulate)
+    dense = dense_layer(work, attention, mlp, transfers)
+    routed = routed_layer(work, attention, experts, transfers)
     times = _PassTimes(
         dense=sharded_unit(work, links, dense, dense_weights, 0.0),
         routed=sharded_unit(work, links, routed, routed_weights, experts.expert_weights),
@@ -302,7 +301,8 @@ def step_time(
         times,
         busiest,
         waiting + startup,
-        (blocks, transfers, accumulate),
+        blocks,
+        transfers,
         data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights),
         where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm),
     )
@@ -438,12 +438,13 @@ def _in_parts(
     times: _PassTimes,
     rank: RankColumns,
     waiting: Number,
-    found: tuple[tuple[BlockTime, BlockTime, ExpertTime], LayerTransfers, Number],
+    blocks: tuple[BlockTime, BlockTime, ExpertTime],
+    transfers: LayerTransfers,
     data: Number,
     optimizer: Number,
 ) -> StepTime:
     """The step in parts, those of the rank that is busiest."""
-    (attention, mlp, experts), transfers, accumulate = found
+    attention, mlp, experts = blocks
     layout, constants, passes = work.layout, work.constants, work.passes
     dense, routed = rank.dense, rank.routed
     both = dense + routed
@@ -461,7 +462,7 @@ def _in_parts(
     parts: dict[str, Number] = {
         "compute": passes * (where(layout.adapters == 1, 2, 3) + again) * products,
         "attention": passes * both * core * attention.core,
-        "elementwise": passes * ((3 + again) * moved + weights * accumulate / work.hbm),
+        "elementwise": passes * ((3 + again) * moved + weights * work.accumulate / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
         "tensor": passes * (2 + again) * halves * transfers.tensor,

@@ -32,6 +32,7 @@ Sources: arXiv:1909.08053, 2205.05198 (TP, SP), 2310.01889 (ring), 2309.14509 (U
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import ModelShape
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
@@ -93,12 +94,10 @@ class _Volumes:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.found: list[Volume] = []
         self.content = StageContent.of(shape, layout, rank)
-        self.kinds: dict[LayerKind, int] = dict(self.content.kinds)
-        if self.content.has_head and shape.num_mtp_layers:
-            kind = shape.mtp_kind
-            self.kinds[kind] = self.kinds.get(kind, 0) + shape.num_mtp_layers
-        self.layers = sum(self.kinds.values())
-        self.moe = sum(number for kind, number in self.kinds.items() if kind.moe)
+        ahead = shape.num_mtp_layers * self.content.has_head
+        kinds = self.content.kinds + Counter({shape.mtp_kind: ahead})
+        self.layers = kinds.total()
+        self.moe = sum(number for kind, number in kinds.items() if kind.moe)
         self.m = layout.microbatches
         if layout.schedule in ("dualpipe", "chimera") and layout.pp > 1:
             # A rank runs two stages, each on half of the microbatches.
@@ -145,21 +144,18 @@ class _Volumes:
             entering = layout.tokens * width * layout.element_bytes
         self._blocks("attention", self.layers * m, layout.attention_exit, entering)
         self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
-        ends = [("embedding", self.content.has_embedding), ("head", self.content.has_head)]
-        for caller, here in ends:
-            if not here:
-                continue
-            # Rows of the table are summed into the stream, the stream is gathered for the logits.
-            there, back = ("reduce_scatter", "all_gather")
-            if not layout.sequence_parallel:
-                there = back = "all_reduce"
-            if caller == "head":
-                there, back = back, there
-            if layout.sequence_parallel or caller == "embedding":
-                self._enter("tp", there, "forward", caller, m, self.stream, layout.tp)
-            if layout.sequence_parallel or caller == "head":
-                self._enter("tp", back, "backward", caller, m, self.stream, layout.tp)
+        # Rows of the table are summed into the stream, the stream is gathered for the logits.
+        summed, gathered = "reduce_scatter", "all_gather"
+        if not layout.sequence_parallel:
+            summed = gathered = "all_reduce"
+        if self.content.has_embedding:
+            self._enter("tp", summed, "forward", "embedding", m, self.stream, layout.tp)
+            if layout.sequence_parallel:
+                self._enter("tp", gathered, "backward", "embedding", m, self.stream, layout.tp)
         if self.content.has_head:
+            if layout.sequence_parallel:
+                self._enter("tp", gathered, "forward", "head", m, self.stream, layout.tp)
+            self._enter("tp", summed, "backward", "head", m, self.stream, layout.tp)
             numbers = 3 * 4 * layout.tokens
             self._enter("tp", "all_reduce", "forward", "head.loss", m, numbers, layout.tp)
 
