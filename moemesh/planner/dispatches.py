@@ -173,12 +173,12 @@ class RoutingExample:
             count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
         ]
         most = max(map(len, self.choices))
-        lines: list[_PairLines] = []
-        for rank in range(layout.world_size):
-            own = _PairLines(layout, rank)
-            traffic = DispatchTraffic(own, model, plan, element, most, sent.__getitem__, 1)
-            traffic.enter()
-            lines.append(own)
+        lines = [_PairLines(layout, rank) for rank in range(layout.world_size)]
+        traffic = [
+            DispatchTraffic(own, model, plan, element, most, sent.__getitem__, 1) for own in lines
+        ]
+        for one in traffic:
+            one.enter()
         nothing = [0.0] * layout.world_size
         exchanges = tuple(
             Exchange(
@@ -193,8 +193,8 @@ class RoutingExample:
         return DispatchExchanges(
             exchanges=exchanges,
             ledgers=tuple(own.ledger() for own in lines),
-            row_out=traffic.coded,
-            row_back=traffic.plain,
+            row_out=traffic[0].coded,
+            row_back=traffic[0].plain,
             overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
         )
 

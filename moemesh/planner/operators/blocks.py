@@ -140,7 +140,7 @@ class TransformerBlocks:
     ) -> OperatorSpec:
         """An operator of this model. Unless `values` say otherwise its output is the stream, and is
         kept."""
-        kept = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
+        kept: dict[str, Any] = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
         return OperatorSpec(
             name=name,
             sizes=self.sizes,

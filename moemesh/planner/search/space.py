@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,10 +107,10 @@ class Family:
 
     def layout(self, space: Space, row: int) -> PlannedLayout:
         """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
-        values = {name: int(getattr(self.columns, name)[row]) for name in _DEGREES}
+        values: dict[str, Any] = {name: int(getattr(self.columns, name)[row]) for name in _DEGREES}
         is_wide = values["ep"] * values["etp"] > space.node_size
         return PlannedLayout(
-            **values,
+            **values | dict(space.trained),
             pp=self.pp,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
@@ -122,7 +122,6 @@ class Family:
             global_batch=space.global_batch,
             precision=space.precision,
             ranks_per_node=min(space.node_size, space.num_devices),
-            **space.trained,  # pyright: ignore[reportArgumentType]
         )
 
     def rows(self, space: Space) -> PlannedLayout:

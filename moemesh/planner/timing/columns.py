@@ -165,7 +165,8 @@ class LayoutColumns(Software):
     again_moe: Number
     again_experts: Number
     again_shared: Number
-    kernel: Number
+    #: Place among :data:`KERNELS`.
+    kernel: Number = FLASH
 
 
 @dataclass(frozen=True, kw_only=True)
