@@ -174,9 +174,11 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     elif stages > 1:
         schedule = "interleaved_1f1b"
     # Wordings such as "MXFP8" and "amp_bf16".
-    widths: dict[str, Precision] = {"fp4": "float4", "fp8": "float8", "fp16": "float16"}
-    said, precision = row.get("precision", "").lower(), cast("Precision", "bfloat16")
-    precision = next((width for word, width in widths.items() if word in said), precision)
+    widths: dict[str, Precision] = {
+        "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
+    }  # fmt: skip
+    said = row.get("precision", "").lower()
+    precision = next(width for word, width in widths.items() if word in said)
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
     return PlannedLayout(
         tp=tp,

@@ -107,10 +107,12 @@ class Family:
 
     def layout(self, space: Space, row: int) -> PlannedLayout:
         """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
-        values: dict[str, Any] = {name: int(getattr(self.columns, name)[row]) for name in _DEGREES}
+        values: dict[str, Any] = dict(space.trained)
+        for name in _DEGREES:
+            values[name] = int(getattr(self.columns, name)[row])
         is_wide = values["ep"] * values["etp"] > space.node_size
         return PlannedLayout(
-            **values | dict(space.trained),
+            **values,
             pp=self.pp,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
