@@ -141,9 +141,7 @@ class Estimate:
             }
         memory = self.memory
         stated: dict[str, Any] = {
-            "first": memory.first.to_json(),
-            "last": memory.last.to_json(),
-            "worst": memory.worst.to_json(),
+            **{name: getattr(memory, name).to_json() for name in ("first", "last", "worst")},
             **self.peak,
             "memory_interval_bytes": list(self.memory_interval),
             "usable_share": self.usable_share,

@@ -178,7 +178,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
     }  # fmt: skip
     said = row.get("precision", "").lower()
-    precision = next(width for word, width in widths.items() if word in said)
+    precision: Precision = next(width for word, width in widths.items() if word in said)
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
     return PlannedLayout(
         tp=tp,

@@ -321,11 +321,8 @@ def _illegal(
 ) -> Rival:
     """The verdict, each problem with the nearest change to as many devices that is legal."""
     fixes = {problem.key: _nearest_legal(problem, table, found) for problem in problems}
-    return Rival(
-        asked=asked,
-        verdict="illegal",
-        problems=tuple(replace(problem, fix=fixes[problem.key]) for problem in problems),
-    )
+    fixed = (replace(problem, fix=fixes[problem.key]) for problem in problems)
+    return Rival(asked=asked, verdict="illegal", problems=tuple(fixed))
 
 
 def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpace) -> str:
@@ -360,21 +357,20 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
 def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
     """Degrees whose product no number of replicas completes to all devices."""
     named = {key: table[key] for key in _WORLD if key in table}
-    product = prod(named.values())
-    if devices % product == 0 and (len(named) < len(_WORLD) or product == devices):
+    product, is_whole = prod(named.values()), len(named) == len(_WORLD)
+    if devices % product == 0 and (not is_whole or product == devices):
         return []
-    key = "dp" if len(named) == len(_WORLD) else max(named, key=lambda name: named[name])
+    key = "dp" if is_whole else max(named, key=lambda name: named[name])
     shown = " x ".join(f"{k} {v}" for k, v in named.items())
     if len(named) > 1:
         shown += f" = {product}"
-    is_whole = len(named) == len(_WORLD)
     message = f"{shown} {'is not' if is_whole else 'does not divide'} the {devices} devices"
     return [Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message)]
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
     """The rules that break under the completion which breaks fewest."""
-    best: list[Problem] | None = None
+    found: list[list[Problem]] = []
     open_keys = [key for key in ("dp", "tp", "cp") if key not in table]
     for pp in [table["pp"]] if "pp" in table else divisors(space.num_devices):
         filled = {"pp": pp, **table}
@@ -385,13 +381,12 @@ def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[
             continue
         for key in open_keys or ("pp",):
             one = filled if left == 1 else {**filled, key: left}
-            problems = _problems(one, model, space.seq_len, space.global_batch)
-            if best is None or len(problems) < len(best):
-                best = problems
+            found.append(_problems(one, model, space.seq_len, space.global_batch))
+    if best := min(found, key=len, default=[]):
+        return tuple(best)
     shown = ", ".join(f"{key} = {value}" for key, value in table.items())
     message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
-    whole = Problem(code="no-plan", key="plan", value=shown, message=message)
-    return tuple(best) if best else (whole,)
+    return (Problem(code="no-plan", key="plan", value=shown, message=message),)
 
 
 def _problems(
