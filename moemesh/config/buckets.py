@@ -31,7 +31,7 @@ BUCKET_BYTES = 25 << 20
 SERVED_BUCKET_BYTES = 4 << 20
 #: Where states are sharded, a bucket has this share of a rank's gradients, but never less than
 #: these bytes: a few buckets, and what is received for them, are what a step adds to the states.
-SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 32, 1 << 18
+SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
 
 
 #: Sums over ranks of buckets whose states are sharded that are under way at once.
