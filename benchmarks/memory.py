@@ -180,6 +180,7 @@ def _memory(mesh: Mesh, settings: MemorySettings, strategy: str) -> dict[str, li
     with _quiet():
         profiler.stop()
     states = state_bytes(contender.parallel, contender.optimizer)
+    del states["buffers"]  # they are there for a moment
     predicted = predict_memory(
         model_of(settings),
         contender.plan,

@@ -47,7 +47,7 @@ STRATEGIES = {
     "2 batches": f"{_REPLICAS} plan.microbatches=2",
     "zero3 full": f"{_REPLICAS} plan.data=zero3 plan.recompute=full",
 }
-_PARTS = ("weights", "gathered_weights", "gradients", "optimizer", "activations")
+_PARTS = ("weights", "gathered_weights", "gradients", "optimizer", "activations", "buffers")
 
 
 def fullest(plan: str) -> tuple[MemoryProfile, MemoryProfile]:
@@ -89,8 +89,8 @@ def main() -> None:
         )
     PICTURE.write_text(picture + "\n", encoding="utf-8")
     head = (
-        "| strategy | plan | weights | gathered | gradients | optimizer | activations | sum "
-        "| predicted |\n|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
+        "| strategy | plan | weights | gathered | gradients | optimizer | activations | buffers "
+        "| sum | predicted |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     text = re.sub(
         r"(<!-- measured: memory -->\n).*?(<!-- end of numbers -->)",

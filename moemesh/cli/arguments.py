@@ -63,7 +63,7 @@ IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m be
 }
 
 
-def _nearest_verb(word: str, group: str) -> str:
+def nearest_verb(word: str, group: str) -> str:
     """The verb that `word` behind `group` ("" of the command itself) was probably meant to be: by
     another tool's word, by our name on another level, or by a letter or two; "" where none is."""
     here = {verb: words for verb, words in WORDS.items() if verb.rpartition(" ")[0] == group}
@@ -111,7 +111,7 @@ class Group(_CommandLine, TyperGroup):
         group, word = ctx.command_path.partition(" ")[2], args[0].lower()
         if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
             fix = f"{elsewhere}, in a checkout"
-        elif near := _nearest_verb(word, group):
+        elif near := nearest_verb(word, group):
             fix = shlex.join(["moemesh", *near.split(), *args[1:]])
         else:
             fix = f"one of {', '.join(self.list_commands(ctx))}"

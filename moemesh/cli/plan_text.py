@@ -397,13 +397,19 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         f"binding: {planned.advice.binding}",
         *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
     )
-    numbered = list(enumerate(planned.candidates, start=1))
+    choices = [cells(one.layout) for one in planned.candidates]
+    alike = {
+        key: value for key, value in choices[0].items() if all(c[key] == value for c in choices)
+    }
     layouts = Table(
         caption="Layouts that fit",
-        header=("#", "Role", "Like it", *COLUMNS),
+        header=("#", "Role", "Like it", *(key for key in COLUMNS if key not in alike)),
         rows=[
-            (str(number), ", ".join(one.roles), str(one.alike), *cells(one.layout).values())
-            for number, one in numbered
+            [f"{number}", ", ".join(one.roles), f"{one.alike}"]
+            + [value for key, value in choice.items() if key not in alike]
+            for number, (one, choice) in enumerate(
+                zip(planned.candidates, choices, strict=True), start=1
+            )
         ],
         num_names=2,
     )
@@ -423,6 +429,7 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         facts=list(zip(heads, rows[0], strict=True)),
         tables=[layouts, of_each],
         legend=[
+            *([f"in every row: {', '.join(map(' '.join, alike.items()))}"] if alike else []),
             f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
             "and libraries add",
             INTERVAL,

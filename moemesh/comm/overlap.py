@@ -1,6 +1,6 @@
 """Asynchronous exchanges with a backward: this rank computes while rows are on their way.
 
-    pending = all_to_all_start(x, axis, input_splits, output_splits, caller="moe.dispatch")
+    pending = overlapped_all_to_all(x, axis, input_splits, output_splits, caller="moe.dispatch")
     ...                                     # compute something else
     rows = pending.wait()
 
@@ -70,7 +70,7 @@ class _Finish(torch.autograd.Function):
         return None if ctx.is_cut else gradient.new_zeros(0), None, None
 
 
-def exchange_start(x: Tensor, there: RowExchange, back: RowExchange) -> Pending[Tensor]:
+def overlapped_exchange(x: Tensor, there: RowExchange, back: RowExchange) -> Pending[Tensor]:
     """Start `there`; `wait()` returns the rows. Backward: `back`, its transpose, also asynchronous.
 
     The value must be waited for exactly once, and all ranks must start and wait in the same order.
@@ -97,7 +97,7 @@ class _Collective:
         return rows if self.codec is None else self.codec.decode(rows, *self._shape)
 
 
-def all_to_all_start(
+def overlapped_all_to_all(
     x: Tensor,
     axis: Axis,
     input_splits: Sequence[int] | None = None,
@@ -109,17 +109,17 @@ def all_to_all_start(
     """Asynchronous all_to_all along axis; `wait()` returns the rows. Backward: the transposed
     all_to_all, also asynchronous.
 
-    Splits as in :func:`moemesh.comm.collectives.all_to_all`; else as :func:`exchange_start`.
+    Splits as in :func:`moemesh.comm.collectives.all_to_all`; else as :func:`overlapped_exchange`.
     """
     if axis.size == 1:
         return Pending.ready(x)
     begin = partial(transfers.all_to_all_start, axis=axis, caller=caller)
     there = partial(begin, input_splits=input_splits, output_splits=output_splits)
     back = partial(begin, input_splits=output_splits, output_splits=input_splits)
-    return exchange_start(x, _Collective(there, codec), _Collective(back))
+    return overlapped_exchange(x, _Collective(there, codec), _Collective(back))
 
 
-def all_gather_start(
+def overlapped_all_gather(
     x_TH: Tensor,
     axis: Axis,
     sizes: Sequence[int] | None = None,
@@ -128,9 +128,9 @@ def all_gather_start(
     codec: Codec | None = None,
 ) -> Pending[Tensor]:
     """Asynchronous all_gather along axis; `wait()` returns the rows. Backward: reduce_scatter, also
-    asynchronous. As :func:`exchange_start`."""
+    asynchronous. As :func:`overlapped_exchange`."""
     if axis.size == 1:
         return Pending.ready(x_TH)
     there = partial(transfers.all_gather_start, axis=axis, sizes=sizes, caller=caller)
     back = partial(transfers.reduce_scatter_start, axis=axis, sizes=sizes, caller=caller)
-    return exchange_start(x_TH, _Collective(there, codec), _Collective(back))
+    return overlapped_exchange(x_TH, _Collective(there, codec), _Collective(back))

@@ -9,9 +9,10 @@ are sharded, rank i of the N ranks that share them owns ``shard_range(n, N, i)``
 
 | plan.data | a bucket ends | because |
 |---|---|---|
-| replicate, zero1 | at 25 MiB of gradients | few operations, which start early |
-| parameter_server | at 4 MiB | a server receives a copy of it from every rank at once |
-| zero2 | also at the border of a stage | the backward of a stage fills and empties it |
+| replicate | at 25 MiB of gradients | few operations, which start early |
+| zero1 | also at a share of the rank's gradients | sums under way add little to the states |
+| parameter_server | the same, at 4 MiB | a server receives a copy of it from every rank at once |
+| zero2 | as zero1, and at the border of a stage | the backward of a stage fills and empties it |
 | zero3 | at the border of a unit, whatever its size | a unit is gathered before it is used |
 
 A unit is the embedding, a layer, or everything behind the last layer.
@@ -28,6 +29,13 @@ from moemesh.config.layout import EXPERT_AXES, shard_sizes
 BUCKET_BYTES = 25 << 20
 #: The same where one rank receives the bucket from all others at once.
 SERVED_BUCKET_BYTES = 4 << 20
+#: Where states are sharded, a bucket has this share of a rank's gradients, but never less than
+#: these bytes: a few buckets, and what is received for them, are what a step adds to the states.
+SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
+
+
+#: Sums over ranks of buckets whose states are sharded that are under way at once.
+MOST_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +124,17 @@ def unit_of(name: str) -> str:
 def buckets(
     members: Sequence[Member],
     data: str,
-    bucket_bytes: int | None = None,
     same_ranks: Callable[[str], str] | None = None,
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
-    them; `members` in the model's order. `bucket_bytes` None: the size that fits `data`.
+    them; `members` in the model's order.
     `same_ranks`: an axis -> one name for all that have its groups
     (:meth:`moemesh.config.layout.Layout.same_ranks`), which zero3 joins; None: it joins none."""
-    if bucket_bytes is None:
-        bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
+    bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
+    if data != "replicate":
+        gradients = sum(one.numbers * one.gradient_bytes for one in members if one.trains)
+        share = max(int(gradients * SHARE_OF_GRADIENTS), LEAST_BUCKET_BYTES)
+        bucket_bytes = min(bucket_bytes, share)
     units = data == "zero3"
     stages = data in ("zero2", "zero3")
     found: list[list[tuple[int, Member]]] = []

@@ -7,7 +7,7 @@ at a step boundary, with everything that belongs to an expert: weights, masters 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_exp
 from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer, has_master
+from moemesh.train.step import Boundary
 
 #: Experts stay while the hottest rank is within this much of the best that can be had.
 TOLERANCE = 0.05
@@ -41,15 +42,28 @@ class _WholeState(NamedTuple):
 class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
-    def __init__(self, parallel: RankModel, optimizer: Optimizer, every: int) -> None:
+    def __init__(
+        self,
+        parallel: RankModel,
+        optimizer: Optimizer,
+        every: int,
+        say: Callable[[str, str], None],
+    ) -> None:
+        """`say`: text and kind of an event."""
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
         config = parallel.model.config
         self._layers, self._num_experts = list(config.routed_layers), config.num_experts
         moves = self._mesh["ep"].size > 1 and bool(self._layers)
-        self._every = every if moves else 0
+        self._every, self._say = every if moves else 0, say
         self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
-    def after(self, step: int, counts_LE: Tensor) -> int:
+    def after(self, behind: Boundary) -> None:
+        """Average the loads of a step, and move experts where that is due; all ranks call."""
+        if num_moved := self.update(behind.number, behind.step.result.counts_LE):
+            text = f"step {behind.number}: {num_moved} experts of all layers moved"
+            self._say(text, "experts")
+
+    def update(self, step: int, counts_LE: Tensor) -> int:
         """Add the tokens of each expert in `step`; returns how many experts have moved.
 
         All ranks call, after the update of `step`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +21,8 @@ from moemesh.train.console import Console
 from moemesh.train.numerics.bundle import Bundles
 from moemesh.train.numerics.examination import examine, examine_state, first_look
 from moemesh.train.numerics.finding import Finding
-from moemesh.train.numerics.guard import Guard
-from moemesh.train.numerics.vote import Vote
+from moemesh.train.numerics.guard import Diverged, Guard
+from moemesh.train.numerics.vote import CopiesDiffer, Vote
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -30,7 +30,7 @@ from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.step import FinishedStep, evaluate
+from moemesh.train.step import Boundary, FinishedStep, Observer, evaluate
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
@@ -85,7 +85,8 @@ class Steps(Protocol):
 
 
 class Session:
-    """One rank of a run. `done`: steps of earlier calls; `cursor`: which samples a step reads."""
+    """One rank of a run. `done`: steps of earlier calls; `saved`: the step of the last checkpoint;
+    `cursor`: which samples a step reads."""
 
     def __init__(
         self,
@@ -109,11 +110,12 @@ class Session:
         self.parallel = parallel = construct(config, mesh, schedule)
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
-        self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
+        self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every, console.say)
         self.guard = Guard(train, console.say)
-        self.done = position = 0
+        self.done = self.saved = position = 0
         if (checkpoint := self._restore()) is not None:
-            self.done, position = checkpoint.step, int(checkpoint.state["position"])
+            self.done = self.saved = checkpoint.step
+            position = int(checkpoint.state["position"])
         elif config.model_path is not None or config.lora.path is not None:
             # Late: most runs need none of it.
             from moemesh.train.weights.conversion import open_adapters, open_weights
@@ -125,7 +127,7 @@ class Session:
         self.cursor = Cursor(step=self.done, position=position, batch=config.data.global_batch)
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
         self.bundles = Bundles(folder.path, config, parallel, optimizer)
-        self.vote = Vote(parallel, optimizer)
+        self.vote = Vote(parallel, optimizer, train, console.say)
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
         )
@@ -148,48 +150,65 @@ class Session:
 
         All ranks call.
         """
+        last, step = self.config.train.steps, self.done
+        observers = self._observers(steps)
         try:
-            train, step = self.config.train, self.done
-            saved = step
-            while step < train.steps:
-                began = step
+            while step < last:
                 progress_words.at_step(step + 1, self.mesh["pp"].index)
                 finished = steps.advance(step + 1, self._report)
                 progress_words.stepped()
-                step = finished.number
-                if reason := self.guard.settle(self.examine):
-                    step = saved = self.go_back(step, reason)
+                behind = Boundary(step=finished, began=step, is_last=finished.number == last)
+                reasons = (reason for observe in observers if (reason := observe(behind)))
+                if reason := next(reasons, None):
+                    step = self.saved = self.go_back(finished.number, reason)
                     continue
-                validates = self._is_due(step, train.validate_every)
-                self.record(finished, self.validate() if validates else None)
-                if num_moved := self.rehoming.after(step, finished.result.counts_LE):
-                    text = f"step {step}: {num_moved} experts of all layers moved"
-                    self.console.say(text, "experts")
-                stopping = steps.is_stopping() or step == self.stop.after
-                self.checkpoints.look()
-                saves = stopping or self._is_due(step, train.checkpoint_every)
-                # A checkpoint without an update would take the place of an older, better one.
-                saves &= stopping or step == train.steps or not self.guard.is_skipping
-                if train.vote_every and (
-                    saves or step // train.vote_every > began // train.vote_every
-                ):
-                    progress_words.phase(CHECK)
-                    self.vote.settle(step, train.on_mismatch, self.console.say)
-                if saves:
-                    self.row_bounds.look(step)
-                    if damage := examine_state(self.parallel, self.optimizer):
-                        step = saved = self.go_back(step, self.guard.damaged(step, damage))
-                        continue
-                    self.save(step, is_last=stopping or step == train.steps)
-                    saved = step
-                if stopping:
+                step = finished.number
+                if behind.stopping:
                     break
-            return saved
+            return self.saved
         except KeyboardInterrupt:
             self.checkpoints.abandon()
             raise
+        except (Diverged, CopiesDiffer):
+            # Raised on all ranks: their advice names the newest checkpoint, so it is to be whole.
+            self.checkpoints.finish(hurry=True)
+            raise
         finally:
             self.artifacts.close()
+
+    def _observers(self, steps: Steps) -> Sequence[Observer]:
+        """All that happens behind a step, in this order."""
+
+        def validate_and_record(behind: Boundary) -> None:
+            validates = behind.is_due(self.config.train.validate_every)
+            self.record(behind.step, self.validate() if validates else None)
+
+        def decide(behind: Boundary) -> None:
+            behind.stopping = steps.is_stopping() or behind.number == self.stop.after
+            # A checkpoint without an update would take the place of an older, better one.
+            is_due = behind.is_due(self.config.train.checkpoint_every)
+            wanted = is_due and (behind.is_last or not self.guard.is_skipping)
+            behind.saves = behind.stopping or wanted
+
+        def save(behind: Boundary) -> str | None:
+            if not behind.saves:
+                return None
+            if damage := examine_state(self.parallel, self.optimizer):
+                return self.guard.damaged(behind.number, damage)
+            self.save(behind.number, is_last=behind.stopping or behind.is_last)
+            self.saved = behind.number
+            return None
+
+        return (
+            lambda _: self.guard.settle(self.examine),
+            validate_and_record,
+            self.rehoming.after,
+            decide,
+            lambda _: self.checkpoints.look(),
+            self.vote.after,
+            self.row_bounds.after,
+            save,
+        )
 
     def _report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
@@ -298,7 +317,8 @@ class Session:
         """Whether a validation, a checkpoint or the end comes behind step `step`."""
         train = self.config.train
         return step == self.stop.after or any(
-            self._is_due(step, n) for n in (train.validate_every, train.checkpoint_every)
+            step == train.steps or (n and step % n == 0)
+            for n in (train.validate_every, train.checkpoint_every)
         )
 
     def exit_code(self) -> int:
@@ -311,6 +331,3 @@ class Session:
         numbers = torch.tensor([number])
         all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
         return int(numbers.item())
-
-    def _is_due(self, step: int, every: int) -> bool:
-        return step == self.config.train.steps or bool(every and step % every == 0)

@@ -14,7 +14,7 @@ sequence have no token to predict.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -129,6 +129,35 @@ class FinishedStep:
     result: StepResult
     recorder: TimelineRecorder
     seconds: float
+
+
+@dataclass(kw_only=True)
+class Boundary:
+    """The moment behind a step at which all stages hold the weights of that step.
+
+    `began`: the last step of the boundary before it; `is_last`: no step of the run is left. Set on
+    the way: `stopping`: some rank was asked to stop; `saves`: a checkpoint of this step is due.
+    """
+
+    step: FinishedStep
+    began: int
+    is_last: bool
+    stopping: bool = False
+    saves: bool = False
+
+    @property
+    def number(self) -> int:
+        """The step, from 1."""
+        return self.step.number
+
+    def is_due(self, every: int) -> bool:
+        """Whether what is done every so many steps (0: never), and behind the last, is due."""
+        return self.is_last or bool(every and self.number % every == 0)
+
+
+#: Something that happens behind a step: it returns the reason to go back to a checkpoint, or None
+#: to go on; to end the run in an error it raises. All ranks call the same ones in the same order.
+Observer = Callable[[Boundary], str | None]
 
 
 class StepCounts(NamedTuple):

@@ -16,7 +16,7 @@ from tests.ranks import mesh_on_ranks
 
 SETTINGS = MemorySettings(
     ranks=2,
-    strategy="zero1,parameter_server",
+    strategy="all",
     layers=4,
     hidden=64,
     width=96,
@@ -36,8 +36,12 @@ def test_strategies_beside_their_predictions() -> None:
         for name in ("wire_bytes", "received_bytes"):
             assert row[name] == row[f"predicted_{name}"]
         assert max(row["state_bytes"]) < max(row["peak_bytes"])
+        assert max(row["predicted_peak_bytes"]) == pytest.approx(max(row["peak_bytes"]), rel=0.07)
         assert row["seconds"] > 0 and row["seconds_ratio"] > 0
     assert rows["replicate"]["peak_ratio"] == rows["replicate"]["seconds_ratio"] == 1
+    fullest = {name: max(row["peak_bytes"]) for name, row in rows.items()}
+    assert fullest["zero3"] < fullest["zero1"] < fullest["replicate"]
+    assert fullest["zero2"] < fullest["replicate"]
     # The server keeps all of the optimizer and sends all of the weights, its worker neither.
     states, sent = rows["parameter_server"]["state_bytes"], rows["parameter_server"]["wire_bytes"]
     assert states[0] == rows["replicate"]["state_bytes"][0] == 2 * states[1]

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.overlap import all_to_all_start
+from moemesh.comm.overlap import overlapped_all_to_all
 from moemesh.config.layout import Layout
 from moemesh.parallel.expert.build import Fp8Codec
 from tests.ranks import mesh_on_ranks
@@ -29,7 +29,7 @@ def exchanges_on_rank(mesh: Mesh, how: str) -> dict[str, Any]:
     else:
         codec = Fp8Codec() if how == "coded" else None
         pending = [
-            all_to_all_start(x, axis, inputs, outputs, caller="test", codec=codec) for x in xs
+            overlapped_all_to_all(x, axis, inputs, outputs, caller="test", codec=codec) for x in xs
         ]
         ys = [one.wait() for one in pending]
     sum((y * (i + 1 + axis.index)).square().sum() for i, y in enumerate(ys)).backward()
@@ -61,4 +61,4 @@ def test_a_codec_shrinks_the_forward_and_leaves_gradients_alone() -> None:
 
 def test_a_world_of_one_is_the_identity() -> None:
     x = torch.randn(4, 2)
-    assert all_to_all_start(x, Mesh.single("cpu")["ep"], caller="test").wait() is x
+    assert overlapped_all_to_all(x, Mesh.single("cpu")["ep"], caller="test").wait() is x

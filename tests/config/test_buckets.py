@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 
-from moemesh.config.buckets import Member, buckets, owned_sizes, unit_of
+from moemesh.config import buckets as rules
+from moemesh.config.buckets import Bucket, Member, buckets, owned_sizes, unit_of
 from moemesh.config.layout import SHARDED_AXES, Layout
 
 
@@ -28,8 +31,19 @@ MODEL = [
 ]
 
 
+def limited(
+    members: Sequence[Member],
+    data: str,
+    limit: int,
+    same_ranks: Callable[[str], str] | None = None,
+) -> tuple[Bucket, ...]:
+    """Buckets of `limit` bytes."""
+    with mock.patch.multiple(rules, BUCKET_BYTES=limit, LEAST_BUCKET_BYTES=limit):
+        return buckets(members, data, same_ranks)
+
+
 def names(data: str, limit: int) -> list[list[str]]:
-    return [[m.name for m in bucket.members] for bucket in buckets(MODEL, data, limit)]
+    return [[m.name for m in bucket.members] for bucket in limited(MODEL, data, limit)]
 
 
 def test_alike_parameters_share_a_bucket_until_it_is_large_enough() -> None:
@@ -51,7 +65,7 @@ def test_a_bucket_of_zero2_stays_inside_of_a_stage_and_one_of_zero3_inside_of_a_
         ["layers.0.attention.qkv", "embedding.weight"],
     ]
     for limit in (1, 1 << 20):
-        assert [bucket.unit for bucket in buckets(MODEL, "zero3", limit)] == (
+        assert [bucket.unit for bucket in limited(MODEL, "zero3", limit)] == (
             ["head"] * 2 + ["layers.1"] * 3 + ["layers.0"] * 2 + ["embedding"]
         )
 

@@ -47,8 +47,8 @@ def test_suggestions_are_right_for_95_of_100_typos(section: str) -> None:
     right, wrong = 0, []
     for key in keys_of(section):
         sample = sorted(typos(key) - set(keys_of(section)))
-        # All of them for short keys, where guessing is hard; every ninth one for long keys.
-        for typo in sample if len(key) <= 8 else sample[::9]:
+        # More of them for short keys, where guessing is hard.
+        for typo in sample[::3] if len(key) <= 8 else sample[::19]:
             _, fix = explain_unknown_key(f"{section}.{typo}")
             first = re.search(r"\b\w+\.\w+", fix)
             if first and first.group() == f"{section}.{key}":

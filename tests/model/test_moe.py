@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moemesh.comm.overlap import exchange_start
+from moemesh.comm.overlap import overlapped_exchange
 from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
 from moemesh.model.moe import MoE
 from moemesh.ops import expert_blocks
@@ -70,7 +70,7 @@ class _LoggedDispatcher:
             _LoggedExchange(f"{way} {self.num_sent}", self.log) for way in ("there", "back")
         )
         rows = self.local.dispatch(x_TH, weights_TK, plan).wait()
-        return exchange_start(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))
+        return overlapped_exchange(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])

@@ -102,7 +102,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
         tokens_per_rank=tokens,
     )
     optimizer = Optimizer.of(parallel, train)
-    mover = Rehoming(parallel, optimizer, train.rebalance_every)
+    mover = Rehoming(parallel, optimizer, train.rebalance_every, lambda text, kind: None)
     steps, rank_tokens, counts, num_moved = [], [], [], 0
     for step in range(1, train.steps + 1):
         batches = [
@@ -118,7 +118,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
             rank_LP = home_tokens(result.counts_LE, layers, homes, plan.ep)
         rank_tokens.append(rank_LP)
         counts.append(result.counts_LE)
-        num_moved += mover.after(step, result.counts_LE)
+        num_moved += mover.update(step, result.counts_LE)
     return {
         "steps": steps,
         "weights": owned(parallel),

@@ -204,7 +204,7 @@ def bad_gradient() -> None:
 
 def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
     """The other stage goes on; the run drains, so that the cause can be looked for together."""
-    plan, long = STREAM | {"pp": 2}, SGD | {"steps": 30}
+    plan, long = STREAM | {"pp": 2}, SGD | {"steps": 14}
     found = stream(DEEP, plan, long, SHAPE, mutate=bad_gradient)
     assert 2 < len(found.losses) < 12
     assert all(weight.isfinite().all() for weight in found.weights.values())

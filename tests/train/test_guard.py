@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moemesh.checkpoint.job import SaveJob
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
@@ -125,10 +127,18 @@ def run_on_rank(
         if damage and mesh.rank == 1 and num_updates == bad_step:
             held[0].model.get_parameter("norm.weight").data[0] = torch.nan
 
+    plain_save = SaveJob.run
+
+    def save(self: SaveJob) -> None:
+        # With `damage`, longer than the steps up to it: the run ends while a save is under way.
+        time.sleep(0.5 * damage)
+        plain_save(self)
+
     error, facts = "", {}
     with (
         mock.patch.object(sessions, "construct", build),
         mock.patch.object(Optimizer, "step", update),
+        mock.patch.object(SaveJob, "run", save),
     ):
         try:
             events = Events(run if mesh.rank == 0 else None)
@@ -151,7 +161,6 @@ def run_on_rank(
     saves = [
         p for p in run.checkpoints.glob("step-*/manifest.json") if ".tmp-" not in p.parent.name
     ]
-    # None where an error abandoned the save under way, be it the first.
     manifest = max(saves, key=lambda p: int(p.parent.name[5:]), default=None)
     position = json.loads(manifest.read_text())["state"]["position"] if manifest else 0
     return Spoiled(error, facts, told, [json.loads(row)["step"] for row in rows], finite, position)

@@ -35,7 +35,7 @@ def flip_on_rank(
         tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
     )
     optimizer = Optimizer.of(parallel, TrainConfig())
-    vote = Vote(parallel, optimizer)
+    vote = Vote(parallel, optimizer, TrainConfig(), lambda text, kind: None)
     assert not vote.compare(), "copies differ from the start"
     entries = mesh.ledger.entries()
     found: list[tuple[list[Mismatch], bool, list[Mismatch]]] = []

@@ -127,6 +127,11 @@ class ReplicatedBucket:
         return self.total.numel() * self.total.element_size()
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes that are here at this moment for sums over ranks, beside :attr:`gradient_bytes`."""
+        return 0
+
+    @property
     def kept_weights(self) -> range:
         """The numbers whose weights this rank keeps between steps."""
         return range(self.rule.numbers)
@@ -234,6 +239,12 @@ class ShardedBucket(ReplicatedBucket):
     def own_sums(self) -> Tensor:
         return self.total[self.own.start : self.own.stop]
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The others' parts of the range that this rank owns, while a sum is under way."""
+        received = len(self.own) * (self.axis.size - 1)
+        return received * self.dtype.itemsize if self._work is not None else 0
+
     def whole(self, name: str, part: Tensor) -> Tensor:
         sizes: list[int] = []
         for index in range(self.axis.size):
@@ -302,6 +313,13 @@ class ScatteredBucket(ShardedBucket):
     @property
     def gradient_bytes(self) -> int:
         return self._sums.numel() * self._sums.element_size()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The vector that a backward fills, and the one that is being sent, too."""
+        vectors = (self._flat is not None) + (self._work is not None)
+        whole = vectors * self.rule.numbers * self.dtype.itemsize if self.axis.size > 1 else 0
+        return super().buffer_bytes + whole
 
     def begin(self) -> None:
         self._sums.zero_()

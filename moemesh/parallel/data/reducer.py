@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.buckets import Member, buckets
+from moemesh.config.buckets import MOST_UNDER_WAY, Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
 from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.placement import Placement
-
-#: Sums over ranks under way at once: each holds a copy of its bucket.
-MOST_UNDER_WAY = 2
 
 #: `plan.data` -> how parameters are held.
 BUCKETS: dict[str, type[ReplicatedBucket]] = {
@@ -61,7 +58,6 @@ class GradientReducer:
         self,
         parameters: Sequence[tuple[str, nn.Parameter, Placement]],
         mesh: Mesh,
-        bucket_bytes: int | None = None,
         *,
         data: DataStrategy = "replicate",
         owners: Callable[[str, int], int] = lambda axis, ranks: ranks,
@@ -93,9 +89,7 @@ class GradientReducer:
                 exact=exact,
             )
             # An exact sum depends on the parameter's class, not on its ranks alone.
-            for rule in buckets(
-                members, data, bucket_bytes, None if exact else mesh.layout.same_ranks
-            )
+            for rule in buckets(members, data, None if exact else mesh.layout.same_ranks)
         ]
         #: Of parameters that train, and of the others.
         self.buckets = [bucket for bucket in made if bucket.rule.trains]
@@ -133,6 +127,9 @@ class GradientReducer:
         #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
         self._queue: deque[ReplicatedBucket] = deque()
         self._under_way: deque[ReplicatedBucket] = deque()
+        #: Bytes that buckets hold for sums over ranks, and the most that they held at once.
+        self._buffers: dict[ReplicatedBucket, int] = {}
+        self.most_buffer_bytes = self._buffer_bytes = 0
         #: Told of each gradient of a microbatch before it is added, where somebody looks on.
         self.watch: Callable[[nn.Parameter, Tensor], None] | None = None
         #: Weights that are gathered for a step (zero3).
@@ -164,6 +161,7 @@ class GradientReducer:
             self.watch(parameter, gradient)
         bucket = self._home[parameter]
         bucket.add(parameter, gradient)
+        self._count_buffers(bucket)
         if parameter in self._armed:
             self._armed.remove(parameter)
             bucket.waiting -= 1
@@ -209,7 +207,7 @@ class GradientReducer:
         self.close()
         self._under_way.clear()
         for bucket in self.buckets:
-            bucket.wait()
+            self._wait(bucket)
         for bucket in self.buckets:
             bucket.finish()
         if self.units is not None:
@@ -268,9 +266,20 @@ class GradientReducer:
             # Of weights that are sharded, the sums of one unit at a time: memory of two would be
             # more than the rest of a step needs.
             while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
-                self._under_way.popleft().wait()
+                self._wait(self._under_way.popleft())
             bucket.launch()
+            self._count_buffers(bucket)
             if self.data != "replicate":
                 self._under_way.append(bucket)
             if len(self._under_way) > MOST_UNDER_WAY:
-                self._under_way.popleft().wait()
+                self._wait(self._under_way.popleft())
+
+    def _wait(self, bucket: ReplicatedBucket) -> None:
+        bucket.wait()
+        self._count_buffers(bucket)
+
+    def _count_buffers(self, bucket: ReplicatedBucket) -> None:
+        now = bucket.buffer_bytes
+        self._buffer_bytes += now - self._buffers.get(bucket, 0)
+        self._buffers[bucket] = now
+        self.most_buffer_bytes = max(self.most_buffer_bytes, self._buffer_bytes)

@@ -62,6 +62,11 @@ class GatheredBucket(ScatteredBucket):
             gradient if before is None else before.to(self.dtype) + gradient
         )
 
+    @property
+    def buffer_bytes(self) -> int:
+        waiting = self._waiting_gradients.values()
+        return super().buffer_bytes + sum(one.numel() * one.element_size() for one in waiting)
+
     def launch(self) -> None:
         while self._waiting_gradients:
             super().add(*self._waiting_gradients.popitem())

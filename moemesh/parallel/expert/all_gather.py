@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
+from moemesh.comm.overlap import Codec, overlapped_all_gather, overlapped_all_to_all
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_own_weights
 from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
@@ -182,10 +182,10 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan
     ) -> Pending[DispatchedRows]:
-        weights = all_gather_start(
+        weights = overlapped_all_gather(
             weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
         )
-        gathered = all_gather_start(
+        gathered = overlapped_all_gather(
             x_TH, self.group, plan.sizes, caller="moe.dispatch", codec=self.codec
         )
 
@@ -203,7 +203,7 @@ class AllGatherDispatcher(Dispatcher):
             return Pending.ready(
                 collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
             )
-        returned = all_to_all_start(
+        returned = overlapped_all_to_all(
             partial,
             self.group,
             back.input_splits,

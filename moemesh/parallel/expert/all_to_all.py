@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.comm.overlap import Codec, overlapped_all_to_all
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
@@ -46,7 +46,7 @@ class Hop:
 
     def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
         """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
-        return all_to_all_start(
+        return overlapped_all_to_all(
             permute(x_TH, self.rows),
             self.axis,
             self.input_splits,
@@ -57,7 +57,7 @@ class Hop:
 
     def send_back(self, y_NH: Tensor, caller: str) -> Pending[Tensor]:
         """Results [N, H] -> their sum per own row [T, H]. Backward: as :meth:`send`."""
-        sent = all_to_all_start(
+        sent = overlapped_all_to_all(
             y_NH, self.axis, self.output_splits, self.input_splits, caller=caller
         )
         return sent.then(lambda y_SH: unpermute(y_SH, self.rows))
@@ -145,7 +145,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
-        weights = all_to_all_start(
+        weights = overlapped_all_to_all(
             pick_weights(weights_TK, plan.slot_S),
             self.ep,
             plan.hop.input_splits,

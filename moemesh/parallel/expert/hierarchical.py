@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, exchange_start
+from moemesh.comm.overlap import Codec, overlapped_exchange
 from moemesh.comm.worker_thread import WorkerThread
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
@@ -129,11 +129,11 @@ class HierarchicalDispatcher(Dispatcher):
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
         caller, relay = "moe.dispatch.weights", plan.relay
-        weights = exchange_start(
+        weights = overlapped_exchange(
             weights_TK, DispatchPath(relay, caller), CombinePath(relay, caller)
         )
         out = DispatchPath(relay, "moe.dispatch", codec=self.codec)
-        sent = exchange_start(x_TH, out, CombinePath(relay, "moe.dispatch"))
+        sent = overlapped_exchange(x_TH, out, CombinePath(relay, "moe.dispatch"))
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
@@ -151,7 +151,7 @@ class HierarchicalDispatcher(Dispatcher):
             y_RH = unpermute(y_RH, by_expert)
             y_RH = collectives.reduce_scatter(y_RH, self.etp, plan.lane_rows, caller=caller)
             by_expert = None
-        return exchange_start(
+        return overlapped_exchange(
             y_RH,
             CombinePath(relay, caller, by_expert=by_expert, num_near=plan.num_near),
             DispatchPath(relay, caller, by_expert=by_expert),

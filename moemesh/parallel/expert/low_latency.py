@@ -35,7 +35,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.comm.overlap import Codec, overlapped_all_to_all
 from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
@@ -179,7 +179,7 @@ class LowLatencyDispatcher(Dispatcher):
             return self.two_phase.dispatch(x_TH, weights_TK, plan)
         caller = "moe.dispatch.weights"
         picked_B = pick_weights(at_least_one_row(weights_TK), plan.slot_B)
-        weights = all_to_all_start(picked_B, self.ep, caller=caller)
+        weights = overlapped_all_to_all(picked_B, self.ep, caller=caller)
         sent = plan.hop.send(at_least_one_row(x_TH), "moe.dispatch", self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:

@@ -37,7 +37,7 @@ from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_expert
 from moemesh.balance.compiled import plain_loops
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.comm.overlap import Codec, overlapped_all_to_all
 from moemesh.config.plan import SparePolicy
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.model.experts import Experts
@@ -257,7 +257,7 @@ class ReplicaDispatcher(Dispatcher):
                     for part, weight in zip(parts, weights, strict=True)
                 )
 
-            fetched = all_to_all_start(
+            fetched = overlapped_all_to_all(
                 _Pack.apply(plan.sent, *weights),
                 self.ep,
                 plan.sent_splits,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from moemesh.config.buckets import MOST_UNDER_WAY
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -53,6 +54,7 @@ class States(NamedTuple):
     gradients: int
     optimizer: int
     gathered_weights: int = 0
+    buffers: int = 0
     weight_versions: int = 0
     snapshots: int = 0
 
@@ -108,6 +110,7 @@ def predict_states(
         gathered = GatheredUnits(placement, rank, element).most_bytes
     return States(
         gathered_weights=gathered,
+        buffers=_most_buffers(placement, rank, element),
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
@@ -115,6 +118,53 @@ def predict_states(
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
         snapshots=updated + moments + biases if is_undone else 0,
     )
+
+
+def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
+    """The most bytes at once of gradients that wait for their sum over ranks and of what is
+    received for it, where states are sharded. It follows `moemesh.parallel.data.reducer` through a
+    backward that brings the gradients in reversed order of the model."""
+    plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
+    if plan.data == "replicate":
+        return 0
+    found = [one for one in data_buckets(placement, rank, element) if one.trains]
+    waiting = [len(bucket.members) for bucket in found]
+    homes = {member.name: place for place, bucket in enumerate(found) for member in bucket.members}
+    received: list[int] = []
+    for bucket in found:
+        sizes, index = owned(placement, bucket, rank)
+        received.append(sizes[index] * (len(sizes) - 1) * bucket.gradient_bytes)
+    # Under zero2 and zero3 the vector that is sent is another one than what the rank keeps.
+    sends = [
+        bucket.numbers * bucket.gradient_bytes * (plan.data in ("zero2", "zero3") and num_bytes > 0)
+        for bucket, num_bytes in zip(found, received, strict=True)
+    ]
+    held, most, launched = 0, 0, 0
+    under_way: list[int] = []
+    begun: set[int] = set()
+    names = (tensor.name for tensor in reversed(placement.held(pp_rank)))
+    for place in (homes[name] for name in names if name in homes):
+        if plan.data == "zero3":
+            share = found[place].members
+            held += sends[place] // len(share)
+        elif place not in begun:
+            begun.add(place)
+            held += sends[place]
+        waiting[place] -= 1
+        most = max(most, held)
+        while launched < len(found) and not waiting[launched]:
+            while under_way and found[under_way[0]].unit != found[launched].unit:
+                first = under_way.pop(0)
+                held -= sends[first] + received[first]
+            most = max(most, held + (sends[launched] if plan.data == "zero3" else 0))
+            held += received[launched]
+            most = max(most, held)
+            under_way.append(launched)
+            launched += 1
+            if len(under_way) > MOST_UNDER_WAY:
+                first = under_way.pop(0)
+                held -= sends[first] + received[first]
+    return most
 
 
 def predict_memory(

@@ -23,8 +23,12 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.transfers import broadcast
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.step import Boundary
+from moemesh.watch import progress_words
+from moemesh.watch.word_file import CHECK
 
 #: Integers as wide as the elements of a tensor.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,8 +77,15 @@ class CopiesDiffer(RuntimeError):
 class Vote:
     """Compares the copies of this rank's weights; all ranks call its methods together."""
 
-    def __init__(self, parallel: RankModel, optimizer: Optimizer) -> None:
-        self._parallel, self._optimizer = parallel, optimizer
+    def __init__(
+        self,
+        parallel: RankModel,
+        optimizer: Optimizer,
+        train: TrainConfig,
+        say: Callable[[str, str], None],
+    ) -> None:
+        """`say`: text and kind of an event."""
+        self._parallel, self._optimizer, self._train, self._say = parallel, optimizer, train, say
         names = dict(parallel.model.named_parameters())
         buffers = dict(parallel.model.named_buffers())
         #: Axis -> what its ranks hold copies of, in the order of the model.
@@ -126,16 +137,20 @@ class Vote:
                 yield axis, self._held[axis]
         assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
 
-    def settle(self, step: int, policy: str, say: Callable[[str, str], None]) -> None:
-        """Compare, behind `step`. Raises CopiesDiffer, on all ranks, when copies differ and the
-        `policy` (``train.on_mismatch``) is not to take that of the majority, or there is none."""
-        found = self.compare()
-        if not found:
+    def after(self, behind: Boundary) -> None:
+        """Compare before a checkpoint, and where ``train.vote_every`` steps have passed. Raises
+        CopiesDiffer, on all ranks, when copies differ and ``train.on_mismatch`` is not to take that
+        of the majority, or there is none."""
+        every, step = self._train.vote_every, behind.number
+        if not every or not (behind.saves or step // every > behind.began // every):
             return
-        if policy == "stop" or not self.take_majority(found):
+        progress_words.phase(CHECK)
+        if not (found := self.compare()):
+            return
+        if self._train.on_mismatch == "stop" or not self.take_majority(found):
             raise CopiesDiffer(step, found)
         told = "; ".join(map(str, found[:_MOST_NAMED]))
-        say(f"step {step}: {told}: the copy of the others is taken", "copies")
+        self._say(f"step {step}: {told}: the copy of the others is taken", "copies")
 
     def take_majority(self, found: Sequence[Mismatch]) -> bool:
         """Copy the most common copy of each over the others, masters and moments included where

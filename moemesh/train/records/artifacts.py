@@ -51,7 +51,7 @@ from moemesh.watch import progress_words
 
 def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
     """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
-    gathered weights the most that a step has held."""
+    gathered weights and of the buffers of sums over ranks the most that a step has held."""
     reducer = parallel.reducer
     return {
         "dense_weights": reducer.weight_bytes(experts=False),
@@ -59,6 +59,7 @@ def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
         "gathered_weights": reducer.gathered_bytes,
         "gradients": reducer.gradient_bytes,
         "optimizer": optimizer.num_state_bytes(),
+        "buffers": reducer.most_buffer_bytes,
     }
 
 

@@ -16,6 +16,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.row_log import RowLog
+from moemesh.train.step import Boundary
 
 # ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
 
@@ -221,6 +222,11 @@ class RowBounds:
         self._parallel, self._microbatches, self._step = parallel, microbatches, step
         self._keep, self._say = keep, say
         self._has_said = False
+
+    def after(self, behind: Boundary) -> None:
+        """Look before a checkpoint."""
+        if behind.saves:
+            self.look(behind.number)
 
     def look(self, step: int) -> None:
         """Tell of what lay above the bound since the last look; all ranks call."""
