@@ -382,7 +382,7 @@ def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[
         for key in open_keys or ("pp",):
             one = filled if left == 1 else {**filled, key: left}
             found.append(_problems(one, model, space.seq_len, space.global_batch))
-    if best := min(found, key=len, default=[]):
+    if best := min(found, key=len, default=list[Problem]()):
         return tuple(best)
     shown = ", ".join(f"{key} = {value}" for key, value in table.items())
     message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
