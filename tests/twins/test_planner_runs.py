@@ -200,7 +200,12 @@ def check(
         assert predicted.difference(measured) == [], f"rank {rank} (here: predicted)"
         memory = predict_memory(config, checked, **settings).to_json()
         for part in found["memory"].keys() - {"activations", "kinds"}:
-            assert memory[part] == found["memory"][part], f"rank {rank}: {part}"
+            # Under zero3 gradients wait as they came, in an order and a dtype that autograd chooses.
+            near = part == "buffers" and checked.data == "zero3"
+            expected = (
+                pytest.approx(found["memory"][part], rel=0.25) if near else found["memory"][part]
+            )
+            assert memory[part] == expected, f"rank {rank}: {part}"
         if activations and not tuning.is_full:
             # What only the gradients of weights that do not train would read is not kept.
             kept = found["memory"]["activations"]
