@@ -200,7 +200,7 @@ def check(
         assert predicted.difference(measured) == [], f"rank {rank} (here: predicted)"
         memory = predict_memory(config, checked, **settings).to_json()
         for part in found["memory"].keys() - {"activations", "kinds"}:
-            # Under zero3 gradients wait as they came, in an order and a dtype that autograd chooses.
+            # Under zero3 gradients wait as they came, in an order that autograd chooses.
             near = part == "buffers" and checked.data == "zero3"
             expected = (
                 pytest.approx(found["memory"][part], rel=0.25) if near else found["memory"][part]
