@@ -22,7 +22,7 @@ from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_exp
 from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer, has_master
-from moemesh.train.step import Boundary
+from moemesh.train.step import StepBoundary
 
 #: Experts stay while the hottest rank is within this much of the best that can be had.
 TOLERANCE = 0.05
@@ -57,7 +57,7 @@ class Rehoming:
         self._every, self._say = every if moves else 0, say
         self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
-    def after(self, behind: Boundary) -> None:
+    def after(self, behind: StepBoundary) -> None:
         """Average the loads of a step, and move experts where that is due; all ranks call."""
         if num_moved := self.update(behind.number, behind.step.result.counts_LE):
             text = f"step {behind.number}: {num_moved} experts of all layers moved"

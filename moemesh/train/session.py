@@ -30,7 +30,7 @@ from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.step import Boundary, FinishedStep, Observer, evaluate
+from moemesh.train.step import FinishedStep, Observer, StepBoundary, evaluate
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
@@ -157,7 +157,7 @@ class Session:
                 progress_words.at_step(step + 1, self.mesh["pp"].index)
                 finished = steps.advance(step + 1, self._report)
                 progress_words.stepped()
-                behind = Boundary(step=finished, began=step, is_last=finished.number == last)
+                behind = StepBoundary(step=finished, began=step, is_last=finished.number == last)
                 reasons = (reason for observe in observers if (reason := observe(behind)))
                 if reason := next(reasons, None):
                     step = self.saved = self.go_back(finished.number, reason)
@@ -179,18 +179,18 @@ class Session:
     def _observers(self, steps: Steps) -> Sequence[Observer]:
         """All that happens behind a step, in this order."""
 
-        def validate_and_record(behind: Boundary) -> None:
+        def validate_and_record(behind: StepBoundary) -> None:
             validates = behind.is_due(self.config.train.validate_every)
             self.record(behind.step, self.validate() if validates else None)
 
-        def decide(behind: Boundary) -> None:
+        def decide(behind: StepBoundary) -> None:
             behind.stopping = steps.is_stopping() or behind.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
             is_due = behind.is_due(self.config.train.checkpoint_every)
             wanted = is_due and (behind.is_last or not self.guard.is_skipping)
             behind.saves = behind.stopping or wanted
 
-        def save(behind: Boundary) -> str | None:
+        def save(behind: StepBoundary) -> str | None:
             if not behind.saves:
                 return None
             if damage := examine_state(self.parallel, self.optimizer):

@@ -132,7 +132,7 @@ class FinishedStep:
 
 
 @dataclass(kw_only=True)
-class Boundary:
+class StepBoundary:
     """The moment behind a step at which all stages hold the weights of that step.
 
     `began`: the last step of the boundary before it; `is_last`: no step of the run is left. Set on
@@ -157,7 +157,7 @@ class Boundary:
 
 #: Something that happens behind a step: it returns the reason to go back to a checkpoint, or None
 #: to go on; to end the run in an error it raises. All ranks call the same ones in the same order.
-Observer = Callable[[Boundary], str | None]
+Observer = Callable[[StepBoundary], str | None]
 
 
 class StepCounts(NamedTuple):

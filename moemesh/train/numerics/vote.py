@@ -26,7 +26,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.step import Boundary
+from moemesh.train.step import StepBoundary
 from moemesh.watch import progress_words
 from moemesh.watch.word_file import CHECK
 
@@ -137,7 +137,7 @@ class Vote:
                 yield axis, self._held[axis]
         assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
 
-    def after(self, behind: Boundary) -> None:
+    def after(self, behind: StepBoundary) -> None:
         """Compare before a checkpoint, and where ``train.vote_every`` steps have passed. Raises
         CopiesDiffer, on all ranks, when copies differ and ``train.on_mismatch`` is not to take that
         of the majority, or there is none."""

@@ -16,7 +16,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.row_log import RowLog
-from moemesh.train.step import Boundary
+from moemesh.train.step import StepBoundary
 
 # ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
 
@@ -223,7 +223,7 @@ class RowBounds:
         self._keep, self._say = keep, say
         self._has_said = False
 
-    def after(self, behind: Boundary) -> None:
+    def after(self, behind: StepBoundary) -> None:
         """Look before a checkpoint."""
         if behind.saves:
             self.look(behind.number)
