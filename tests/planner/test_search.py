@@ -103,12 +103,15 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
     rows = choose(all_of_it, 6, safe)
     of_role = {role: row.number for row in rows for role in row.roles}
     assert seconds[of_role["fastest"]] == least
-    ties = [index for index in fits if seconds[index] <= 1.02 * least]
+    near = [index for index in fits if seconds[index] <= 1.1 * least]
+    pool = [index for index in near if all_of_it.needed[index] <= safe]
+    tie = 1.02 * min((seconds[index] for index in pool), default=least)
+    ties = [index for index in pool or near if seconds[index] <= tie]
     first = of_role["recommended"]
     assert rows[0].number == first and first in ties
-    assert all_of_it.needed[first] <= safe or all(all_of_it.needed[i] > safe for i in ties)
-    # Where the leanest of them alone is safe it is recommended, however many mechanisms it has.
-    least_memory = min(all_of_it.needed[i] for i in ties)
+    assert words(all_of_it, first) == min(words(all_of_it, index) for index in ties)
+    # Where the leanest within 10 % alone is safe it is recommended, however many mechanisms it has.
+    least_memory = min(all_of_it.needed[i] for i in near)
     (lean, *_), safe_one = choose(all_of_it, 6, least_memory), all_of_it.needed[first]
     assert all_of_it.needed[lean.number] == least_memory <= safe_one
     simplest = min(words(all_of_it, i) for i in fits if seconds[i] <= 1.05 * least)

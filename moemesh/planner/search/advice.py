@@ -14,16 +14,17 @@ from moemesh.trace.memory_profile import format_bytes
 
 # The layouts that answer a search: different ones, each with the roles that it has.
 #
-# Step times within :data:`TIE` are one to the model, whose error is more. Of those the one is
-# *recommended* whose whole interval of memory fits the device; then the one with the fewest
-# mechanisms; then the fastest, or where none is safe the one that needs least memory. Beside it
-# stand the *fastest*, the *safest* (the fastest whose whole interval fits) and the *simplest* (the
-# fewest mechanisms within :data:`NEAR` of the fastest). :meth:`Family.mechanisms` says what is
-# counted.
+# Step times within :data:`TIE` are one to the model, whose error is more. The *recommended* layout
+# ties with the fastest whose whole interval of memory fits the device, if that one is within
+# :data:`SAFER` of the fastest of all, else with the latter; of the ties it has the fewest
+# mechanisms, then the least risk for memory, then the least time. Beside it stand the *fastest*,
+# the *safest* (the fastest whose whole interval fits) and the *simplest* (the fewest mechanisms
+# within :data:`NEAR` of the fastest). :meth:`Family.mechanisms` says what is counted.
 
 
-#: Shares of a step: what is a tie, what a near-copy, and what a simpler layout may cost.
-TIE, COPY, NEAR = 0.02, 0.01, 0.05
+#: Shares of a step: of a tie, of a near-copy, and what a simpler and a safer layout may cost. All
+#: are less than the model's error; a run that ends without memory costs more than any of them.
+TIE, COPY, NEAR, SAFER = 0.02, 0.01, 0.05, 0.10
 #: Of so many times the layouts that are shown, near-copies are counted.
 _MOST_LOOKED_AT = 8
 _WEIGHTS = ("pp", "tp", "ep", "etp", "stages_per_rank")
@@ -46,24 +47,29 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> list[Chosen]:
     fastest = first[0]
     seconds = found.seconds(fastest)
     fits = found.needed <= found.capacity
+    safe = found.fitting(min(found.capacity, safe_bytes), 1)
+    leader, pool = fastest, fits
+    if safe and found.seconds(safe[0]) <= seconds * (1 + SAFER):
+        leader, pool = safe[0], fits & (found.needed <= safe_bytes)
+    limit = min(found.seconds(leader) * (1 + TIE), seconds * (1 + SAFER))
 
-    def order(index: int) -> tuple[bool, int, float, float]:
+    def order(index: int) -> tuple[int, float, float]:
         risk = max(float(found.needed[index]) - safe_bytes, 0.0)
-        return risk > 0, int(found.mechanisms[index]), risk, found.seconds(index)
+        return int(found.mechanisms[index]), risk, found.seconds(index)
 
-    may_tie = np.flatnonzero(fits & (found.bounds <= seconds * (1 + TIE))).tolist()
-    best = min((one for one in may_tie if found.seconds(one) <= seconds * (1 + TIE)), key=order)
+    may_tie = np.flatnonzero(pool & (found.bounds <= limit)).tolist()
+    best = min((one for one in may_tie if found.seconds(one) <= limit), key=order)
     roles = {best: ["recommended"]}
     roles.setdefault(fastest, []).append("fastest")
-    if safe := found.fitting(min(found.capacity, safe_bytes), 1):
+    if safe:
         is_safe = found.needed[best] <= safe_bytes
         roles.setdefault(best if is_safe else safe[0], []).append("safest")
     # The fastest of the layouts with the fewest mechanisms that are nearly as fast as any.
-    limit = seconds * (1 + NEAR)
-    may = np.flatnonzero((found.needed <= found.capacity) & (found.bounds <= limit))
+    nearly = seconds * (1 + NEAR)
+    may = np.flatnonzero(fits & (found.bounds <= nearly))
     levels = found.mechanisms[may]
     firsts = (found.fastest(may[levels == level], 1)[0] for level in np.unique(levels))
-    simplest = next(index for index in firsts if found.seconds(index) <= limit)
+    simplest = next(index for index in firsts if found.seconds(index) <= nearly)
     is_simple = found.mechanisms[best] == found.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
     rows = list(roles)[:top]
