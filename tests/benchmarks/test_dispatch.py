@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE
 
 LAYOUT = Layout(dp=4, ep=4, ranks_per_node=2)
 SMALL = DispatchSettings(
-    ranks_per_node=2, experts=16, top_k=3, tokens=64, hidden=32, width=16, rounds=2, groups=8
+    ranks_per_node=2, experts=16, top_k=3, tokens=64, hidden=32, width=16, rounds=1, groups=8
 )
 NAMES = "all_to_all,all_gather,hierarchical,low_latency"
 
