@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.layer_rank import spread
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import StepSettings
 from moemesh.comm import launch
@@ -139,9 +140,8 @@ def _measured(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> d
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return found | {"peak_bytes": {settings.contender: max(gather_json(peak, mesh.control))}}
     ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
     return found | {
-        "ratio": {"median": middle, "quartile_1": low, "quartile_3": high},
+        "ratio": spread(ratios),
         "loss_difference": max(abs(a - b) for a, b in zip(*losses.values(), strict=True)),
     }
 
