@@ -341,7 +341,7 @@ class StreamedSteps:
 
         def finished(step: int, result: StepResult, seconds: float) -> FinishedStep:
             # Stages have updated by themselves: now all steps since can be taken back, not one.
-            result = session.guard.judge(step, result)
+            result = session.nan_policy.judge(step, result)
             return FinishedStep(number=step, result=result, recorder=recorder, seconds=seconds)
 
         stream = TrainingStream(

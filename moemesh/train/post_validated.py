@@ -258,7 +258,7 @@ class ValidatedSteps:
             session.optimizer,
             session.config.train,
             lambda: session.stop.requested,
-            judge=session.guard.judge,
+            judge=session.nan_policy.judge,
         )
 
     def advance(self, first: int, report: Report) -> FinishedStep:

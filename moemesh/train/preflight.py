@@ -237,6 +237,11 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
     )
 
 
+def predicted_peaks(config: RunConfig) -> int:
+    """Peaks of all ranks together."""
+    return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
+
+
 def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
     """Where all ranks of a run on this machine's CPU together will probably need more memory than
     it has: both numbers, and the smallest change after which they fit. None where they fit, and
@@ -248,7 +253,7 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
     # Where the states alone exceed the machine, no batch is small enough, and large models take
     # long to price.
     is_hopeless = ranks * (first.peak - first.activations) > available
-    needed = ranks * first.peak if is_hopeless else _needed_here(config)
+    needed = ranks * first.peak if is_hopeless else predicted_peaks(config)
     if needed <= available:
         return None
     text = (
@@ -256,52 +261,43 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
         f"{format_bytes(available)}"
     )
     for changed, name in () if is_hopeless else _smaller(config):
-        if (smaller := _needed_here(changed)) <= available:
+        if (smaller := predicted_peaks(changed)) <= available:
             return f"{text}: {name} needs {format_bytes(smaller)}"
     return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
-
-
-def _needed_here(config: RunConfig) -> int:
-    """Peaks of all ranks together."""
-    return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
 
 
 def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     """Legal configurations that need less memory, each with its name: first those of the same
     losses, then those of another batch, then of shorter sequences."""
     plan, data = config.plan, config.data
-    candidates: list[tuple[dict[str, object], dict[str, object]]] = []
-    microbatches = [plan.microbatches]
-    while data.global_batch // plan.dp >= 2 * microbatches[-1]:
-        microbatches.append(2 * microbatches[-1])
-        candidates.append(({"microbatches": microbatches[-1]}, {}))
-    most = microbatches[-1]
-    candidates.append(({"recompute": "full"}, {}))
-    candidates.append(({"microbatches": most, "recompute": "full"}, {}))
+    candidates: list[dict[str, dict[str, object]]] = []
+    most, least = plan.microbatches, plan.dp * plan.microbatches
+    while data.global_batch // plan.dp >= 2 * most:
+        most *= 2
+        candidates.append({"plan": {"microbatches": most}})
+    candidates.append({"plan": {"recompute": "full"}})
+    candidates.append({"plan": {"microbatches": most, "recompute": "full"}})
     batch = data.global_batch // 2
-    while batch >= plan.dp * plan.microbatches:
-        candidates.append(({}, {"global_batch": batch}))
+    while batch >= least:
+        candidates.append({"data": {"global_batch": batch}})
         batch //= 2
-    least = plan.dp * plan.microbatches
     length = data.seq_len // 2
     while length >= _SHORTEST:
-        candidates.append(({"recompute": "full"}, {"global_batch": least, "seq_len": length}))
+        shorter = {"global_batch": least, "seq_len": length}
+        candidates.append({"plan": {"recompute": "full"}, "data": shorter})
         length //= 2
-    for of_plan, of_data in candidates:
-        changed = replace(
-            config, plan=plan.model_copy(update=of_plan), data=data.model_copy(update=of_data)
-        )
-        if changed.check() or any(True for _ in refusals(changed)):
-            continue
-        changes = {"plan": of_plan, "data": of_data}
-        yield (
-            changed,
-            ", ".join(
-                f"{section}.{key} = {format_value(value)}"
-                for section, keys in changes.items()
-                for key, value in keys.items()
-            ),
-        )
+    for changes in candidates:
+        sections = {
+            name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
+        }
+        changed = replace(config, **sections)
+        if not (changed.check() or any(True for _ in refusals(changed))):
+            keys = (
+                (f"{section}.{key}", value)
+                for section in changes
+                for key, value in changes[section].items()
+            )
+            yield changed, ", ".join(f"{key} = {format_value(value)}" for key, value in keys)
 
 
 def preflight_warnings(
@@ -310,26 +306,22 @@ def preflight_warnings(
     """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
     cores of this machine; `schedule` None: that of the plan."""
     plan = config.plan
-    defaults = type(plan)()
-    if plan.pp == 1:
-        for name in ("schedule", "stages_per_rank"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
-    if plan.data != "parameter_server" and plan.servers != defaults.servers:
-        yield f"plan.servers = {plan.servers} does nothing: plan.data is {plan.data}"
-    if plan.recompute != "selective":
-        for name in ("recompute_attention", "recompute_experts"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield (
-                    f"plan.{name} = {str(value).lower()} does nothing: plan.recompute = "
-                    f"{plan.recompute} is not selective"
-                )
-    if plan.ep == 1 and plan.spare_slots:
-        yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
-    if plan.ep * plan.etp == 1:
-        for name in ("dispatcher", "payload"):
-            if (value := getattr(plan, name)) != getattr(defaults, name):
-                yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
+    idle = (  # what makes keys of the plan idle, and in which words
+        (plan.pp == 1, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
+        (plan.data != "parameter_server", ("servers",), f"plan.data is {plan.data}"),
+        (
+            plan.recompute != "selective",
+            ("recompute_attention", "recompute_experts"),
+            f"plan.recompute = {plan.recompute} is not selective",
+        ),
+        (plan.ep == 1, ("spare_slots",), "plan.ep = 1 is even"),
+        (plan.ep * plan.etp == 1, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
+    )
+    for is_idle, names, why in idle:
+        for name in names if is_idle else ():
+            if (value := getattr(plan, name)) != type(plan).model_fields[name].default:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield f"plan.{name} = {shown} does nothing: {why}"
     train, data = config.train, config.data
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:

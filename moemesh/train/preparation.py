@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.stored import candidates, open_stored
@@ -45,53 +44,94 @@ REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """A run that nothing speaks against: its configuration, folder and what is found there.
+class RunRequest:
+    """A run as it was asked for, resolved once in each process: the configuration of `config_file`
+    and `overrides`, the run folder `out` (None: see :attr:`path`), keys that may differ from those
+    of the run in it, whether to take it from a run at work there, a step behind which the run is
+    saved and ends, and the number of steps that are profiled on every rank before it ends."""
 
-    `readable`: the configuration with the run folder's copy in place of a schedule file that is
-    gone; `steps`: of the checkpoints, newest first;
-    `disk`: what they need; `opened`: the samples, where they are read in about a second.
+    resolved: Resolved
+    config_file: Path | None = None
+    overrides: Sequence[str] = ()
+    out: Path | None = None
+    allowed_changes: Sequence[str] = ()
+    takeover: bool = False
+    stop_after: int | None = None
+    profile_steps: int | None = None
+
+    @cached_property
+    def path(self) -> Path:
+        """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of
+        the model's folder, or of the preset>``: the same command finds the same run again."""
+        file, out, config = self.config_file, self.out, self.resolved.config
+        if file is not None and file.is_dir():
+            out = out or file
+        model = config.model_preset if config.model_path is None else Path(config.model_path).name
+        return (out or Path("runs") / (file.stem if file else model)).expanduser()
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration, with what follows from that of an earlier run in the folder."""
+        return with_recorded(self.resolved.config, self.path)
+
+    @cached_property
+    def readable(self) -> Resolved:
+        """The same with the run folder's copy in place of a schedule file that is gone."""
+        plan = readable(self.config.plan, self.path)
+        return replace(self.resolved, config=replace(self.config, plan=plan))
+
+    def inspect(self) -> RunFolder:
+        """The run folder as it is, or is not yet."""
+        train = self.config.train
+        return RunFolder.inspect(self.path, train.resume, train.checkpoint_folder)
+
+    def arguments(self) -> list[str]:
+        """The command line of a rank that carries it out."""
+        words = ["train", *([str(self.config_file)] if self.config_file else [])]
+        words += [word for override in self.overrides for word in ("--set", override)]
+        words += ["--out", str(self.path)]
+        words += [word for key in self.allowed_changes for word in ("--allow-change", key)]
+        for option, value in (("--stop-after", self.stop_after), ("--profile", self.profile_steps)):
+            words += [] if value is None else [option, str(value)]
+        return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A run that nothing speaks against, and what is found in its folder.
+
+    `steps`: of the checkpoints, newest first; `disk`: what they need; `samples`: where the data is
+    read in about a second, else None; `notes` on the data.
     """
 
-    config: RunConfig
-    readable: RunConfig
+    request: RunRequest
     folder: RunFolder
     changes: tuple[Change, ...]
     steps: tuple[int, ...]
     disk: DiskNeed
-    opened: OpenedSamples | None
+    samples: Samples | None
+    notes: Sequence[str]
 
 
-def prepare(
-    resolved: Resolved,
-    config_file: Path | None,
-    out: Path | None,
-    allowed_changes: Sequence[str] = (),
-    *,
-    takeover: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-) -> Preparation:
+def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None) -> Preparation:
     """Look at everything: first at the folder of the run, which a run may hold (unless it is to be
-    taken by `takeover`), then at the rest. Raises a UserError with all that is wrong with settings,
-    inputs and this machine together. `say` gets the first line of a run, before data is read."""
-    refuse_unknown_permissions(allowed_changes)
-    path = folder_of(config_file, resolved.config, out)
-    config = with_recorded(resolved.config, path)
-    kept = replace(config, plan=readable(config.plan, path))
-    folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
-    if not takeover:
+    taken over), then at the rest. Raises a UserError with all that is wrong with settings, inputs
+    and this machine together. `say` gets the first line of a run, before data is read."""
+    refuse_unknown_permissions(request.allowed_changes)
+    config, path, folder = request.config, request.path, request.inspect()
+    if not request.takeover:
         Lease.refuse_held(path)
-    changes = tuple(folder.changes(resolved_toml(config), allowed_changes))
+    changes = tuple(folder.changes(resolved_toml(config), request.allowed_changes))
     steps = tuple(candidates(folder.checkpoints))
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
     look = disk_need if is_done else refuse_full_disk
-    checked = replace(resolved, config=kept)
-    opened = check_inputs(
-        checked,
-        config_file,
+    kept = request.readable
+    samples, notes = check_inputs(
+        kept,
+        request.config_file,
         cache_beside(path),
         also=(
-            lambda: None if untrainable(checked, path) else check_room(kept),
+            lambda: None if untrainable(kept, path) else check_room(kept.config),
             partial(check_sources, config),
             # The newest checkpoint may turn out damaged: then the run goes on from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
@@ -101,24 +141,23 @@ def prepare(
         folder=path,
     )
     return Preparation(
-        config=config,
-        readable=kept,
+        request=request,
         folder=folder,
         changes=changes,
         steps=steps,
         disk=look(config, folder.checkpoints),
-        opened=opened,
+        samples=samples,
+        notes=notes,
     )
 
 
-def finished(resolved: Resolved, config_file: Path | None, out: Path | None) -> str | None:
+def finished(request: RunRequest) -> str | None:
     """What is said of a run that is at its last step already, where its folder and its newest
     checkpoint say so without its data; None where there is something to do, or to find out."""
-    path = folder_of(config_file, resolved.config, out)
-    config = with_recorded(resolved.config, path)
+    config, path = request.config, request.path
     if config.train.epochs is not None or not (path / REPORT).exists():
         return None
-    folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
+    folder = request.inspect()
     steps = candidates(folder.checkpoints)
     if not steps or steps[0] < config.train.steps or folder.changes(resolved_toml(config)):
         return None
@@ -158,52 +197,37 @@ def check_inputs(
     also: Sequence[Callable[[], object]] = (),
     before_data: Callable[[], None] = lambda: None,
     folder: Path | None = None,
-) -> OpenedSamples | None:
+) -> tuple[Samples | None, list[str]]:
     """What is trained at all, a device that was named, tokenizer, data, weights that are here, and
     what the checks of `also` find. Raises a UserError with all that is wrong.
 
-    Data that is read in about a second is opened, so that data that is too short is found, too, and
-    its samples returned. `before_data` is called first where nothing else is wrong.
+    Data that is read in about a second is opened, so that data that is too short is found, too;
+    returns its samples and notes on it. `before_data` is called first where nothing else is wrong.
     """
     config = resolved.config
-    found: list[Exception] = []
-    if problems := untrainable(resolved, folder):
-        found.append(ConfigError(problems))
+    opened: list[Samples] = []
+    notes: list[str] = []
+
+    def open_small() -> None:
+        if sources.is_small(config.data):
+            seed, vocab_size = config.train.seed, config.model.vocab_size
+            opened.append(
+                sources.open_samples(
+                    config.data, seed=seed, vocab_size=vocab_size, cache=cache, say=notes.append
+                )
+            )
+
+    problems = untrainable(resolved, folder)
+    found: list[Exception] = [ConfigError(problems)] if problems else []
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
     for check in (device, partial(check_headers, config), *also):
         found += found_by(check)
     data = sources.check(config.data, config.model.vocab_size)
     if not found and not data:
         before_data()
-    opened: list[OpenedSamples | None] = []
-    if data:
-        found += [_placed(error, config, config_file) for error in data]
-    else:
-        found += found_by(lambda: opened.append(OpenedSamples.of(config, cache)))
+    found += [_placed(error, config, config_file) for error in data] or found_by(open_small)
     refuse_together(found)
-    return opened[0]
-
-
-class OpenedSamples(NamedTuple):
-    """The samples of a run, and what is to be said about its data."""
-
-    samples: Samples
-    notes: tuple[str, ...]
-
-    @staticmethod
-    def of(config: RunConfig, cache: Path | None) -> OpenedSamples | None:
-        """The samples of data that is read in about a second; else None. Raises DataError."""
-        if not sources.is_small(config.data):
-            return None
-        notes: list[str] = []
-        samples = sources.open_samples(
-            config.data,
-            seed=config.train.seed,
-            vocab_size=config.model.vocab_size,
-            cache=cache,
-            say=notes.append,
-        )
-        return OpenedSamples(samples, tuple(notes))
+    return next(iter(opened), None), notes
 
 
 def check_room(config: RunConfig) -> None:
@@ -218,15 +242,6 @@ def check_sources(config: RunConfig) -> None:
         check_folder(Path(config.model_path))
     if config.lora.path is not None:
         check_adapters(Path(config.lora.path))
-
-
-def folder_of(config_file: Path | None, config: RunConfig, out: Path | None) -> Path:
-    """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of the
-    model's folder, or of the preset>``: the same command finds the same run again."""
-    if config_file is not None and config_file.is_dir():
-        out = out or config_file
-    model = config.model_preset if config.model_path is None else Path(config.model_path).name
-    return (out or Path("runs") / (config_file.stem if config_file else model)).expanduser()
 
 
 def _placed(error: Exception, config: RunConfig, config_file: Path | None) -> Exception:

@@ -21,9 +21,8 @@ from moemesh.train.records.failure import (
     write_verdict,
 )
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, RunFolderError, tell_slow
-from moemesh.watch.observer import Ended
 from moemesh.watch.signals import STOPPING
-from moemesh.watch.supervisor import describe
+from moemesh.watch.supervisor import Ended, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
 
 #: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,12 +18,17 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
-from moemesh.train.numerics.bundle import Bundles
-from moemesh.train.numerics.examination import examine, examine_state, first_look
-from moemesh.train.numerics.finding import Finding
-from moemesh.train.numerics.guard import Diverged, Guard
-from moemesh.train.numerics.vote import CopiesDiffer, Vote
+from moemesh.train.numerics.nan_check import (
+    NonfiniteOrigin,
+    examine,
+    examine_state,
+    nonfinite_gradients,
+)
+from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
+from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
+from moemesh.train.numerics.repro_bundle import ReproBundles
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -30,12 +36,19 @@ from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.step import FinishedStep, Observer, StepBoundary, evaluate
+from moemesh.train.step import (
+    FinishedStep,
+    Observer,
+    StepBoundary,
+    evaluate,
+    gradients_of_step,
+    update,
+)
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
+from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.watch.signals import StopRequest
-from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
 
 # The place of a run in its data order: which samples a step reads.
 
@@ -111,7 +124,7 @@ class Session:
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
         self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every, console.say)
-        self.guard = Guard(train, console.say)
+        self.nan_policy = NaNPolicy(train, console.say)
         self.done = self.saved = position = 0
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
@@ -126,8 +139,8 @@ class Session:
                 saving.load_weights(adapters, parallel, optimizer)
         self.cursor = Cursor(step=self.done, position=position, batch=config.data.global_batch)
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
-        self.bundles = Bundles(folder.path, config, parallel, optimizer)
-        self.vote = Vote(parallel, optimizer, train, console.say)
+        self.repro_bundles = ReproBundles(folder.path, config, parallel, optimizer)
+        self.checksums = ReplicaChecksums(parallel, optimizer, train, console.say)
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
         )
@@ -141,7 +154,7 @@ class Session:
         )
         if checkpoint is not None:
             self.rehoming.load_state(checkpoint.state)
-            self.guard.load_state(checkpoint.state)
+            self.nan_policy.load_state(checkpoint.state)
             saving.load(checkpoint, self.parallel, self.optimizer)
         return checkpoint
 
@@ -187,25 +200,25 @@ class Session:
             behind.stopping = steps.is_stopping() or behind.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
             is_due = behind.is_due(self.config.train.checkpoint_every)
-            wanted = is_due and (behind.is_last or not self.guard.is_skipping)
+            wanted = is_due and (behind.is_last or not self.nan_policy.is_skipping)
             behind.saves = behind.stopping or wanted
 
         def save(behind: StepBoundary) -> str | None:
             if not behind.saves:
                 return None
             if damage := examine_state(self.parallel, self.optimizer):
-                return self.guard.damaged(behind.number, damage)
+                return self.nan_policy.damaged(behind.number, damage)
             self.save(behind.number, is_last=behind.stopping or behind.is_last)
             self.saved = behind.number
             return None
 
         return (
-            lambda _: self.guard.settle(self.examine),
+            lambda _: self.nan_policy.settle(self.examine),
             validate_and_record,
             self.rehoming.after,
             decide,
             lambda _: self.checkpoints.look(),
-            self.vote.after,
+            self.checksums.after,
             self.row_bounds.after,
             save,
         )
@@ -236,18 +249,18 @@ class Session:
         places = self.cursor.places(step)
         return self.samples.ids_at(places.start, len(places))
 
-    def examine(self, step: int, wants_bundle: bool) -> tuple[Finding, str | None]:
+    def examine(self, step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
-        parameters = first_look(self.parallel)
-        bundle = self.bundles.begin(step, self.samples, ids) if wants_bundle else None
+        parameters = nonfinite_gradients(self.parallel)
+        bundle = self.repro_bundles.begin(step, self.samples, ids) if wants_bundle else None
         batches = self.batches(step)
         progress_words.phase(CHECK)
         found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            self.bundles.finish(bundle, found, num_updates=weights_of)
+            self.repro_bundles.finish(bundle, found, num_updates=weights_of)
         return found, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:
@@ -257,9 +270,11 @@ class Session:
         self.checkpoints.finish()
         checkpoint = self._restore()
         if checkpoint is None:
-            self.guard.returned(reason, None, range(0))
+            self.nan_policy.returned(reason, None, range(0))
         assert checkpoint is not None
-        self.guard.returned(reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step))
+        self.nan_policy.returned(
+            reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step)
+        )
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:
             record_return(self.folder, checkpoint.step)
@@ -306,7 +321,7 @@ class Session:
             "step": step,
             "position": self.cursor.before(step + 1),
             **self.rehoming.state(),
-            **self.guard.state(),
+            **self.nan_policy.state(),
         }
         if is_last:
             self.checkpoints.save_last(step, state)
@@ -331,3 +346,31 @@ class Session:
         numbers = torch.tensor([number])
         all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
         return int(numbers.item())
+
+
+# Synchronous steps: reduce all gradients, then update all stages, one step after the other.
+
+
+class SynchronousSteps:
+    """Every step ends on all ranks before the next begins."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def advance(self, first: int, report: Report) -> FinishedStep:
+        session, train, start = self._session, self._session.config.train, time.perf_counter()
+        recorder = TimelineRecorder(session.mesh.rank)
+        recorder.step = first
+        with recorder.span("data"):
+            batches = session.batches(first)
+        with session.artifacts.first_step_memory():
+            result = gradients_of_step(session.parallel, batches, recorder, refuses=False)
+        result = session.nan_policy.judge(first, result)
+        lr = learning_rate(train, first)
+        with recorder.span("optimizer"):
+            update(session.parallel, session.optimizer, result, lr=lr, clip=train.clip)
+        seconds = time.perf_counter() - start
+        return FinishedStep(number=first, result=result, recorder=recorder, seconds=seconds)
+
+    def is_stopping(self) -> bool:
+        return bool(self._session.largest(self._session.stop.requested))

@@ -1,8 +1,8 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
 It is a process beside the ranks of its node, which the first of them starts
-(`moemesh.watch.node`). After a verdict it writes the report, tells the cause and ends the ranks, so
-that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
+(`moemesh.watch.meeting`). After a verdict it writes the report, tells the cause and ends the ranks,
+so that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from typing import Any
 from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
-from moemesh.watch.meeting import WORDS, lock, torchrun_file
-from moemesh.watch.node import Guests, Node
-from moemesh.watch.observer import Observer
+from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
-from moemesh.watch.signs import Seen
+from moemesh.watch.progress_words import WordFile
 from moemesh.watch.slow_rank import SlowRanks
-from moemesh.watch.supervisor import describe, python_command
-from moemesh.watch.verdict import Judge, Limits, Verdict
-from moemesh.watch.word_file import WordFile
+from moemesh.watch.supervisor import Observer, describe, python_command
+from moemesh.watch.verdict import Judge, Limits, Seen, Verdict
 
 #: Signals with which a job is asked to end; ranks see to them.
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

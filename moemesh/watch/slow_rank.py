@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moemesh.watch.word_file import Word
+from moemesh.watch.progress_words import Word
 
 #: Comparisons on which a verdict rests; one is of a step, or of the few between two looks.
 _COMPARISONS = 18

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from moemesh.watch.progress_words import Collective, Word, members_of
 from moemesh.watch.verdict import blame
-from moemesh.watch.word_file import Collective, Word, members_of
 from tests.watch.looks import GROUP, collective, word
 
 

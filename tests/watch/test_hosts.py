@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moemesh.watch.signs import LostHost
-from moemesh.watch.verdict import Limits
+from moemesh.watch.verdict import Limits, LostHost
 from tests.watch.looks import GROUP, Clock, collective, seen, told, waiting, word
 
 

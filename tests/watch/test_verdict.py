@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moemesh.watch import verdict
-from moemesh.watch.signs import END_SECONDS, GONE, Seen
-from moemesh.watch.verdict import Limits
+from moemesh.watch.verdict import END_SECONDS, GONE, Limits, Seen
 from tests.watch.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
 
 

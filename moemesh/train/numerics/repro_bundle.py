@@ -33,8 +33,7 @@ from moemesh.config.trainable import refusals
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.numerics.examination import examine
-from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.weights import saving
@@ -52,7 +51,7 @@ _NAME = re.compile(r"step-(\d+)")
 _FORMAT = 1
 
 
-class Bundles:
+class ReproBundles:
     """The bundles of a run; all ranks call its methods together."""
 
     def __init__(
@@ -111,7 +110,7 @@ class Bundles:
                 return None
         return folder
 
-    def finish(self, folder: Path, found: Finding, *, num_updates: int) -> None:
+    def finish(self, folder: Path, found: NonfiniteOrigin, *, num_updates: int) -> None:
         """Add what was found, and how many updates the weights had seen."""
         if self._parallel.mesh.rank == 0:
             body = json.loads((folder / BODY).read_text(encoding="utf-8"))
@@ -120,7 +119,7 @@ class Bundles:
         barrier(self._parallel.mesh.control)
 
 
-class BundleSamples(Windows):
+class BundledSamples(Windows):
     """The samples of one bundle, in place of a run's data."""
 
     def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
@@ -145,7 +144,7 @@ class BundleSamples(Windows):
         return np.ascontiguousarray(self._batch[name][rows])
 
 
-class Bundle:
+class ReproBundle:
     """A bundle that was read: its configuration (with `overrides`), its samples, and what the run
     had found."""
 
@@ -170,7 +169,7 @@ class Bundle:
         self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
         sections = ("model", "plan", "data", "train", "lora")
         self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
-        self.samples = BundleSamples(batch, self.ids)
+        self.samples = BundledSamples(batch, self.ids)
 
 
 # `moemesh replay`: a step that was not finite is run again from its bundle.
@@ -194,10 +193,10 @@ def replay(
     """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
     exit code. Raises UserError when it is no bundle."""
     # Late: no rank of a run needs what reads and converts other weights.
-    from moemesh.train.inference.loading import on_ranks
+    from moemesh.train.inference.evaluation import on_ranks
 
     given = [*(ALONE if alone else ()), *overrides]
-    bundle = Bundle(folder, given)
+    bundle = ReproBundle(folder, given)
     if problems := refusals(bundle.config):
         raise ConfigError(problems)
     arguments = ["replay", str(folder), *(["--alone"] if alone else [])]
@@ -213,7 +212,7 @@ def replay(
     return on_ranks(bundle.config, arguments, overrides, work)
 
 
-def replay_step(bundle: Bundle, mesh: Mesh) -> Finding:
+def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     """Run the step again; all ranks call."""
     config = bundle.config
     train = config.train

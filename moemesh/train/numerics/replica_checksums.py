@@ -28,7 +28,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepBoundary
 from moemesh.watch import progress_words
-from moemesh.watch.word_file import CHECK
+from moemesh.watch.progress_words import CHECK
 
 #: Integers as wide as the elements of a tensor.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -74,7 +74,7 @@ class CopiesDiffer(RuntimeError):
             self.facts["rank"] = culprits[0]
 
 
-class Vote:
+class ReplicaChecksums:
     """Compares the copies of this rank's weights; all ranks call its methods together."""
 
     def __init__(

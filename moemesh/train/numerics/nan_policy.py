@@ -22,7 +22,7 @@ from typing import Any
 
 from moemesh.config.train import TrainConfig
 from moemesh.trace.run import JUMPED
-from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
 
 # Loss spikes: a robust z-score of each loss against those of the last steps.
@@ -92,10 +92,10 @@ class Diverged(RuntimeError):
 
 #: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
 #: wanted, and returns its path.
-Examine = Callable[[int, bool], tuple[Finding, str | None]]
+Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 
-class Guard:
+class NaNPolicy:
     """Judges each step once, in order, the same on every rank."""
 
     def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
@@ -106,7 +106,7 @@ class Guard:
         #: steps in a row up to it.
         self._faults: list[tuple[int, bool, int]] = []
         self._skipped = self._spiked = 0
-        self._finding: Finding | None = None
+        self._finding: NonfiniteOrigin | None = None
         self._bundle: str | None = None
         #: Step of a checkpoint -> how often the run has gone back to it.
         self._returns: Counter[int] = Counter()
@@ -175,7 +175,7 @@ class Guard:
             self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
 
-    def damaged(self, step: int, found: Finding) -> str:
+    def damaged(self, step: int, found: NonfiniteOrigin) -> str:
         """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.
         Raises Diverged unless that is the policy."""
         text = f"the state of step {step} is not finite and is not saved: {found}"
@@ -206,14 +206,16 @@ class Guard:
             "rollback",
         )
 
-    def _failure(self, text: str, found: Finding, reason: str, finite_step: int) -> Diverged:
+    def _failure(
+        self, text: str, found: NonfiniteOrigin, reason: str, finite_step: int
+    ) -> Diverged:
         """`finite_step`: the last whose loss and gradients were finite."""
         bundle = {} if self._bundle is None else {"bundle": self._bundle}
         facts = found.facts() | bundle | {"advice": self._advice(found)}
         facts["finite_step"] = finite_step
         return Diverged(f"{text}; {reason}", facts)
 
-    def _advice(self, found: Finding) -> str:
+    def _advice(self, found: NonfiniteOrigin) -> str:
         """Advice, which is never to give the same command where it would end here again."""
         if found.is_damage:
             return (
