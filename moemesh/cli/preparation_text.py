@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from moemesh.config.data import DataConfig
 from moemesh.data.input_files import find
 from moemesh.data.sources import name_of, token_files, validation_source
-from moemesh.train.preflight import MOST_RANKS, predicted_memory, warnings_before_ranks
-from moemesh.train.preparation import Preparation
+from moemesh.train.preparation import (
+    MOST_RANKS,
+    Preparation,
+    predicted_memory,
+    warnings_before_ranks,
+)
 
 
 def preparation_text(prepared: Preparation) -> str:
     """The plan, what is found and what would be written, one fact a line."""
     from moemesh.trace.memory_profile import format_bytes
-    from moemesh.train.preflight import disk_warning
+    from moemesh.train.preparation import disk_warning
 
     config, folder, need = prepared.request.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data

@@ -48,10 +48,10 @@ from moemesh.watch.meeting import (
 )
 from moemesh.watch.peers import introduce
 from moemesh.watch.progress_words import RANK_BYTES
-from moemesh.watch.signals import STOPPING_SOON
 from moemesh.watch.slow_rank import SlowRank
 from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
+    STOPPING_SOON,
     Ended,
     Supervisor,
     describe,

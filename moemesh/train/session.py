@@ -48,15 +48,14 @@ from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
 from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
-from moemesh.watch.signals import StopRequest
-
-# The place of a run in its data order: which samples a step reads.
+from moemesh.watch.supervisor import StopRequest
 
 
 @dataclass(kw_only=True)
 class Cursor:
-    """`position`: samples that the steps up to `step` have read, left out ones included; every step
-    reads `batch`. Where a run goes back to an earlier step, the position does not."""
+    """The place of a run in its data order: `position` samples were read by the steps up to `step`,
+    left out ones included; every step reads `batch`. Where a run goes back to an earlier step, the
+    position does not."""
 
     step: int
     position: int
@@ -348,11 +347,8 @@ class Session:
         return int(numbers.item())
 
 
-# Synchronous steps: reduce all gradients, then update all stages, one step after the other.
-
-
 class SynchronousSteps:
-    """Every step ends on all ranks before the next begins."""
+    """Steps that reduce all gradients, then update all stages, before the next one begins."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -192,12 +192,17 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     listener = listen(node.master) if node.has_others else None
     with suppress(OSError), listener or nullcontext():
         while not _make(folder, node, listener):
-            if _is_ours(folder) and (not (folder / LOCK).exists() or has_supervisor(folder)):
-                return folder
+            is_own = has_lock = False
+            with suppress(OSError):
+                is_own = folder.stat().st_uid == os.getuid()
+                has_lock = has_supervisor(folder)
+                # Its watcher sees the processes that this one sees.
+                is_here = (folder / _PROCESSES).read_text() == process_namespace()
+                if is_own and is_here and (has_lock or not (folder / LOCK).exists()):
+                    return folder
             if time.monotonic() > end:
                 return None
-            # Remove what a killed watcher has left.
-            if folder.stat().st_uid == os.getuid() and not has_supervisor(folder):
+            if is_own and not has_lock:  # remove what a killed watcher has left
                 aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
                 with suppress(OSError):
                     os.rename(folder, aside)
@@ -225,23 +230,13 @@ def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
         (made / _PROCESSES).write_text(process_namespace())
         if listener is not None:
             (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
-    except OSError:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-    try:
-        os.rename(made, folder)  # fails where another rank was first: its folder is not empty
-    except OSError:
-        shutil.rmtree(made, ignore_errors=True)
+        # Fails where another rank was first: its folder is not empty.
+        with suppress(OSError):
+            os.rename(made, folder)
+            return True
         return False
-    return True
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether the watcher of a folder sees the processes that this one sees."""
-    with suppress(OSError):
-        is_own = folder.stat().st_uid == os.getuid()
-        return is_own and (folder / _PROCESSES).read_text() == process_namespace()
-    return False
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 class Guests:

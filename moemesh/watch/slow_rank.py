@@ -61,17 +61,14 @@ class SlowRanks:
         """Slow ranks that were not named before."""
         by_stage: dict[int, list[Word]] = {}
         for word in words:
-            first = self._first.setdefault(word.rank, word.step)
-            if first and word.step >= first + _FIRST_STEPS:
-                by_stage.setdefault(word.stage, []).append(word)
-            elif not first:
-                del self._first[word.rank]
-        found: list[SlowRank] = []
-        for stage, among in by_stage.items():
-            slow = self._stages.setdefault(stage, _StageRanks()).look(among)
-            if slow is not None and slow.rank not in self._named:
-                self._named.add(slow.rank)
-                found.append(slow)
+            if word.step:
+                first = self._first.setdefault(word.rank, word.step)
+                if word.step >= first + _FIRST_STEPS:
+                    by_stage.setdefault(word.stage, []).append(word)
+        stages = {stage: self._stages.setdefault(stage, _StageRanks()) for stage in by_stage}
+        slow = (ranks.look(by_stage[stage]) for stage, ranks in stages.items())
+        found = [one for one in slow if one is not None and one.rank not in self._named]
+        self._named.update(one.rank for one in found)
         return found
 
 
@@ -99,26 +96,23 @@ class _StageRanks:
         self._rows.append(row)
         if len(self._rows) < _COMPARISONS:
             return None
-        return _slowest(list(self._rows), max(word.step for word in words) - 1)
-
-
-def _slowest(rows: Sequence[dict[int, float]], step: int) -> SlowRank | None:
-    """The rank that is slow by `rows`, each of seconds of every rank; None where none is."""
-    late: dict[int, list[float]] = {}
-    seconds: dict[int, float] = {}
-    for rank in rows[0]:
-        usual = [statistics.median(v for other, v in row.items() if other != rank) for row in rows]
-        late[rank] = [math.log(row[rank] / other) for row, other in zip(rows, usual, strict=True)]
-        differences = [row[rank] - other for row, other in zip(rows, usual, strict=True)]
-        seconds[rank] = statistics.median(differences)
-    # The mean of the middle half: a few outliers do not count.
-    cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
-    middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
-    # Of all ranks together: the deviation of one rank's few values would often come out too small.
-    spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
-    error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
-    rank = max(middle, key=lambda one: middle[one])
-    ratio = math.exp(statistics.median(late[rank]))
-    if ratio < _RATIO or middle[rank] < _DEVIATIONS * error or seconds[rank] < _LEAST_SECONDS:
-        return None
-    return SlowRank(rank=rank, step=step, ratio=ratio, seconds=seconds[rank])
+        rows = list(self._rows)
+        late: dict[int, list[float]] = {}
+        seconds: dict[int, float] = {}
+        for rank in rows[0]:
+            usual = [statistics.median(v for r, v in row.items() if r != rank) for row in rows]
+            pairs = [(row[rank], other) for row, other in zip(rows, usual, strict=True)]
+            late[rank] = [math.log(own / other) for own, other in pairs]
+            seconds[rank] = statistics.median(own - other for own, other in pairs)
+        # The mean of the middle half: a few outliers do not count.
+        cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
+        middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
+        # Of all ranks together: the deviation of one rank's few values often comes out too small.
+        spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
+        error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
+        rank = max(middle, key=lambda one: middle[one])
+        ratio = math.exp(statistics.median(late[rank]))
+        if ratio < _RATIO or middle[rank] < _DEVIATIONS * error or seconds[rank] < _LEAST_SECONDS:
+            return None
+        step = max(word.step for word in words) - 1
+        return SlowRank(rank=rank, step=step, ratio=ratio, seconds=seconds[rank])

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, Protocol
@@ -23,9 +23,71 @@ from moemesh.trace.machine import process_state
 from moemesh.watch.devices import settings_for_gpus
 from moemesh.watch.meeting import STACK_SIGNAL, WORDS, meeting_place, read_told, stack_file
 from moemesh.watch.progress_words import RANK_BYTES, SETUP, Word, WordFile
-from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, say
 from moemesh.watch.slow_rank import SlowRank, SlowRanks
 from moemesh.watch.verdict import Judge, Limits, Seen, Told, Verdict
+
+# Words and times of Ctrl-C: an answer at once, and an end at the second one.
+
+
+#: Signals closer together than this are one key that bounced.
+SAME_KEY_SECONDS = 0.2
+STOPPING_SOON = "stopping; press Ctrl-C again to stop now"
+STOPPING = "stopping after this step, and saving; press Ctrl-C again to stop now"
+STOPPING_NOW = "stopping now, without saving"
+
+
+def say(text: str) -> None:
+    """One line on stderr, below the terminal's own ``^C``."""
+    with suppress(OSError, ValueError):
+        print(f"\nmoemesh: {text}", file=sys.stderr, flush=True)
+
+
+#: Signals closer together than this are one request that came by two ways.
+SAME_REQUEST_SECONDS = 2.0
+
+
+class StopRequest:
+    """Set by SIGINT, SIGTERM, SIGHUP and SIGUSR1. Only a second Ctrl-C stops at once.
+
+    A signal to a whole job reaches a rank twice, directly and through its launcher, and must not
+    interrupt the save that the first one has requested. A process that is `alone` has no launcher:
+    it answers on stderr itself.
+    """
+
+    def __init__(self, *, alone: bool = False, after: int | None = None) -> None:
+        """`after`: the step behind which the run stops in any case; None: the last one."""
+        self._alone, self.after = alone, after
+        self._same_seconds = SAME_KEY_SECONDS if alone else SAME_REQUEST_SECONDS
+        self._signal: int | None = None
+        self._since = 0.0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._since = number, now
+            if number == signal.SIGINT:
+                self._answer(STOPPING)
+        elif number == signal.SIGINT and now - self._since > self._same_seconds:
+            self._answer(STOPPING_NOW)
+            raise KeyboardInterrupt
+
+    def _answer(self, text: str) -> None:
+        # Not print: the signal may have come in the middle of one.
+        if self._alone:
+            with suppress(OSError):
+                os.write(2, f"\nmoemesh: {text}\n".encode())
+
+    @property
+    def requested(self) -> bool:
+        return self._signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C, 143 after a request to terminate (also when another rank got it)."""
+        return 130 if self._signal == signal.SIGINT else 143
+
 
 #: Between two looks at ranks of which one does not move.
 LOOK_SECONDS = 0.03
@@ -35,15 +97,12 @@ _FOLLOW_SECONDS = 1.0
 
 
 class Processes(Protocol):
-    """The processes of the ranks, whoever started them."""
+    """The processes of the ranks, whoever started them: exit codes as of :class:`Seen` (`word`: the
+    newest of the rank), and ids, where a rank has not told its own."""
 
-    def exit_code(self, rank: int, word: Word | None) -> int | None:
-        """As of :class:`Seen`; `word` is the newest one of the rank."""
-        ...
+    def exit_code(self, rank: int, word: Word | None) -> int | None: ...
 
-    def pid(self, rank: int) -> int:
-        """The id of the process, where the rank has not told its own."""
-        ...
+    def pid(self, rank: int) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +119,8 @@ class Ended:
     stopped_by: signal.Signals | None = None
     is_cut: bool = False
     was_training: bool = True
-    stacks: dict[int, str]
-    traces: dict[int, str]
+    stacks: dict[int, str] = field(default_factory=dict[int, str])
+    traces: dict[int, str] = field(default_factory=dict[int, str])
 
 
 class Observer:
@@ -98,16 +157,8 @@ class Observer:
                     state, cpu_seconds = process_state(pid)
             may_have_told = code is not None or (word is not None and word.failed)
             told = read_told(self.folder, rank) if may_have_told else None
-            seen.append(
-                Seen(
-                    rank=rank,
-                    exit_code=code,
-                    state=state,
-                    cpu_seconds=cpu_seconds,
-                    word=word,
-                    told=told,
-                )
-            )
+            at_work = {"state": state, "cpu_seconds": cpu_seconds}
+            seen.append(Seen(rank=rank, exit_code=code, word=word, told=told, **at_work))
         return seen
 
     def failed(self, verdict: Verdict, seen: Sequence[Seen], logs: Path) -> Ended:
@@ -202,9 +253,9 @@ class Supervisor:
         `still_ours`: whether the run may go on; asked once a second. `notice` gets slow ranks.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
-        self._judge, self._limits = Judge(limits), limits
-        self._grace, self._answer, self._still_ours = grace_seconds, answer, still_ours
-        self._notice, self._slow = notice, SlowRanks()
+        self._judge, self._slow = Judge(limits), SlowRanks()
+        self._grace, self._answer = grace_seconds, answer
+        self._still_ours, self._notice = still_ours, notice
         self._signals: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -226,46 +277,47 @@ class Supervisor:
     def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         environment |= settings_for_gpus(environment)
-        numbers = {"RANK": rank, "LOCAL_RANK": rank}
-        sizes = {"WORLD_SIZE": self._num_ranks, "LOCAL_WORLD_SIZE": self._num_ranks}
-        environment |= {name: str(number) for name, number in (numbers | sizes).items()}
+        environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._num_ranks))
         environment[FOLDER_VARIABLE] = str(folder)
-        if not rank:
-            return subprocess.Popen(self._command, env=environment, start_new_session=True)
-        with self._log(rank, "out") as stdout, self._log(rank, "err") as stderr:
+        with ExitStack() as opened:
+            outputs: dict[str, BinaryIO] = {}
+            for name, kind in (("stdout", "out"), ("stderr", "err")) if rank else ():
+                file = self._logs / f"rank-{rank}.{kind}"
+                try:
+                    outputs[name] = opened.enter_context(file.open("wb"))
+                except OSError as error:  # ends no run
+                    say(f"{file} cannot be written ({error.strerror}): it is left out")
+                    outputs[name] = opened.enter_context(open(os.devnull, "wb"))
             return subprocess.Popen(
-                self._command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+                self._command, env=environment, start_new_session=True, **outputs
             )
-
-    def _log(self, rank: int, kind: str) -> BinaryIO:
-        """A file for what a rank writes; one that cannot be made ends no run."""
-        file = self._logs / f"rank-{rank}.{kind}"
-        try:
-            return file.open("wb")
-        except OSError as error:
-            say(f"{file} cannot be written ({error.strerror}): it is left out")
-            return open(os.devnull, "wb")
 
     def _watch(self, observer: Observer) -> Ended:
         stopped_by: int | None = None
-        asked_at = 0.0
-        checked_at = time.monotonic()
+        asked_at, checked_at = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
             seen = observer.look()
             numbers, self._signals = self._signals, []
+            is_cut = stopped_by is not None and now - asked_at > self._grace
             for number in numbers:
                 if stopped_by is None:
-                    stopped_by, asked_at = number, now
-                    self._judge.stopping = number
+                    stopped_by, asked_at, self._judge.stopping = number, now, number
                     if number == signal.SIGINT:
                         say(self._answer)
-                    if not self._forward(number, seen):
-                        return self._ended(seen, stopped_by, is_cut=True)
+                    # Nothing is there yet that could be saved, or every rank is to save it.
+                    is_cut = not self._were_training(seen)
+                    for one, process in zip(seen, self._processes, strict=True):
+                        if one.exit_code is None and not is_cut:
+                            with suppress(ProcessLookupError):
+                                process.send_signal(number)
                 elif number == signal.SIGINT and now - asked_at > SAME_KEY_SECONDS:
                     say(STOPPING_NOW)
-                    return self._ended(seen, stopped_by, is_cut=True)
-            if stopped_by is not None and now - asked_at > self._grace:
+                    is_cut = True
+                if is_cut:
+                    break
+            if is_cut:
                 return self._ended(seen, stopped_by, is_cut=True)
             verdict = self._judge.look(now, seen)
             if verdict is None and now - checked_at > 1.0:
@@ -286,42 +338,24 @@ class Supervisor:
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""
         if number is None:
-            code = max((one.code or 0 for one in seen), default=0)
-            return Ended(code=code, stacks={}, traces={})
-        by = signal.Signals(number)
-        code = 128 + (signal.SIGTERM if by == signal.SIGUSR1 else by)
+            return Ended(code=max((one.code or 0 for one in seen), default=0))
         return Ended(
-            code=code,
-            stopped_by=by,
+            code=128 + (signal.SIGTERM if number == signal.SIGUSR1 else number),
+            stopped_by=signal.Signals(number),
             is_cut=is_cut,
             was_training=self._were_training(seen),
-            stacks={},
-            traces={},
         )
 
     def exit_code(self, rank: int, word: Word | None) -> int | None:
-        """As of :class:`moemesh.watch.supervisor.Processes`."""
         return self._processes[rank].poll()
 
     def pid(self, rank: int) -> int:
-        """As of :class:`moemesh.watch.supervisor.Processes`."""
         return self._processes[rank].pid
-
-    def _forward(self, number: int, seen: Sequence[Seen]) -> bool:
-        """Pass a signal on to every rank; False where nothing is there yet that could be saved."""
-        if not self._were_training(seen):
-            return False
-        for one, process in zip(seen, self._processes, strict=True):
-            if one.exit_code is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
-        return True
 
     def _were_training(self, seen: Sequence[Seen]) -> bool:
         words = [one.word for one in seen if one.word is not None]
-        if len(words) < self._num_ranks:
-            return False
-        return all(word.phase != SETUP or word.step for word in words)
+        are_there = len(words) >= self._num_ranks
+        return are_there and all(word.phase != SETUP or word.step for word in words)
 
     def _kill(self, words: WordFile) -> None:
         """End every rank, with all that it started; nothing of it stays."""
@@ -333,24 +367,18 @@ class Supervisor:
             for pid in pids:
                 with suppress(OSError):
                     # A session of its own, or not: never the group of somebody else.
-                    if os.getpgid(pid) == pid:
-                        os.killpg(pid, signal.SIGKILL)
-                    else:
-                        os.kill(pid, signal.SIGKILL)
+                    kill = os.killpg if os.getpgid(pid) == pid else os.kill
+                    kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
         """While inside, signals to this process are kept for :meth:`_watch`."""
-
-        def keep(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
         handlers = {}
         for number in FORWARDED:
             with suppress(ValueError):  # not in the main thread: they go their usual way
-                handlers[number] = signal.signal(number, keep)
+                handlers[number] = signal.signal(number, lambda n, _: self._signals.append(n))
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
 from moemesh.config.train import TrainConfig
-from moemesh.train import preflight
+from moemesh.train import preparation
 from moemesh.train.console import Console
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights.saving import Checkpoints
@@ -54,7 +54,7 @@ def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any])
         sum(piece.num_bytes for piece in stored.slices(file) if "selection_bias" not in piece.name)
         for file in stored.manifest.files
     )
-    predicted = preflight.checkpoint_bytes(load_run([], overrides(keys)).config)
+    predicted = preparation.checkpoint_bytes(load_run([], overrides(keys)).config)
     assert predicted == sum(sizes)
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run([], overrides({"train__checkpoints_kept": 3})).config
-    size = preflight.checkpoint_bytes(config)
+    size = preparation.checkpoint_bytes(config)
     present = tmp_path / "step-1"
     present.mkdir()
     (present / "rank-00000.safetensors").write_bytes(b"x" * 1000)
@@ -72,22 +72,24 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
         (4 * size - 1001, False, True),
         (4 * size - 1000, False, False),
     ):
-        monkeypatch.setattr(preflight, "free_bytes", lambda _, free=free: free)
-        assert (preflight.disk_warning(config, tmp_path) is not None) == warned
+        monkeypatch.setattr(preparation, "free_bytes", lambda _, free=free: free)
+        assert (preparation.disk_warning(config, tmp_path) is not None) == warned
         if refused:
             with pytest.raises(
-                preflight.DiskError, match=rf"{size:,} bytes\).*\({free:,} bytes\) are"
+                preparation.DiskError, match=rf"{size:,} bytes\).*\({free:,} bytes\) are"
             ):
-                preflight.refuse_full_disk(config, tmp_path)
+                preparation.refuse_full_disk(config, tmp_path)
         else:
-            assert preflight.refuse_full_disk(config, tmp_path).free == free
+            assert preparation.refuse_full_disk(config, tmp_path).free == free
     for limit in (size - 1, size):
-        monkeypatch.setattr(preflight, "file_limit", lambda limit=limit: limit)
+        monkeypatch.setattr(preparation, "file_limit", lambda limit=limit: limit)
         if limit == size:
-            assert preflight.refuse_full_disk(config, tmp_path).checkpoint == size
+            assert preparation.refuse_full_disk(config, tmp_path).checkpoint == size
         else:
-            with pytest.raises(preflight.DiskError, match=rf"{size:,} .*of {limit:,} .*ulimit -f"):
-                preflight.refuse_full_disk(config, tmp_path)
+            with pytest.raises(
+                preparation.DiskError, match=rf"{size:,} .*of {limit:,} .*ulimit -f"
+            ):
+                preparation.refuse_full_disk(config, tmp_path)
 
 
 def test_advice_speaks_of_a_checkpoint_only_where_one_is(

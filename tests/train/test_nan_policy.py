@@ -34,7 +34,7 @@ from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
-from moemesh.watch.signals import StopRequest
+from moemesh.watch.supervisor import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, text_file
 

@@ -8,7 +8,7 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.train.preflight import (
+from moemesh.train.preparation import (
     TooLargeError,
     memory_warning,
     predicted_memory,

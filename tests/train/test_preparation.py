@@ -11,7 +11,7 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import preflight, preparation
+from moemesh.train import preparation
 from moemesh.train.inference import evaluation
 from moemesh.train.preparation import RunRequest, finished, prepare
 from moemesh.train.weights import weight_sources
@@ -226,7 +226,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(preflight, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(preparation, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = [word for one in given for word in ("--set", one)]
     code, out, _ = run(capsys, monkeypatch, "config", "check", *words)

@@ -13,7 +13,7 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
-from moemesh.train.preflight import untrainable
+from moemesh.train.preparation import untrainable
 from moemesh.train.records import sinks as module
 from moemesh.train.records.sinks import CsvSink, Sinks, WandbSink
 from tests.trace.test_run import row

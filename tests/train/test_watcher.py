@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
-    assert WatcherSpec.of(spec.text()) == spec
+    assert WatcherSpec.of(json.dumps(asdict(spec))) == spec
     try:
         Watcher(spec).run()
         assert not folder.exists()

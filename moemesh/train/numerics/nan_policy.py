@@ -25,16 +25,6 @@ from moemesh.trace.run import JUMPED
 from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
 
-# Loss spikes: a robust z-score of each loss against those of the last steps.
-#
-# The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
-# differences of neighbouring losses, so that the slope of a loss that falls does not count: for
-# independent losses of standard deviation s differences have s times the square root of two, and
-# the median of their absolute values, times 1.4826, estimates it whatever a few outliers are
-# (the median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the
-# centre is a spike.
-
-
 #: Losses that the spread is taken of, and the newest of them, that the centre is taken of.
 WINDOW, CENTRE = 128, 32
 #: No verdict before so many losses.
@@ -45,7 +35,16 @@ _LEAST_SPREAD = 1e-6
 
 
 class Spikes:
-    """Judges one loss after the other, alike wherever it is told the same losses."""
+    """Loss spikes: a robust z-score of each loss against the last ones, alike wherever the same
+    losses are told.
+
+    The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
+    differences of neighbouring losses, so that the slope of a loss that falls does not count: for
+    independent losses of standard deviation s differences have s times the square root of two, and
+    the median of their absolute values, times 1.4826, estimates it whatever a few outliers are (the
+    median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the centre is
+    a spike.
+    """
 
     def __init__(self, sigma: float) -> None:
         """`sigma`: the z-score from which on a loss is a spike; 0: none is."""

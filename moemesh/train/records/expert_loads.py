@@ -6,8 +6,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,6 @@ from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, ne
 from moemesh.train.records.row_log import RowLog
 from moemesh.train.step import StepBoundary
 
-# ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
-
 
 class _Bin(NamedTuple):
     """The last step of a bin, and the number of its steps."""
@@ -29,7 +27,7 @@ class _Bin(NamedTuple):
 
 
 class LoadLog:
-    """Writes the loads of every step, summed over neighbouring steps where there are many.
+    """Writes ``loads.jsonl``: loads of every step, summed over neighbours where there are many.
 
     The file holds at most twice `bins` bins (and one for each checkpoint), each a line a layer;
     when it is full, neighbours are summed and new bins are as wide as these. No token is lost.
@@ -96,20 +94,21 @@ class LoadLog:
 
 
 def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
-    """The bins of a file: the last step of each, and its loads of every layer."""
+    """The bins of a file: the last step of each, and its loads of every layer; damaged lines, which
+    nobody can read, are left out."""
     if not path.exists():
         return
+    rows: list[LayerLoads] = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for step, rows in groupby(_readable(file), key=lambda loads: loads.step):
-            yield step, list(rows)
-
-
-def _readable(lines: Iterator[str]) -> Iterator[LayerLoads]:
-    for line in lines:
-        try:
-            yield LayerLoads.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a damaged line: nobody can read it
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                loads = LayerLoads.from_json(json.loads(line))
+                if rows and rows[0].step != loads.step:
+                    yield rows[0].step, rows
+                    rows = []
+                rows.append(loads)
+    if rows:
+        yield rows[0].step, rows
 
 
 def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
@@ -126,11 +125,6 @@ def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
             sums, end = {}, next(remaining, -1)
 
 
-# Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
-#
-# A run can lose its experts while its loss still falls.
-
-
 @dataclass(frozen=True, kw_only=True)
 class AlarmLimits:
     """An alarm rings when its condition has held for `num_steps` steps in a row.
@@ -145,7 +139,8 @@ class AlarmLimits:
 
 
 class LoadAlarms:
-    """Looks at every layer of every step, in order; ``say(text, "alarm")`` prints one line."""
+    """Looks at every layer of every step, in order, for dead experts, collapse and drops, which a
+    loss that falls may hide; each is told once per layer by ``say(text, "alarm")``."""
 
     def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
         self._say, self._limits = say, limits or AlarmLimits()
@@ -194,19 +189,17 @@ class LoadAlarms:
             self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
-# Rows above the bound: how often a rank was sent more rows than it computes at once.
-#
-# ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
-# it in blocks, each once more in the backward. That is slow where it is frequent.
-
-
 #: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
 _FREQUENT = 0.1
 _MOST_RANKS = 8
 
 
 class RowBounds:
-    """Counts, from one look to the next, which ranks had more rows than the bound."""
+    """Counts, from one look to the next, which ranks had more rows than the bound.
+
+    ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
+    it in blocks, each once more in the backward. That is slow where it is frequent.
+    """
 
     def __init__(
         self,
@@ -231,11 +224,13 @@ class RowBounds:
     def look(self, step: int) -> None:
         """Tell of what lay above the bound since the last look; all ranks call."""
         layers = self._parallel.model.moe_layers()
-        own: list[tuple[int, int, int]] = []
-        for layer, moe in layers.items():
-            if moe.experts.num_bounded:
-                own.append((layer, moe.experts.num_bounded, moe.experts.max_rows or 0))
-                moe.experts.num_bounded = 0
+        own = [
+            (layer, moe.experts.num_bounded, moe.experts.max_rows or 0)
+            for layer, moe in layers.items()
+            if moe.experts.num_bounded
+        ]
+        for moe in layers.values():
+            moe.experts.num_bounded = 0
         forwards = max((step - self._step) * self._microbatches * len(layers), 1)
         self._step = step
         told = gather_json([own, forwards], self._parallel.mesh.control)
