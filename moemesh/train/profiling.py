@@ -67,16 +67,8 @@ class ProfiledSteps:
         with record_function(f"step {first}"):
             finished = self._steps.advance(first, report)
         self._phases += finished.recorder.timeline().to_json()["records"]
-        if self._taken == WARM_UP + PLAIN + self._num_steps:
-            self._stop()
-            raise ProfileTaken
-        return finished
-
-    def is_stopping(self) -> bool:
-        """As of the steps that are profiled."""
-        return self._steps.is_stopping()
-
-    def _stop(self) -> None:
+        if self._taken < WARM_UP + PLAIN + self._num_steps:
+            return finished
         session = self._session
         del session.mesh.ledger.record
         self._profile.stop()
@@ -108,3 +100,8 @@ class ProfiledSteps:
             "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        raise ProfileTaken
+
+    def is_stopping(self) -> bool:
+        """As of the steps that are profiled."""
+        return self._steps.is_stopping()

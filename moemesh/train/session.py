@@ -17,7 +17,6 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
-from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
 from moemesh.train.numerics.nan_check import (
@@ -281,22 +280,8 @@ class Session:
 
     def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
         """Write and show a finished step; all ranks call, for every step in order."""
-        result = step.result
-        row = MetricsRow(
-            step=step.number,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            aux_loss=result.aux_loss,
-            tokens=result.num_tokens,
-            tokens_per_second=result.num_tokens / step.seconds,
-            lr=learning_rate(self.config.train, step.number),
-            seconds=step.seconds,
-            validation_loss=validation_loss,
-            mtp_loss=result.mtp_loss,
-            epoch=self.cursor.before(step.number + 1) / self.samples.num_training,
-            **self.artifacts.measured(step),
-        )
-        self.artifacts.record(row, result, step.recorder)
+        epoch = self.cursor.before(step.number + 1) / self.samples.num_training
+        row = self.artifacts.record(step, epoch=epoch, validation_loss=validation_loss)
         self.console.step(row, self.config.train.steps)
 
     def validate(self) -> float:

@@ -38,13 +38,8 @@ from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.weights import saving
 
-FOLDER, BODY, CONFIG, BATCH, WEIGHTS = (
-    "failures",
-    "bundle.json",
-    "config.toml",
-    "batch.safetensors",
-    "weights",
-)
+FOLDER, BODY, CONFIG = "failures", "bundle.json", "config.toml"
+BATCH, WEIGHTS = "batch.safetensors", "weights"
 #: So many bundles of a run are kept, the newest ones.
 MOST_KEPT = 2
 _NAME = re.compile(r"step-(\d+)")
@@ -105,7 +100,9 @@ class ReproBundles:
             return None
         if has_weights:
             try:
-                saving.save_weights(folder / WEIGHTS, step, self._parallel, self._optimizer, {})
+                model, optimizer = self._parallel, self._optimizer
+                shards, _ = saving.contents(model, optimizer, {}, moments=False)
+                store.save_together(folder / WEIGHTS, step, shards, {}, model.mesh.control)
             except CheckpointError:
                 return None
         return folder
@@ -127,21 +124,23 @@ class BundledSamples(Windows):
         self._row = {int(sample): row for row, sample in enumerate(ids)}
         self.num_samples = len(ids)
 
+    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(self._batch[name][[self._row[int(one)] for one in ids]])
+
+    def _mask(self, name: str, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows(name, ids) if name in self._batch else None
+
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._rows("tokens", ids), self._rows("targets", ids)
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("documents", ids) if "documents" in self._batch else None
+        return self._mask("documents", ids)
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("valid", ids) if "valid" in self._batch else None
+        return self._mask("valid", ids)
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("loss_mask", ids) if "loss_mask" in self._batch else None
-
-    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        rows = [self._row[int(sample)] for sample in ids]
-        return np.ascontiguousarray(self._batch[name][rows])
+        return self._mask("loss_mask", ids)
 
 
 class ReproBundle:

@@ -17,6 +17,7 @@ from torch import nn
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
@@ -36,13 +37,13 @@ from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer
+from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.row_log import cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
 from moemesh.train.records.sinks import Sinks
-from moemesh.train.step import FinishedStep, StepResult
+from moemesh.train.step import FinishedStep
 from moemesh.watch import progress_words
 
 
@@ -115,14 +116,7 @@ class Artifacts:
         self._sinks: Sinks | None = None
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
-        # Operations a second of one device, by the cluster that the user names or by the data sheet
-        # of the GPU; None where nobody says.
-        self._peak_flops, train = None, config.train
-        if train.cluster is not None:
-            self._peak_flops = peak_flops(load_cluster(train.cluster), train.dtype)
-        elif self.mesh.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.mesh.device)
-            self._peak_flops = device_peak_flops(name, train.dtype)
+        self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
         #: Schedule beside the measured timeline, where it is not that of one step.
         self.drawn: Schedule | None = None
@@ -194,13 +188,18 @@ class Artifacts:
             self._metrics.flush()
             self._loads.flush()
 
-    def measured(self, step: FinishedStep) -> dict[str, float]:
-        """Local measurements of a step (time, memory, FLOP/s) for its metrics row."""
-        data, plan, device = self.config.data, self.config.plan, self.mesh.device
+    def record(
+        self, step: FinishedStep, *, epoch: float, validation_loss: float | None = None
+    ) -> MetricsRow:
+        """Keep a finished step, and write it; returns its row of metrics. `epoch`: how often the
+        training samples have been read by then."""
+        data, plan, train = self.config.data, self.config.plan, self.config.train
+        device, result, recorder = self.mesh.device, step.result, step.recorder
+        # Local measurements: time, memory, FLOP/s.
         flops = self._flops_per_token * data.global_batch * data.seq_len
         tflops = flops / plan.world_size / step.seconds / 1e12
         found = {
-            "data_seconds": step.recorder.seconds("data", step.number),
+            "data_seconds": recorder.seconds("data", step.number),
             "memory_bytes": _peak_bytes(device),
             "tflops_per_rank": tflops,
         }
@@ -211,21 +210,31 @@ class Artifacts:
             self._waited = waited
         if self._peak_flops is not None:
             found["mfu"] = mfu(tflops, self._peak_flops)
-        counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L
+        counts_LE, dropped_L = result.counts_LE, result.dropped_L
         if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
             mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
             found["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
             found["dropped_share"] = int(dropped_L.sum()) / num_wanted
-        return found
-
-    def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
-        """One finished step."""
+        row = MetricsRow(
+            step=step.number,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            aux_loss=result.aux_loss,
+            tokens=result.num_tokens,
+            tokens_per_second=result.num_tokens / step.seconds,
+            lr=learning_rate(train, step.number),
+            seconds=step.seconds,
+            validation_loss=validation_loss,
+            mtp_loss=result.mtp_loss,
+            epoch=epoch,
+            **found,
+        )
         self._last, self._row = recorder, row
         self._steps += 1
-        if row.validation_loss is not None:
-            self._validation = row.validation_loss
+        if validation_loss is not None:
+            self._validation = validation_loss
         if not self._writes:
-            return
+            return row
         self.folder.check_lease()
         self._metrics.append([row.to_json()])
         if self._sinks is not None:
@@ -254,6 +263,7 @@ class Artifacts:
         self._recent += loads
         for layer in loads:
             self._alarms.look(layer)
+        return row
 
     @contextmanager
     def first_step_memory(self) -> Iterator[None]:
@@ -322,6 +332,16 @@ class Artifacts:
                 *([f"note: {collapse}"] if collapse else []),
             ]
         )
+
+
+def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
+    """Operations a second of one device, by the cluster that the user names or by the data sheet of
+    the GPU; None where nobody says."""
+    if train.cluster is not None:
+        return peak_flops(load_cluster(train.cluster), train.dtype)
+    if device.type != "cuda":
+        return None
+    return device_peak_flops(torch.cuda.get_device_name(device), train.dtype)
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -14,13 +14,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
-from moemesh.train.records.run_folder import LOGS, checkpoints_of
+from moemesh.train.records.run_folder import LOGS, checkpoints_of, now
 from moemesh.watch.failures import cause_of
 from moemesh.watch.progress_words import Collective, Word, own_word
 from moemesh.watch.supervisor import Ended
@@ -284,7 +283,7 @@ def _place(rank: int, epoch: int | None, pid: int | None, word: Word | None) -> 
         "host": socket.gethostname(),
         "pid": pid,
         "epoch": epoch,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
     }
     if word is None:
         return found

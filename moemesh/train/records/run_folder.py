@@ -366,6 +366,11 @@ def _steps(checkpoints: Place) -> list[int]:
         raise RunFolderError(f"{checkpoints}: cannot be read ({error})") from error
 
 
+def now() -> str:
+    """The time of a record."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 class Events:
     """Appends an event a line; those that a full disk does not take wait in memory."""
 
@@ -377,8 +382,7 @@ class Events:
         """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
         if self._log is None:
             return
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])
+        self._log.append([{"time": now(), "step": step, "kind": kind, "text": text}])
 
 
 def tell_slow(slow: SlowRank, events: Events) -> None:
