@@ -13,6 +13,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
 from moemesh.planner.estimate import planned_step
 from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.simulate import simulate
@@ -21,7 +22,6 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline
-from moemesh.train.preparation import predicted_memory
 from moemesh.train.records.run_folder import RunFolder
 
 
@@ -41,21 +41,22 @@ def write_end(
     `num_steps`: those of this start; `drawn`: the schedule that is simulated beside the measured
     timeline.
     """
+    model, plan, data, train = config.model, config.plan, config.data, config.train
+    common: dict[str, Any] = {
+        "seq_len": data.seq_len,
+        "global_batch": data.global_batch,
+        "dtype": train.dtype,
+        "rank": mesh.rank,
+        "tuning": config.tuning,
+    }
     # Of one step of this rank, for uniform routing; None where a schedule comes from a file of
     # which the planner knows nothing.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
-        of_memory = predicted_memory(config, mesh.rank)
-        of_ledger = predict_ledger(
-            config.model,
-            config.plan,
-            seq_len=config.data.seq_len,
-            global_batch=config.data.global_batch,
-            dtype=config.train.dtype,
-            rank=mesh.rank,
-            tuning=config.tuning,
-            on_accelerator=mesh.device.type != "cpu",
-        )
+        optimizer = {"optimizer": train.optimizer, "momentum": train.momentum}
+        of_memory = predict_memory(model, plan, **common, **optimizer)
+        on_accelerator = mesh.device.type != "cpu"
+        of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
     own = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
     ledgers, memories, timelines, predictions = (gather_json(one, mesh.control) for one in own)
