@@ -48,11 +48,11 @@ from moemesh.watch.meeting import (
 )
 from moemesh.watch.peers import introduce
 from moemesh.watch.progress_words import RANK_BYTES
-from moemesh.watch.slow_rank import SlowRank
 from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
     STOPPING_SOON,
     Ended,
+    SlowRank,
     Supervisor,
     describe,
     python_command,

@@ -39,8 +39,8 @@ from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
+from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
-from moemesh.train.records.sinks import missing_package
 from moemesh.train.weights.weight_sources import (
     check_adapters,
     check_folder,

@@ -28,8 +28,7 @@ from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
 from moemesh.watch.progress_words import WordFile
-from moemesh.watch.slow_rank import SlowRanks
-from moemesh.watch.supervisor import Observer, describe, python_command
+from moemesh.watch.supervisor import Observer, SlowRanks, describe, python_command
 from moemesh.watch.verdict import Judge, Limits, Seen, Verdict
 
 #: Signals with which a job is asked to end; ranks see to them.

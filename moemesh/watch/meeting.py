@@ -116,7 +116,10 @@ def read_told(folder: Path, rank: int) -> Told | None:
         return None
 
 
-# Ranks of a node that torchrun, srun or anything else has started.
+# Ranks of a node that torchrun, srun or anything else has started: the first one that comes makes a
+# folder, of a name that the ranks of this node and this start have in common, and starts the
+# watcher; the others find it there. A node is a part of a machine: ranks that see one another's
+# processes.
 
 #: What tells one start of ranks from any other.
 _NAMES = (

@@ -5,7 +5,11 @@ A rank writes its own record only, at the places that all runs pass: :func:`phas
 :func:`entered`, :func:`waiting` and :func:`left` around each operation of `moemesh.comm`. Whoever
 supervises the run reads the records of all ranks with :class:`WordFile`.
 
-A process that is not :func:`attached <attach>` writes nothing.
+A record stands in one of two places, in turns, with the same counter in its first and its last
+field: a rank that is killed or stopped in the middle of a write leaves the one before whole.
+Besides the operation that it entered last, a record counts the operations of each group of ranks.
+A rank whose count is below that of the others has not entered the operation that they wait in. A
+process that is not :func:`attached <attach>` writes nothing.
 """
 
 from __future__ import annotations

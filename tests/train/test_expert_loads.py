@@ -18,9 +18,9 @@ from moemesh.report.explain import explain
 from moemesh.trace.loads import LayerLoads, collapse_text, read_loads
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.records import row_log
+from moemesh.train.records import rows as row_log
 from moemesh.train.records.expert_loads import AlarmLimits, LoadAlarms, LoadLog, RowBounds
-from moemesh.train.records.row_log import RowLog, cut_after
+from moemesh.train.records.rows import RowLog, cut_after
 from moemesh.train.step import gradients_of_step
 from tests.parity.training import microbatches
 from tests.ranks import mesh_on_ranks

@@ -24,9 +24,9 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
-from moemesh.train.records import row_log
+from moemesh.train.records import rows as row_log
 from moemesh.train.records import run_folder as folder_module
-from moemesh.train.records.row_log import Cut, RowLog, cut_after
+from moemesh.train.records.rows import Cut, RowLog, cut_after
 from moemesh.train.records.run_folder import (
     Events,
     RunFolder,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moemesh.watch.progress_words import Word
-from moemesh.watch.slow_rank import SlowRank, SlowRanks
+from moemesh.watch.supervisor import SlowRank, SlowRanks
 from tests.watch.looks import word
 
 

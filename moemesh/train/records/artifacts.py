@@ -40,9 +40,8 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
-from moemesh.train.records.row_log import cut_after
+from moemesh.train.records.rows import Sinks, cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
-from moemesh.train.records.sinks import Sinks
 from moemesh.train.step import FinishedStep
 from moemesh.watch import progress_words
 

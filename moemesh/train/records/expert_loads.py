@@ -15,7 +15,7 @@ from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
-from moemesh.train.records.row_log import RowLog
+from moemesh.train.records.rows import RowLog
 from moemesh.train.step import StepBoundary
 
 

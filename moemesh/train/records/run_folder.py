@@ -2,7 +2,7 @@
 
     config.toml plan.json          the resolved configuration and the plan
     schedule.txt                   of a plan whose schedule is a file or searched
-    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.row_log)
+    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.rows)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
     lease                          locked while a run is at work (moemesh.watch.lease)
@@ -38,10 +38,10 @@ from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
 from moemesh.trace.run import Run
-from moemesh.train.records.row_log import RowLog
+from moemesh.train.records.rows import RowLog
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
-from moemesh.watch.slow_rank import SlowRank
+from moemesh.watch.supervisor import SlowRank
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.
