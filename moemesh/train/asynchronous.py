@@ -43,7 +43,7 @@ from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.kept_schedules import check_recorded, recorded_segment, write_recorded
-from moemesh.train.session import Report, Session
+from moemesh.train.session import Session
 from moemesh.train.step import (
     FinishedStep,
     StepCounts,
@@ -306,7 +306,7 @@ class StreamedSteps:
         session.artifacts.drawn = stream_schedule(session.config, kept)
         self._stopped = False
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         session, config = self._session, self._session.config
         train, plan = config.train, config.plan
         # The schedule from step `first` to the next drain, and that step.
@@ -347,7 +347,7 @@ class StreamedSteps:
             last=last,
             batches=session.batches,
             stop_requested=lambda: session.stop.requested,
-            on_step=lambda *step: report(finished(*step)),
+            on_step=lambda *step: session.report(finished(*step)),
         )
         with ExitStack() as first_window:
             first_window.enter_context(session.artifacts.first_step_memory())
@@ -356,7 +356,7 @@ class StreamedSteps:
             self._run(schedule, stream, recorder)
         *earlier, newest = stream.drain()
         for step in earlier:
-            report(finished(*step))
+            session.report(finished(*step))
         self._stopped = stream.stopped
         return finished(*newest)
 

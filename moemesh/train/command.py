@@ -230,7 +230,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
         say=_say_once,
-        say_progress=_say,
+        say_progress=lambda text: _say_once(text, rank=0),
     )
 
 
@@ -246,15 +246,9 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
     return config.with_following(steps=steps, epochs=None)
 
 
-def _say_once(text: str) -> None:
-    """Print before there is a run, for all ranks once."""
-    if launch.own_rank() == 0:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    """Print before there is a run, unless the launcher has said it already."""
-    if not launch.launched():
+def _say_once(text: str, rank: int | None = None) -> None:
+    """Print before there is a run, once for all ranks: unless the launcher has said it already."""
+    if not launch.launched() and (launch.own_rank() if rank is None else rank) == 0:
         with suppress(OSError, ValueError):
             print(text, flush=True)
 
@@ -413,10 +407,26 @@ def train_rank(
         console.say(f"warning: {warning}", "warning")
     if done:
         console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
+    steps: Steps = SynchronousSteps(session)
+    if schedule.update is not None:
+        steps = StreamedSteps(session)
+    elif config.plan.optimizer_validation == "after":
+        steps = ValidatedSteps(session)
     with console.training(done, last):
         if profile_steps is not None:
-            return _profile(session, profile_steps)
-        saved = session.train(_steps(session))
+            # Late: few runs need it.
+            from moemesh.train.profiling import ProfiledSteps, ProfileTaken
+
+            try:
+                session.train(ProfiledSteps(session, steps, profile_steps))
+            except ProfileTaken:
+                session.artifacts.finish()
+                session.parallel.close()
+                return 0
+            session.parallel.close()
+            console.warn(f"the run ended before {profile_steps} steps were profiled")
+            return 1
+        saved = session.train(steps)
     progress_words.phase(FINISH)
     session.artifacts.finish()
     if mesh.rank == 0:
@@ -428,29 +438,6 @@ def train_rank(
         return 0 if saved == stop.after else session.exit_code()
     console.say(session.artifacts.summary(), "finished")
     return 0
-
-
-def _profile(session: Session, num_steps: int) -> int:
-    """Profile some steps and end, without a checkpoint. Returns the process's exit code."""
-    from moemesh.train.profiling import ProfiledSteps, ProfileTaken
-
-    try:
-        session.train(ProfiledSteps(session, _steps(session), num_steps))
-    except ProfileTaken:
-        session.artifacts.finish()
-        session.parallel.close()
-        return 0
-    session.parallel.close()
-    session.console.warn(f"the run ended before {num_steps} steps were profiled")
-    return 1
-
-
-def _steps(session: Session) -> Steps:
-    if session.parallel.pipeline.schedule.update is not None:
-        return StreamedSteps(session)
-    if session.config.plan.optimizer_validation == "after":
-        return ValidatedSteps(session)
-    return SynchronousSteps(session)
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

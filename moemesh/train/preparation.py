@@ -145,11 +145,6 @@ class DiskNeed(NamedTuple):
     present: int
     free: int
 
-    @property
-    def is_short(self) -> bool:
-        """Whether a later checkpoint will find no room."""
-        return self.most > self.present + self.free
-
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest.
@@ -199,7 +194,7 @@ def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
 def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
     """A sentence where the first checkpoint fits, and a later one will not."""
     need = disk_need(config, checkpoints)
-    if not need.is_short:
+    if need.most <= need.present + need.free:
         return None
     kept = config.train.checkpoints_kept
     return (

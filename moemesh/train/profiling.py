@@ -13,7 +13,7 @@ from moemesh.comm.collectives import barrier, gather_json
 from moemesh.report.verdict import MARK
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
-from moemesh.train.session import Report, Session, Steps
+from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
 from moemesh.watch import progress_words
 
@@ -37,7 +37,7 @@ class ProfiledSteps:
         self._plain: list[dict[str, Any]] = []
         self._seconds = self._waited = 0.0
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         """As of the steps that are profiled."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
@@ -58,14 +58,14 @@ class ProfiledSteps:
             self._profile.start()
         if self._profile is None:
             waited = progress_words.waited_in_steps() or 0.0
-            finished = self._steps.advance(first, report)
+            finished = self._steps.advance(first)
             if self._taken > WARM_UP:
                 self._plain += finished.recorder.timeline().to_json()["records"]
                 self._seconds += finished.seconds
                 self._waited += (progress_words.waited_in_steps() or 0.0) - waited
             return finished
         with record_function(f"step {first}"):
-            finished = self._steps.advance(first, report)
+            finished = self._steps.advance(first)
         self._phases += finished.recorder.timeline().to_json()["records"]
         if self._taken < WARM_UP + PLAIN + self._num_steps:
             return finished

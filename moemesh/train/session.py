@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,16 +77,12 @@ class Cursor:
         return skipped
 
 
-#: Takes a finished step behind which other steps have begun.
-Report = Callable[[FinishedStep], None]
-
-
 class Steps(Protocol):
     """A way to take optimizer steps."""
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         """Take steps from number `first` (from 1) on until all stages hold the weights of one step;
-        returns that step. `report` is called, in order, for those before it."""
+        returns that step. Those before it are told to :meth:`Session.report`, in order."""
         ...
 
     def is_stopping(self) -> bool:
@@ -166,7 +162,7 @@ class Session:
         try:
             while step < last:
                 progress_words.at_step(step + 1, self.mesh["pp"].index)
-                finished = steps.advance(step + 1, self._report)
+                finished = steps.advance(step + 1)
                 progress_words.stepped()
                 behind = StepBoundary(step=finished, began=step, is_last=finished.number == last)
                 reasons = (reason for observe in observers if (reason := observe(behind)))
@@ -221,7 +217,7 @@ class Session:
             save,
         )
 
-    def _report(self, step: FinishedStep) -> None:
+    def report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
         progress_words.stepped()
         self.record(step)
@@ -338,7 +334,7 @@ class SynchronousSteps:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         session, train, start = self._session, self._session.config.train, time.perf_counter()
         recorder = TimelineRecorder(session.mesh.rank)
         recorder.step = first

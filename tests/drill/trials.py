@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.watch.supervisor import python_command
-from tests.drill.rank import FIRED, JUDGED, WENT_ON, Spec, environment, read_time
+from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
@@ -129,7 +129,8 @@ class Drill:
             folder=str(folder),
         )
         done = self.moemesh(self.arguments(out, plan), spec)
-        fired, judged, went_on = (read_time(folder / name) for name in (FIRED, JUDGED, WENT_ON))
+        times = {note["event"]: note["time"] for note in reversed(read_notes(folder))}
+        fired, judged, went_on = map(times.get, ("fault", "verdict", "went on"))
         reports = sorted((out / "failures").glob("*/failure.json"))
         if fired is None or judged is None or not reports:
             return Outcome(verdict=False, problem=f"{spec}: no verdict:\n{done.stderr[-2000:]}")

@@ -19,7 +19,7 @@ from moemesh.trace.loads import LayerLoads, collapse_text, read_loads
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.records import rows as row_log
-from moemesh.train.records.expert_loads import AlarmLimits, LoadAlarms, LoadLog, RowBounds
+from moemesh.train.records.expert_loads import LoadAlarms, LoadLog, RowBounds
 from moemesh.train.records.rows import RowLog, cut_after
 from moemesh.train.step import gradients_of_step
 from tests.parity.training import microbatches
@@ -33,9 +33,7 @@ def run(
     steps: list[list[int]], dropped: int = 0, layer: int = 3, told: list[str] | None = None
 ) -> list[str]:
     told = [] if told is None else told
-    alarms = LoadAlarms(
-        lambda text, kind: told.append(text), AlarmLimits(num_steps=3, entropy=0.5, dropped=0.1)
-    )
+    alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=3, entropy=0.5, dropped=0.1)
     for step, experts in enumerate(steps, start=1):
         alarms.look(
             LayerLoads(step=step, layer=layer, tokens_per_expert=tuple(experts), dropped=dropped)
@@ -97,7 +95,7 @@ def test_drops() -> None:
 
 def test_layers_ring_by_themselves_and_empty_steps_do_not() -> None:
     told: list[str] = []
-    alarms = LoadAlarms(lambda text, kind: told.append(text), AlarmLimits(num_steps=2))
+    alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=2)
     for step in range(1, 6):
         for layer in (1, 2):
             alarms.look(LayerLoads(step=step, layer=layer, tokens_per_expert=(7, 0, 7, 7)))

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,25 +124,23 @@ def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
             sums, end = {}, next(remaining, -1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlarmLimits:
-    """An alarm rings when its condition has held for `num_steps` steps in a row.
-
-    `entropy`: of a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of
-    choices for which an expert had no room, an alarm above it.
-    """
-
-    num_steps: int = COLLAPSE_STEPS
-    entropy: float = COLLAPSE_ENTROPY
-    dropped: float = 0.1
-
-
 class LoadAlarms:
     """Looks at every layer of every step, in order, for dead experts, collapse and drops, which a
     loss that falls may hide; each is told once per layer by ``say(text, "alarm")``."""
 
-    def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
-        self._say, self._limits = say, limits or AlarmLimits()
+    def __init__(
+        self,
+        say: Callable[[str, str], None],
+        *,
+        num_steps: int = COLLAPSE_STEPS,
+        entropy: float = COLLAPSE_ENTROPY,
+        dropped: float = 0.1,
+    ) -> None:
+        """An alarm rings when its condition has held for `num_steps` steps in a row. `entropy`: of
+        a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of choices
+        for which an expert had no room, an alarm above it."""
+        self._say, self._num_steps = say, num_steps
+        self._entropy, self._dropped = entropy, dropped
         self._idle: dict[int, list[int]] = {}
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._rung: set[tuple[int, str]] = set()
@@ -152,41 +149,34 @@ class LoadAlarms:
         """Check one layer of one step; a step that routed nothing changes nothing."""
         if not sum(loads.tokens_per_expert) + loads.dropped:
             return
-        limits = self._limits
         idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
         for expert, tokens in enumerate(loads.tokens_per_expert):
             idle[expert] = 0 if tokens else idle[expert] + 1
-        dead = [expert for expert, steps in enumerate(idle) if steps >= limits.num_steps]
+        dead = [expert for expert, steps in enumerate(idle) if steps >= self._num_steps]
         ids = ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
         experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({ids})"
-        text = f"{experts} received no token for {limits.num_steps} steps"
-        self._ring(loads, "dead", bool(dead), text)
         share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
         fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
-        self._ring(
-            loads,
-            "collapse",
-            self._holds(loads, "collapse", loads.entropy < limits.entropy),
-            f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
-            f"{limits.entropy:g} for {limits.num_steps} steps; expert {fullest} holds {share:.0%}",
-        )
-        self._ring(
-            loads,
-            "dropped",
-            self._holds(loads, "dropped", loads.dropped_share > limits.dropped),
-            f"{loads.dropped_share:.1%} of the choices found their expert full ({loads.dropped} in "
-            f"this step), above {limits.dropped:.0%} for {limits.num_steps} steps",
-        )
-
-    def _holds(self, loads: LayerLoads, kind: str, condition: bool) -> bool:
-        key = loads.layer, kind
-        self._held[key] = self._held[key] + 1 if condition else 0
-        return self._held[key] >= self._limits.num_steps
-
-    def _ring(self, loads: LayerLoads, kind: str, rings: bool, text: str) -> None:
-        if rings and (loads.layer, kind) not in self._rung:
-            self._rung.add((loads.layer, kind))
-            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
+        rings = {"dead": bool(dead)}
+        for kind, holds in (
+            ("collapse", loads.entropy < self._entropy),
+            ("dropped", loads.dropped_share > self._dropped),
+        ):
+            key = loads.layer, kind
+            self._held[key] = self._held[key] + 1 if holds else 0
+            rings[kind] = self._held[key] >= self._num_steps
+        steps = f"{self._num_steps} steps"
+        texts = {
+            "dead": f"{experts} received no token for {steps}",
+            "collapse": f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
+            f"{self._entropy:g} for {steps}; expert {fullest} holds {share:.0%}",
+            "dropped": f"{loads.dropped_share:.1%} of the choices found their expert full "
+            f"({loads.dropped} in this step), above {self._dropped:.0%} for {steps}",
+        }
+        for kind, text in texts.items():
+            if rings[kind] and (loads.layer, kind) not in self._rung:
+                self._rung.add((loads.layer, kind))
+                self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
 #: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
