@@ -20,11 +20,12 @@ from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError, is_user_error
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train.console import Console
 from moemesh.train.preflight import refuse_full_disk, refuse_too_large, untrainable

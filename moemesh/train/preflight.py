@@ -18,7 +18,6 @@ from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
-from moemesh.config.tuning import tuned_tensors
 from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.sources import validation_source
 from moemesh.data.tokenizer import DataError
@@ -26,6 +25,7 @@ from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
+from moemesh.sharding.parameters import tuned_tensors
 from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.sinks import missing_package
 from moemesh.watch.devices import num_gpus

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.load import load_run
 from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MemoryProfiles
 from tests.train.runs import train
 

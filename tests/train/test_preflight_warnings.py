@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.train.preflight import (
     TooLargeError,
