@@ -16,7 +16,7 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.layout import AXES
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 from moemesh.train.preparation import untrainable

@@ -99,7 +99,7 @@ def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) ->
 def _read(folder: Path, cluster: str | None) -> "Run":
     """The run, and the planner's price of its step on the cluster, or else on train.cluster."""
     from moemesh.config.errors import UserError
-    from moemesh.config.load import load_run
+    from moemesh.sharding.load_run import load_run
     from moemesh.trace.run import Run
 
     run = Run.load(folder)

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from moemesh.config.errors import public
-from moemesh.config.load import FOLLOWING, config_values, load_run
+from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run
 
 

@@ -26,7 +26,6 @@ from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
-from moemesh.config.tuning import tuned_tensors
 from moemesh.data import sources
 from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.samples import Samples
@@ -37,6 +36,7 @@ from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
+from moemesh.sharding.parameters import tuned_tensors
 from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.rows import missing_package

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.sharding.load_run import load_run
 from moemesh.train.auto_layout import NoLayout, fit, fit_here, is_trained, nearest
 from moemesh.train.command import WorldSizeError, check_world_size, open_samples, train_rank
 from moemesh.train.console import Console

@@ -18,11 +18,11 @@ from torch import Tensor
 from moemesh.checkpoint.job import SaveJob
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
-from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
+from moemesh.sharding.load_run import load_run
 from moemesh.train import session as sessions
 from moemesh.train.command import open_samples, train_rank
 from moemesh.train.console import Console

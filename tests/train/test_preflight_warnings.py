@@ -15,8 +15,8 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.saver import SaveOutcome
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.config.train import TrainConfig
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.train import preparation
 from moemesh.train.console import Console

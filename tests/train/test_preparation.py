@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moemesh.cli.preparation_text import FILES
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import resolved_toml
+from moemesh.sharding.load_run import load_run
 from moemesh.train import preparation
 from moemesh.train.inference import evaluation
 from moemesh.train.preparation import RunRequest, finished, prepare

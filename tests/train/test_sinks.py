@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.train.preparation import untrainable
 from moemesh.train.records import rows as module
 from moemesh.train.records.rows import CsvSink, Sinks, WandbSink

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from moemesh.checkpoint.stored import read_manifest
-from moemesh.config.load import load_run
 from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.run import Run
 from tests import commands

@@ -27,11 +27,12 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_recorded, resolved_toml
+from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
+from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine
 from moemesh.train.opening import construct, own_batches

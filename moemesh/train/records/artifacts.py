@@ -18,7 +18,6 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.experts import Experts
@@ -33,6 +32,7 @@ from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule
+from moemesh.sharding.parameters import num_trained
 from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
