@@ -44,7 +44,7 @@ class SimulatedDevice(Counts):
         fuses: bool = True,
     ) -> None:
         """`capability` and `num_devices` are what ``torch.cuda`` answers. `fuses`: what torch would
-        compile (:mod:`moemesh.ops.fusion`) counts as one kernel that reads its arguments and writes
+        compile (:mod:`moemesh.ops.swiglu`) counts as one kernel that reads its arguments and writes
         its results, else operation by operation."""
         super().__init__()
         self.fuses, self.capability, self.num_devices = fuses, capability, num_devices

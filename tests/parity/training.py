@@ -19,9 +19,8 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
-from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.parallel.placement import Placement
+from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of, rows
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate

@@ -44,14 +44,13 @@ from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.initialization import normal_slice
 from moemesh.model.visibility import Visibility
-from moemesh.parallel.expert.build import most_rows, tested_dispatcher
+from moemesh.parallel.expert.build import most_rows, overlapped, tested_dispatcher
 from moemesh.parallel.expert.layer_block import (
     Auxiliary,
     LayerBlock,
     ScaledGradient,
     TransformersBlock,
 )
-from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.spread import (
     LayerError,
     SpreadExperts,
