@@ -19,69 +19,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from moemesh.ops.expert_mlp import DeferredProducts, expert_mlp
+from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
 
 
 class ExpertRows(Protocol):
-    """Rows of the local experts, copied by `map` from `source_NH` and grouped by expert, with the
-    router's weights (fp32 or fp64) and the number of rows of each expert (int64)."""
-
-    @property
-    def source_NH(self) -> Tensor: ...
+    """Rows of the local experts, copied by `map` and grouped by expert."""
 
     @property
     def map(self) -> RowMap: ...
 
-    @property
-    def weights_R(self) -> Tensor: ...
-
-    @property
-    def counts_L(self) -> Tensor: ...
-
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """The experts' weighted outputs [R, H]; see :func:`~moemesh.ops.expert_mlp.expert_mlp`."""
         ...
 
 
 class DispatchedRows(NamedTuple):
-    """The :class:`ExpertRows` of most dispatchers."""
+    """The :class:`ExpertRows` of most dispatchers, copied from `source_NH`, with the router's
+    weights (fp32 or fp64) and the number of rows of each expert (int64)."""
 
     source_NH: Tensor
     map: RowMap
     weights_R: Tensor
     counts_L: Tensor
 
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
-        return expert_mlp(
-            self.source_NH,
-            self.map,
-            self.weights_R,
-            self.counts_L,
-            experts,
-            deferred,
-            max_rows,
-            recomputes,
-        )
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
+        return expert_mlp(*self, experts, **options)
 
 
 class Dispatcher(Protocol):

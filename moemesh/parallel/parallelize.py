@@ -26,7 +26,7 @@ from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.context import GatheredKeyValues, HeadShards, RingKeyValues
+from moemesh.parallel.context import CONTEXTS
 from moemesh.parallel.data.buckets import GatheredBucket, GatheredWeights
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
@@ -102,14 +102,6 @@ def split_experts(
         mine, others = shares[mesh["ep"].index]
         first = min((*mine, *others))
         moe.experts.split([expert - first for expert in mine], [e - first for e in others])
-
-
-#: `plan.context` -> how queries reach the keys of positions that other ranks hold.
-CONTEXTS = {
-    "ring": RingKeyValues,
-    "all_gather": GatheredKeyValues,
-    "all_to_all": HeadShards,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

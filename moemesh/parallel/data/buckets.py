@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from moemesh.comm.transfers import (
 )
 from moemesh.config.plan import Reshard
 from moemesh.model.transformer import ModelPart
+from moemesh.ops.permute import linear_map
 from moemesh.parallel.placement import OwnRange
 from moemesh.sharding.buckets import Bucket, owned_sizes
 
@@ -511,13 +511,13 @@ class GatheredWeights:
         self.fetch(unit)
         if not torch.is_grad_enabled():
             return x
-        return _InBackward.apply(x, lambda: self._free(unit, keep=self._keeps))
+        return in_backward(x, lambda: self._free(unit, keep=self._keeps))
 
     def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
         if not read_again or not torch.is_grad_enabled():
             return x
-        return _InBackward.apply(x, lambda: self._gather(unit, "backward"))
+        return in_backward(x, lambda: self._gather(unit, "backward"))
 
     def free_all(self) -> None:
         """The step is over: give the memory of all weights back."""
@@ -539,15 +539,11 @@ class GatheredWeights:
             bucket.free(keep=keep)
 
 
-class _InBackward(torch.autograd.Function):
-    """The identity, which calls `function` when the backward comes by."""
+def in_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
+    """`x`; calls `function` when the backward comes by."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return x.view_as(x)
+    def back(gradient: Tensor) -> Tensor:
+        function()
+        return gradient
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.function()
-        return gradient, None
+    return linear_map(x, lambda x: x.view_as(x), back)

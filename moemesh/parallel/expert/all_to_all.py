@@ -16,7 +16,7 @@ ep index then gather each other's rows, since each holds a shard of every local 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -75,8 +75,8 @@ class AllToAllPlan:
     lane_rows: list[int]
     by_expert: RowMap
     counts_LO: Tensor
-    #: ``counts_L``, as the host knows it.
-    rows_L: list[int]
+    #: ``counts_L``, where the host knows it.
+    rows_L: list[int] = field(default_factory=list)
 
     @property
     def counts_L(self) -> Tensor:

@@ -44,11 +44,11 @@ from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.initialization import normal_slice
 from moemesh.model.visibility import Visibility
+from moemesh.ops.permute import linear_map
 from moemesh.parallel.expert.build import most_rows, overlapped, tested_dispatcher
 from moemesh.parallel.expert.layer_block import (
     Auxiliary,
     LayerBlock,
-    ScaledGradient,
     TransformersBlock,
 )
 from moemesh.parallel.expert.spread import (
@@ -438,7 +438,9 @@ class MoELayer(nn.Module):
             for name, parameter in self.named_parameters():
                 wanted, prepared = dtype, parameter
                 if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
-                    prepared = ScaledGradient.apply(parameter, 1 / self.ranks.size)
+                    prepared = linear_map(
+                        parameter, lambda x: x.view_as(x), lambda grad: grad * (1 / self.ranks.size)
+                    )
                 if name.startswith("router."):
                     wanted = torch.promote_types(parameter.dtype, torch.float32)
                 parameters[name] = prepared.to(wanted)
