@@ -25,7 +25,7 @@ from moemesh.parallel.pipeline.program import (
     BackwardState,
     Forward,
     Program,
-    SteppedProgram,
+    SteppedModelProgram,
     is_overlapped,
     make_context,
 )
@@ -115,7 +115,7 @@ class EntryRunner:
             with self._naming(op):
                 received.append(self._messenger.take(program, op))
         start = recorder.clock()
-        if is_overlapped(entry) and isinstance(program, SteppedProgram):
+        if is_overlapped(entry) and isinstance(program, SteppedModelProgram):
             self._take_turns(program, dict(zip(entry, received, strict=True)))
         else:
             for op, inputs in zip(entry, received, strict=True):
@@ -177,7 +177,7 @@ class EntryRunner:
 
     # Blocks.
 
-    def _take_turns(self, program: SteppedProgram, received: dict[Op, list[Tensor]]) -> None:
+    def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
         """Run a forward; at each of its pauses, and at its end, a backward goes on."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
         at_microbatch(self._schedule.sample(forward))

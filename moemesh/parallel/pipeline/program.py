@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -293,31 +293,17 @@ class ModelProgram:
 # gradient, not two.
 
 
-@runtime_checkable
-class SteppedProgram(Program, Protocol):
-    """A program whose forwards and backwards may take turns. Both pause only while an exchange is
-    under way, equally often on all ranks of the stage."""
-
-    def forward_with_pauses(
-        self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
-    ) -> Forward:
-        """As ``forward``; calls `pause` at every pause."""
-        ...
-
-    def backward_steps(
-        self, op: Op, context: BackwardState, gradients: list[Tensor]
-    ) -> Steps[list[Tensor]]:
-        """As ``backward`` of a ``B``; yields at every pause."""
-        ...
-
-
 def is_overlapped(entry: Entry) -> bool:
     """Whether the entry is a block of one forward and one full backward."""
     return sorted(op.kind for op in entry) == ["B", "F"]
 
 
 class SteppedModelProgram(ModelProgram):
-    """The program of a model in steps; its graph is cut where the backward lies in such a block."""
+    """The program of a model in steps; its graph is cut where the backward lies in such a block.
+
+    Forwards and backwards may take turns: both pause only while an exchange is under way, equally
+    often on all ranks of the stage.
+    """
 
     def __init__(self, schedule: Schedule, model: Transformer, *rest: Any) -> None:
         super().__init__(schedule, model, *rest)
@@ -333,6 +319,7 @@ class SteppedModelProgram(ModelProgram):
     def forward_with_pauses(
         self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
     ) -> Forward:
+        """As ``forward``; calls `pause` at every pause."""
         part, tape = self.parts[op.stage], SegmentTape(pause) if op[1:] in self._cut else None
         assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
         found = self.forward_of(op, self.batch_of(op), inputs, tape or PausingFlow(pause))
@@ -346,6 +333,7 @@ class SteppedModelProgram(ModelProgram):
     def backward_steps(
         self, op: Op, context: BackwardState, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
+        """As ``backward`` of a ``B``; yields at every pause."""
         assert op.kind == "B"
         if context.state is None:
             return super().backward(op, context, gradients)
