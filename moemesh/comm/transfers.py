@@ -108,13 +108,6 @@ _all_gather_nccl = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_nccl = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
 # gloo's own all_to_all up to these sizes, which every rank must know alike: bytes of all rows where
 # all blocks are known, else bytes of one row (weights and ids, whatever their number).
 _FEW_BYTES = 1 << 16
@@ -445,7 +438,7 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
 
 def _raw(x: Tensor) -> Tensor:
     """`x` as the backends accept it: float8 travels as bytes."""
-    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
+    return x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
 
 
 def _row_bytes(x: Tensor) -> int:

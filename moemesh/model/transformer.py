@@ -34,10 +34,6 @@ from moemesh.model.seams import (
 from moemesh.ops.linear import linear
 from moemesh.watch.progress_words import at_layer
 
-# One layer of the transformer: attention, then a dense MLP or a mixture of experts.
-#
-# Legend: T tokens of the residual stream held here, H hidden.
-
 
 class Layer(nn.Module):
     """Pre-norm block: attention, then a dense MLP or a mixture of experts."""
@@ -78,8 +74,6 @@ class Layer(nn.Module):
 #
 # Embedding and head are the model's own. The order of the two halves of M_k is that of the
 # released weights, whose module has a final norm of its own, too.
-#
-# Legend: T tokens of the residual stream held here, H hidden.
 
 
 class PredictionLayer(Layer):

@@ -17,7 +17,8 @@ from moemesh.sharding.context import context_runs, context_sizes
 
 # Between the token-sharded residual stream and head- or width-sharded blocks: three exits.
 #
-# Legend: N = tp, T all tokens of the microbatch, A attention (or MLP) width, H hidden. Every rank
+# Legend: N = tp, T all tokens of the microbatch, A attention (or MLP) width, H hidden,
+# V vocabulary. Every rank
 # holds about T/N rows of the stream; rows need not divide evenly, a rank may hold none.
 #
 # | step | in | out | forward comm | backward comm |
@@ -147,8 +148,6 @@ class ShardedTokens:
 
 
 # Embedding and loss with the vocabulary's rows sharded over tp: no rank ever holds full logits.
-#
-# Legend: T all tokens of the microbatch, N = tp, V vocabulary, H hidden.
 #
 # | step | in | out | forward comm | backward comm |
 # |---|---|---|---|---|

@@ -30,14 +30,11 @@ from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, permutation, permute, unpermute
 
-# One exchange of token rows along one axis, forward and back: a building block of dispatchers.
-#
-# Legend: T own rows, P ranks of the axis, S rows sent, N rows received, H hidden.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """`rows` maps the S rows sent (ordered by destination) to the T own rows that they copy."""
+    """One exchange of token rows along one axis, forward and back: `rows` maps the S rows sent
+    (ordered by destination) to the T own rows that they copy."""
 
     axis: Axis
     rows: RowMap
@@ -61,9 +58,6 @@ class Hop:
             y_NH, self.axis, self.output_splits, self.input_splits, caller=caller
         )
         return sent.then(lambda y_SH: unpermute(y_SH, self.rows))
-
-
-# The dispatcher.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def set_experts(
         moe.dispatcher = dispatcher
         if mesh.world_size > 1 or num_chunks > 1:
             moe.runner = overlapped(num_chunks, defers=defers)
-        moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
+        moe.experts.max_rows = rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
         if has_replicas:
@@ -145,11 +145,6 @@ def set_experts(
             )
             replicas.warm_up()
     return notes
-
-
-def most_rows(config: ModelConfig, plan: Plan, tokens_per_rank: int) -> int:
-    """The bound on the rows that a rank computes at once, for :class:`Experts`."""
-    return rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
 
 
 def tested_dispatcher(
