@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.faults import first_fault
-from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, LocalTokens, Tokens
+from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, Tokens
 from moemesh.ops.linear import linear
 from moemesh.ops.permute import count_ids
 from moemesh.ops.uniform import uniform
@@ -258,7 +258,7 @@ class Router(nn.Module):
         chosen_TK = given_TK
         if given_TK is None and context.training:
             chosen_TK = context.flow.once(
-                self._choose_together, logits_TE, context, tokens or LocalTokens()
+                self._choose_together, logits_TE, context, tokens or Tokens()
             )
         bias_E, flow = self.selection_bias, context.flow
         routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
@@ -266,7 +266,7 @@ class Router(nn.Module):
         # In generated text a token does not wait for those behind it, with which it would compete.
         is_whole = context.training or context.slices is NO_SLICES
         if config.capacity_factor and by_tokens and is_whole and given_TK is None:
-            routing = limit_to_capacity(routing, config, context, tokens or LocalTokens())
+            routing = limit_to_capacity(routing, config, context, tokens or Tokens())
         return routing
 
     def logits(self, x_TH: Tensor) -> Tensor:

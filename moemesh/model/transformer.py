@@ -22,11 +22,7 @@ from moemesh.model.moe import MoE, MoEOutput, swiglu_form
 from moemesh.model.seams import (
     PLAIN_FLOW,
     Flow,
-    KeepAll,
-    LocalTokens,
-    LocalVocabulary,
     Memory,
-    ResidentWeights,
     Tokens,
     Vocabulary,
     WeightGate,
@@ -167,10 +163,10 @@ class Transformer(nn.Module):
                 if predicts and not tied
                 else None
             )
-        self.vocabulary: Vocabulary = LocalVocabulary()
-        self.tokens: Tokens = LocalTokens()
-        self.memory: Memory = KeepAll()
-        self.weights: WeightGate = ResidentWeights()
+        self.vocabulary = Vocabulary()
+        self.tokens = Tokens()
+        self.memory = Memory()
+        self.weights = WeightGate()
         #: The units ("embedding", "layers.3", "head") that no backward reaches.
         self.without_backward: Collection[str] = ()
 

@@ -62,7 +62,7 @@ def in_position_order(x_L: Tensor, ranks: int) -> Tensor:
 # Nothing of the other ranks is kept: the backward gathers again, then scatters the gradients.
 
 
-class SpreadKeyValues:
+class SpreadKeyValues(KeyValues):
     """:class:`~moemesh.model.seams.KeyValues` over `axis`, by an autograd Function that takes
     queries, keys, values, sinks, what is visible, the scale and the axis."""
 
@@ -146,7 +146,7 @@ def _gather(
 # ranks read one key/value head, it goes to each of them: its gradient is the sum of theirs.
 
 
-class HeadShards:
+class HeadShards(KeyValues):
     """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
 
     def __init__(self, axis: Axis) -> None:

@@ -10,6 +10,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_gather, all_reduce, all_reduce_
 from moemesh.config.layout import shard_range, shard_sizes
+from moemesh.model.seams import Boundary, Tokens, Vocabulary
 from moemesh.model.visibility import Runs
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Weight, linear
@@ -35,7 +36,7 @@ from moemesh.sharding.context import context_runs, context_sizes
 # tp. Per rank and direction they send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
 
 
-class ReduceScatterBoundary:
+class ReduceScatterBoundary(Boundary):
     """Megatron's sequence parallelism (Korthikanti et al., 2022). The default."""
 
     def __init__(self, axis: Axis, caller: str) -> None:
@@ -107,7 +108,7 @@ def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
 # | sum_over_ranks, max_over_ranks | counts | sums, maxima | all_reduce over stage | none |
 
 
-class ShardedTokens:
+class ShardedTokens(Tokens):
     """Positions are spread over cp (:mod:`moemesh.sharding.context`); the flattened tokens of a
     rank's positions are cut over tp in contiguous, balanced blocks, in rank order.
 
@@ -155,7 +156,7 @@ class ShardedTokens:
 # | cross_entropy | T/N x H | T losses | all_gather, all_reduce (3 a token) | reduce_scatter |
 
 
-class ShardedVocabulary:
+class ShardedVocabulary(Vocabulary):
     """Rank i of the axis holds the i-th block of vocabulary rows; blocks may differ by one row, and
     are empty behind the end of a vocabulary smaller than the axis."""
 

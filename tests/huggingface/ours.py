@@ -14,7 +14,7 @@ from moemesh.config.huggingface.model import model_values
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
-from moemesh.model.seams import LocalVocabulary
+from moemesh.model.seams import Vocabulary
 from moemesh.model.transformer import Transformer
 
 
@@ -45,7 +45,7 @@ def load(
     return model
 
 
-class _Logits(LocalVocabulary):
+class _Logits(Vocabulary):
     """Keeps the logits that the loss is computed from."""
 
     logits_TV: Tensor

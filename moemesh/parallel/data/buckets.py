@@ -31,6 +31,7 @@ from moemesh.comm.transfers import (
     reduce_scatter_start,
 )
 from moemesh.config.plan import Reshard
+from moemesh.model.seams import WeightGate
 from moemesh.model.transformer import ModelPart
 from moemesh.ops.permute import linear_map
 from moemesh.parallel.placement import OwnRange
@@ -449,7 +450,7 @@ class GatheredBucket(ScatteredBucket):
         self.is_here = False
 
 
-class GatheredWeights:
+class GatheredWeights(WeightGate):
     """The weights of all units of one rank (ZeRO-3), each in one bucket a parameter class.
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is

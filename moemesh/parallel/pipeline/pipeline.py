@@ -19,7 +19,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
-from moemesh.model.seams import ScopeSums
+from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
@@ -123,7 +123,7 @@ class Left:
         return leaf
 
 
-class EarlierSlices:
+class EarlierSlices(SliceState):
     """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of the slices before.
 
     `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
