@@ -18,7 +18,6 @@ Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
+from moemesh.ops.permute import RowMap, SortedByExpert, unpermute
 
 
 class ExpertRows(Protocol):
@@ -77,8 +76,7 @@ class Dispatcher(Protocol):
         """Free what is held outside of torch; all ranks call it, at the end. Default: nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalPlan:
+class LocalPlan(NamedTuple):
     """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert; ``none_TK``: pairs without
     an expert, where rows of the map have none."""
 
@@ -99,21 +97,16 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def plan(self, experts_TK: Tensor) -> LocalPlan:
-        if experts_TK.device.type == "cpu":
-            tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
-            return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
         found = SortedByExpert(experts_TK, self.num_experts)
-        tokens, slot_R = found.rows_and_rest()
-        return LocalPlan(
-            tokens=tokens, slot_R=slot_R, counts_L=found.counts_E, none_TK=experts_TK < 0
-        )
+        if experts_TK.device.type == "cpu":
+            return LocalPlan(*found.rows(int(found.counts_E.sum())), found.counts_E)
+        return LocalPlan(*found.rows_and_rest(), found.counts_E, experts_TK < 0)
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
             return self.plan(experts_TK)
         found = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        tokens, slot_R = found.rows(experts_TK.numel())
-        return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=found.counts_E)
+        return LocalPlan(*found.rows(experts_TK.numel()), found.counts_E)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
