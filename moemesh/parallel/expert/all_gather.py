@@ -42,7 +42,8 @@ from moemesh.ops.permute import (
     map_from_sources,
     places_of_true,
     unpermute,
-)from moemesh.parallel.expert.all_to_all import Hop
+)
+from moemesh.parallel.expert.all_to_all import Hop
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
 
@@ -52,8 +53,8 @@ class GatheredRows:
     """The rows that this rank computes, and how results return.
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
-    for the dense form, compressed to visited tokens for the uneven form. Then these are the received
-    rows of the hop `back`, which are sent back.
+    for the dense form, compressed to visited tokens for the uneven form. Then these are rows of the
+    hop `back`, which are sent back.
     `none_AK`: the pairs without a local expert, where they have rows, too.
     """
 
