@@ -13,14 +13,14 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL as ALL
 from moemesh.config.tuning import Tuning
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.ledger import Ledger
 from tests.parity.training import model_of
-from tests.twins.chosen_routing import chosen_routing
-from tests.twins.planned import SEQ_LEN, choices_of, measure
+from tests.twins.planned import SEQ_LEN, measure
+from tests.twins.predictions import assert_predicted
 
 #: (model keys over tiny, plan, dtype, global batch). Odd batches leave ranks with uneven shares.
 Case = tuple[dict[str, Any], dict[str, Any], str, int]
@@ -185,35 +185,16 @@ def check(
     model, plan, dtype, batch = case
     config, checked = model_of(model), Plan(**plan)
     ranks = measure(model, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
-    choices = choices_of(config, checked, ranks, batch, seq_len)
-    for rank, found in enumerate(ranks):
-        settings: dict[str, Any] = {
-            "seq_len": seq_len,
-            "global_batch": batch,
-            "dtype": dtype,
-            "rank": rank,
-            "routing": chosen_routing(config, checked.layout, choices),
-            "tuning": tuning,
-        }
-        predicted = predict_ledger(config, checked, **settings)
-        measured = Ledger.from_rows(found["ledger"])
-        assert predicted.difference(measured) == [], f"rank {rank} (here: predicted)"
-        memory = predict_memory(config, checked, **settings).to_json()
-        for part in found["memory"].keys() - {"activations", "kinds"}:
-            # Under zero3 gradients wait as they came, in an order that autograd chooses.
-            near = part == "buffers" and checked.data == "zero3"
-            expected = (
-                pytest.approx(found["memory"][part], rel=0.25) if near else found["memory"][part]
-            )
-            assert memory[part] == expected, f"rank {rank}: {part}"
-        if activations and not tuning.is_full:
-            # What only the gradients of weights that do not train would read is not kept.
-            kept = found["memory"]["activations"]
-            most = 1.02 * memory["activations"] + 1024
-            assert kept <= most, f"rank {rank}: activations"
-        elif activations:
-            error = memory["activations"] / found["memory"]["activations"] - 1
-            assert abs(error) <= 0.02, f"rank {rank}: activations {error:+.1%}"
+    assert_predicted(
+        config,
+        checked,
+        ranks,
+        TrainConfig(dtype=dtype),
+        batch=batch,
+        seq_len=seq_len,
+        activations=activations,
+        tuning=tuning,
+    )
 
 
 @pytest.mark.representative(
