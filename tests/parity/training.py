@@ -269,3 +269,34 @@ def train(
         mtp=list(mtp),
         frozen=[assemble([rank["frozen"][i] for rank in ranks], some=True) for i in range(2)],
     )
+
+
+_ALONE: dict[str, Trained] = {}
+
+
+def alone(
+    model: dict[str, Any], keys: dict[str, Any], shape: Shape = WHOLE, microbatches: int = 1
+) -> Trained:
+    """The same on one device, trained once for all that is compared with it."""
+    name = repr((sorted(model.items()), sorted(keys.items()), shape, microbatches))
+    if name not in _ALONE:
+        _ALONE[name] = train(model, {"microbatches": microbatches}, keys, shape)
+    return _ALONE[name]
+
+
+def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> None:
+    fields = ("losses", "aux", "norms", *(["mtp"] if expected.mtp[0] is not None else []))
+    for field in fields:
+        ours, theirs = (torch.tensor(getattr(t, field)).double() for t in (got, expected))
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=0, msg=f"{field} {ours} {theirs}"
+        )
+    assert got.loads == expected.loads
+    for field in ("gradients", "weights"):
+        ours, theirs = getattr(got, field), getattr(expected, field)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            worst = float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+            assert worst <= tolerance, f"{field} of {name}: relative difference {worst:.2e}"
+    for ours, theirs in zip(got.biases, expected.biases, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
