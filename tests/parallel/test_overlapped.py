@@ -98,7 +98,7 @@ def compare(rank: int, cases: list[Case]) -> list[str]:
     for case in cases:
         expected, got = run_case(rank, case, False), run_case(rank, case, True)
         end_meshes()
-        ledgers = [Ledger.from_json(run.pop("ledger")) for run in (expected, got)]
+        ledgers = [Ledger.from_rows(run.pop("ledger")) for run in (expected, got)]
         found += [f"{case}: {line}" for line in ledgers[0].difference(ledgers[1])]
         if expected["steps"] != got["steps"]:
             found.append(f"{case}: losses, norms or loads")
