@@ -54,17 +54,18 @@ class DispatchedRows(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """See the table above. The type of a plan is the dispatcher's own business."""
+    """See the table above. The type of a plan is the dispatcher's own business. It defines `plan`,
+    or `plan_chunks` where it can make all plans in one exchange, and one wait."""
 
-    def plan(self, experts_TK: Tensor) -> Any: ...
+    def plan(self, experts_TK: Tensor) -> Any:
+        return self.plan_chunks([experts_TK])[0]
 
     def plan_complete(self, experts_TK: Tensor) -> Any:
         """:meth:`plan` where the caller knows, on the host, that there is no -1."""
         return self.plan(experts_TK)
 
     def plan_chunks(self, chunks: Sequence[Tensor], *, is_complete: bool = False) -> list[Any]:
-        """:meth:`plan` of each chunk of the tokens. A dispatcher that can make all in one exchange,
-        and one wait, does."""
+        """:meth:`plan` of each chunk of the tokens."""
         plan = self.plan_complete if is_complete else self.plan
         return [plan(experts_TK) for experts_TK in chunks]
 

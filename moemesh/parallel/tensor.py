@@ -43,7 +43,9 @@ class ReduceScatterBoundary(Boundary):
         self.axis, self.caller = axis, caller
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        return enter(x_TH, num_tokens, self.axis, self.caller)
+        """Own rows of the stream -> all rows; backward: partial gradients are reduce-scattered."""
+        sizes = shard_sizes(num_tokens, self.axis.size)
+        return collectives.all_gather(x_TH, self.axis, sizes, caller=f"{self.caller}.enter")
 
     def total(self, sums_TX: Tensor) -> Tensor:
         return collectives.all_reduce_both(sums_TX, self.axis, caller=f"{self.caller}.norm")
@@ -91,12 +93,6 @@ ATTENTION_BOUNDARIES = {
     "all_reduce": AllReduceBoundary,
     "all_to_all": AllToAllBoundary,
 }
-
-
-def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
-    """Own rows of the stream -> all rows. Backward: the partial gradients are reduce-scattered."""
-    sizes = shard_sizes(num_tokens, axis.size)
-    return collectives.all_gather(x_TH, axis, sizes, caller=f"{caller}.enter")
 
 
 # Context and sequence parallelism: the tokens of a microbatch that a rank holds.
@@ -162,6 +158,7 @@ class ShardedVocabulary(Vocabulary):
 
     def __init__(self, axis: Axis, vocab_size: int) -> None:
         self.axis, self.vocab_size = axis, vocab_size
+        self.boundary = ReduceScatterBoundary(axis, "head")
         self.rows = shard_range(vocab_size, axis.size, axis.index)
 
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
@@ -176,14 +173,13 @@ class ShardedVocabulary(Vocabulary):
         return collectives.reduce_scatter(partial_TH, self.axis, sizes, caller="embedding")
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        x_TH = enter(x_TH, len(targets_T), self.axis, "head")
+        x_TH = self.boundary.enter(x_TH, len(targets_T))
         return cross_entropy(
             x_TH, weight_VH, targets_T, first_row=self.rows.start, combine=self._combine
         )
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
-        x_TH = enter(x_TH, num_tokens, self.axis, "head")
-        rows_VT = F.linear(weight_VH, x_TH)
+        rows_VT = F.linear(weight_VH, self.boundary.enter(x_TH, num_tokens))
         sizes = shard_sizes(self.vocab_size, self.axis.size)
         return all_gather(rows_VT, self.axis, sizes, phase="forward", caller="head").T
 

@@ -92,9 +92,6 @@ class AllToAllDispatcher(Dispatcher):
         self.num_local = num_experts // ep.size
         self.codec = codec
 
-    def plan(self, experts_TK: Tensor) -> AllToAllPlan:
-        return self.plan_chunks([experts_TK])[0]
-
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[AllToAllPlan]:

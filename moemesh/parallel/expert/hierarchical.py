@@ -329,9 +329,6 @@ class HierarchicalDispatcher(Dispatcher):
         self.owner, self.num_owners = ep.index * etp.size + etp.index, ep.size * etp.size
         self.codec, self.worker = codec, WorkerThread()
 
-    def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
-        return self.plan_chunks([experts_TK])[0]
-
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[HierarchicalPlan]:

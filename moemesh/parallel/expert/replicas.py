@@ -146,9 +146,6 @@ class ReplicaDispatcher(Dispatcher):
         #: Seconds spent on deciding: replicas, quotas and the place of each token; no exchange.
         self.planning_seconds = 0.0
 
-    def plan(self, experts_TK: Tensor) -> ReplicaPlan:
-        return self.plan_chunks([experts_TK])[0]
-
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[ReplicaPlan]:
