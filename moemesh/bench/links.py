@@ -23,8 +23,8 @@ from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import LinksSettings
 from moemesh.comm import collectives, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.divisors import divisors
 from moemesh.config.layout import Layout
+from moemesh.config.suggest import divisors
 
 #: One sample repeats an operation until it has taken so long, at most so often.
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20

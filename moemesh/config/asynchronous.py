@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.model import ModelConfig
+from moemesh.config.suggest import divisors, nearest_divisors
 
 #: Schedules that update weights while microbatches are under way.
 ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream_2bw", "ampnet")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import log
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem
-from moemesh.config.section import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Size
+from moemesh.config.suggest import divisors, nearest_divisors
 from moemesh.config.toml import format_value
 
 Attention = Literal["gqa", "mla"]
@@ -47,18 +44,18 @@ class AttentionConfig(Section):
 
     #: Grouped-query attention (arXiv:2305.13245) or multi-head latent attention (arXiv:2405.04434).
     attention: Attention = "gqa"
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 16
+    num_heads: Size = 8
+    num_kv_heads: Size = 4
+    head_dim: Size = 16
     #: The sizes of latent attention; 0 means unused. Without a q_lora_rank, queries are not
     #: compressed.
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rotary_head_dim: int = 0
-    v_head_dim: int = 0
+    q_lora_rank: Count = 0
+    kv_lora_rank: Count = 0
+    qk_nope_head_dim: Count = 0
+    qk_rotary_head_dim: Count = 0
+    v_head_dim: Count = 0
     #: Epsilon of the norms of the latents, whatever that of the other norms is.
-    latent_norm_eps: float = 1e-6
+    latent_norm_eps: Positive = 1e-6
 
     #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
@@ -70,72 +67,45 @@ class AttentionConfig(Section):
     #: A bias on the output projection.
     output_bias: bool = False
     #: Queries, keys and values are clipped to +- this value behind the norm; 0 is no limit.
-    clip_qkv: float = 0.0
+    clip_qkv: NotNegative = 0.0
     #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
     attention_sinks: bool = False
     #: Factor of the scores in place of 1/sqrt(query head size); 0 is that.
-    attention_multiplier: float = 0.0
+    attention_multiplier: NotNegative = 0.0
     #: Keys that a query of a sliding layer sees, its own included; 0: no layer slides.
-    sliding_window: int = 0
+    sliding_window: Count = 0
     #: Which layers slide: one entry a layer, or a pattern that is repeated. Empty: all slide when
     #: there is a sliding_window, else none.
-    layer_types: Annotated[tuple[LayerType, ...], BeforeValidator(as_tuple)] = ()
+    layer_types: tuple[LayerType, ...] = ()
 
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     #: Share of the channels of a head that are rotated, the first ones.
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
     #: Rotated pairs are channels (2i, 2i+1); otherwise (i, i + half).
     rope_interleave: bool = False
     #: How the frequencies are stretched for longer sequences: not at all, all of them
     #: (arXiv:2306.15595), by wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
     rope_type: RopeType = "default"
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1.0)] = 1.0
     #: Positions that the frequencies were trained on before they were stretched.
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: Count = 0
     #: YaRN keeps what turns more than `fast` times over the original positions, divides what turns
     #: less than `slow` times by the factor, and blends in between, from and to whole channels with
     #: `truncate`.
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
+    rope_beta_fast: Positive = 32.0
+    rope_beta_slow: Positive = 1.0
     rope_truncate: bool = True
     #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
     #: 0 is not given; `attention_factor` then follows from the other two, or from rope_factor.
-    rope_mscale: float = 0.0
-    rope_mscale_all_dim: float = 0.0
-    rope_attention_factor: float = 0.0
+    rope_mscale: NotNegative = 0.0
+    rope_mscale_all_dim: NotNegative = 0.0
+    rope_attention_factor: NotNegative = 0.0
     #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
     #: original/high, and blends in between.
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
+    rope_low_freq_factor: Positive = 1.0
+    rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0 is no limit.
-    max_position_embeddings: int = 0
-
-    attention_ranges: ClassVar[Mapping[str, Range]] = {
-        "num_heads": SIZE,
-        "num_kv_heads": SIZE,
-        "head_dim": SIZE,
-        "q_lora_rank": COUNT,
-        "kv_lora_rank": COUNT,
-        "qk_nope_head_dim": COUNT,
-        "qk_rotary_head_dim": COUNT,
-        "v_head_dim": COUNT,
-        "latent_norm_eps": POSITIVE,
-        "clip_qkv": NOT_NEGATIVE,
-        "attention_multiplier": NOT_NEGATIVE,
-        "sliding_window": COUNT,
-        "rope_theta": POSITIVE,
-        "partial_rotary_factor": Range(0.0, 1.0, open_low=True),
-        "rope_factor": Range(1.0),
-        "original_max_position_embeddings": COUNT,
-        "rope_beta_fast": POSITIVE,
-        "rope_beta_slow": POSITIVE,
-        "rope_mscale": NOT_NEGATIVE,
-        "rope_mscale_all_dim": NOT_NEGATIVE,
-        "rope_attention_factor": NOT_NEGATIVE,
-        "rope_low_freq_factor": POSITIVE,
-        "rope_high_freq_factor": POSITIVE,
-        "max_position_embeddings": COUNT,
-    }
+    max_position_embeddings: Count = 0
 
     @property
     def query_head_dim(self) -> int:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moemesh.config.errors import UserError
-from moemesh.config.migration import SCHEMA_KEY
-from moemesh.config.schema import SECTIONS
+from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]

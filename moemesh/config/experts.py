@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import Problem
-from moemesh.config.section import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Share, Size
+from moemesh.config.suggest import nearest_divisors
 from moemesh.config.toml import format_value
 
 RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -45,30 +33,30 @@ class ExpertConfig(Section):
 
     section: ClassVar[str] = "model"
 
-    num_layers: int = 8
+    num_layers: Annotated[int, Range(1, MOST_LAYERS)] = 8
     #: Width of a dense MLP.
-    intermediate_size: int = 384
+    intermediate_size: Size = 384
     #: The first layers, which have a dense MLP in place of experts.
-    first_dense_layers: int = 1
+    first_dense_layers: Count = 1
     #: The layers with experts, ascending, where they are not all but the first ones.
-    moe_layers: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
+    moe_layers: tuple[Count, ...] | None = None
     #: 0 makes the model dense.
-    num_experts: int = 8
-    experts_per_token: int = 2
+    num_experts: Count = 8
+    experts_per_token: Size = 2
     #: Width of one expert.
-    expert_intermediate_size: int = 128
-    num_shared_experts: int = 1
+    expert_intermediate_size: Size = 128
+    num_shared_experts: Count = 1
     #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
-    shared_intermediate_size: int | None = None
+    shared_intermediate_size: Size | None = None
     #: The shared experts' output times the sigmoid of a learned projection to one number.
     shared_gate: bool = False
     #: Biases on both projections of the routed experts.
     expert_bias: bool = False
     #: Every SwiGLU is ``gate * sigmoid(alpha * gate) * (up + offset)``. With a limit above 0 the
     #: gate is at most the limit, and up within +- the limit (gpt-oss: 7, 1.702, 1).
-    swiglu_limit: float = 0.0
-    swiglu_alpha: float = 1.0
-    swiglu_offset: float = 0.0
+    swiglu_limit: NotNegative = 0.0
+    swiglu_alpha: Positive = 1.0
+    swiglu_offset: NotNegative = 0.0
     #: Logits become gates by softmax, sigmoid or sqrt(softplus), before or after the choice.
     router_score: RouterScore = "softmax"
     router_when: RouterWhen = "before"
@@ -81,27 +69,27 @@ class ExpertConfig(Section):
     #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
     router_dtype: RouterDtype = "float32"
     #: Training only: each logit is multiplied by a random number within 1 +- jitter.
-    router_jitter: float = 0.0
+    router_jitter: Share = 0.0
     #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
     router_selection_bias: bool = False
-    router_bias_rate: float = 1e-3
+    router_bias_rate: NotNegative = 1e-3
     #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
-    router_groups: int = 1
-    router_groups_kept: int = 1
+    router_groups: Size = 1
+    router_groups_kept: Size = 1
     #: A group counts by the sum of its two best scores, or by its best.
     router_group_score: GroupScore = "top2"
     #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
     #: multiply by the scale, either the gates or the summed output of the routed experts.
     router_normalize: bool = True
-    router_normalize_eps: float = 0.0
-    router_normalize_min: float = 0.0
-    router_scale: float = 1.0
+    router_normalize_eps: NotNegative = 0.0
+    router_normalize_min: NotNegative = 0.0
+    router_scale: Positive = 1.0
     router_scale_on: RouterScaleOn = "weights"
     #: Shared and routed experts are added, or averaged.
     shared_combine: SharedCombine = "sum"
     #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
     #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
-    capacity_factor: float = 0.0
+    capacity_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
     #: Who stays when an expert is full: the largest weights, or the earliest tokens.
     capacity_policy: CapacityPolicy = "probability"
     #: A token that lost an expert keeps its total weight.
@@ -114,40 +102,13 @@ class ExpertConfig(Section):
     #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
     #: softmax of its logits, where the scores are none (MiniMax-M2).
     aux_loss_probabilities: AuxLossProbabilities = "router"
-    aux_loss_coefficient: float = 0.01
-    z_loss_coefficient: float = 0.0
+    aux_loss_coefficient: NotNegative = 0.01
+    z_loss_coefficient: NotNegative = 0.0
 
     #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
-    num_mtp_layers: int = 0
+    num_mtp_layers: Annotated[int, Range(0, MOST_LAYERS)] = 0
     #: Weight of their losses' mean beside the main loss.
-    mtp_loss_weight: float = 0.3
-
-    expert_ranges: ClassVar[Mapping[str, Range]] = {
-        "num_layers": Range(1, MOST_LAYERS),
-        "intermediate_size": SIZE,
-        "first_dense_layers": COUNT,
-        "num_experts": COUNT,
-        "experts_per_token": SIZE,
-        "expert_intermediate_size": SIZE,
-        "num_shared_experts": COUNT,
-        "shared_intermediate_size": SIZE,
-        "moe_layers": COUNT,
-        "swiglu_limit": NOT_NEGATIVE,
-        "swiglu_alpha": POSITIVE,
-        "swiglu_offset": NOT_NEGATIVE,
-        "router_bias_rate": NOT_NEGATIVE,
-        "router_groups": SIZE,
-        "router_groups_kept": SIZE,
-        "router_jitter": SHARE,
-        "router_normalize_eps": NOT_NEGATIVE,
-        "router_normalize_min": NOT_NEGATIVE,
-        "router_scale": POSITIVE,
-        "capacity_factor": Range(0.0, 1e6),
-        "aux_loss_coefficient": NOT_NEGATIVE,
-        "z_loss_coefficient": NOT_NEGATIVE,
-        "num_mtp_layers": Range(0, MOST_LAYERS),
-        "mtp_loss_weight": NOT_NEGATIVE,
-    }
+    mtp_loss_weight: NotNegative = 0.3
 
     @property
     def shared_width(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 from typing import Annotated, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator
 
 from moemesh.config.asynchronous import asynchronous_problems
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
@@ -21,7 +19,8 @@ from moemesh.config.rules import (
     server_problems,
 )
 from moemesh.config.schedule_rules import is_schedule_file, pipeline_problems
-from moemesh.config.section import COUNT, POSITIVE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import Count, Positive, Range, Section, Size
+from moemesh.config.suggest import divisors, nearest_divisors
 
 # The rules of sharded states: `plan.reshard` and `plan.shard_group` belong to what they cut.
 
@@ -107,7 +106,7 @@ DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
 #: More ranks than any machine has; keeps products of degrees from growing without bound.
 LARGEST_DEGREE = 2**20
-_DEGREE = Range(1, LARGEST_DEGREE)
+Degree = Annotated[int, Range(1, LARGEST_DEGREE)]
 
 
 class Plan(Section):
@@ -115,29 +114,29 @@ class Plan(Section):
 
     section: ClassVar[str] = "plan"
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
+    pp: Degree = 1
+    dp: Degree = 1
+    cp: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
+    etp: Degree = 1
     attention_exit: AttentionExit = "reduce_scatter"
     context: Context = "ring"
     dispatcher: Dispatcher = "all_to_all"
     combine: Combine = "fast"
     payload: Payload = "same"
-    dispatch_chunks: int = 1
+    dispatch_chunks: Size = 1
     #: A name, a file of a schedule, or "search" for the best order that the automatic scheduler
     #: finds for the costs of this plan.
     schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
     #: search: where operation times come from: "estimated" from the model, or the folder of a run.
     schedule_costs: str = "estimated"
     #: search: most activation on a rank, in microbatches on its share of layers; None: no bound.
-    schedule_memory_cap: float | None = None
-    stages_per_rank: int = 1
+    schedule_memory_cap: Positive | None = None
+    stages_per_rank: Size = 1
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
-    layers_per_stage: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
-    microbatches: int = 1
+    layers_per_stage: tuple[Size, ...] | None = None
+    microbatches: Size = 1
     #: dualpipe, dualpipe_v: the forward and the backward of a block take turns, each while an
     #: exchange of the other is under way; else they run one after the other.
     overlap_blocks: bool = True
@@ -145,51 +144,35 @@ class Plan(Section):
     #: after, with the step taken back where it must be; then no step waits for all stages.
     optimizer_validation: OptimizerValidation = "before"
     #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
-    update_window: int | None = None
+    update_window: Size | None = None
     #: ampnet: microbatches under way at once; None takes pp.
-    max_in_flight: int | None = None
+    max_in_flight: Size | None = None
     #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
     #: stored activations with current weights.
     ampnet_backward: AmpnetBackward = "recompute"
     #: ampnet: the folder of a run whose recorded order is carried out once more.
     replay: str | None = None
     #: terapipe: slices of a sequence; None takes pp.
-    slices: int | None = None
+    slices: Size | None = None
     data: DataStrategy = "replicate"
     #: zero3: gathered weights are freed behind every use, or kept until the step is over.
     reshard: Reshard = "always"
     #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
     #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
-    shard_group: int | None = None
+    shard_group: Size | None = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
-    servers: int = 1
+    servers: Size = 1
     recompute: Recompute = "none"
     #: Parts that "selective" computes again: between the projections of attention blocks; gate and
     #: up of the routed experts.
     recompute_attention: bool = True
     recompute_experts: bool = True
-    spare_slots: int = 0
+    spare_slots: Count = 0
     #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
     #: most loaded experts, on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
-    ranks_per_node: int | None = None
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(DEGREES, _DEGREE),
-        "dispatch_chunks": SIZE,
-        "stages_per_rank": SIZE,
-        "layers_per_stage": SIZE,
-        "microbatches": SIZE,
-        "update_window": SIZE,
-        "max_in_flight": SIZE,
-        "slices": SIZE,
-        "servers": SIZE,
-        "shard_group": SIZE,
-        "schedule_memory_cap": POSITIVE,
-        "spare_slots": COUNT,
-        "ranks_per_node": SIZE,
-    }
+    ranks_per_node: Size | None = None
 
     @property
     def layout(self) -> Layout:

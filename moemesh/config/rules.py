@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple, Protocol
 
-from moemesh.config.divisors import divisors, nearest, nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.layout import shard_sizes
+from moemesh.config.suggest import divisors, nearest, nearest_divisors
 
 #: Schedules whose ranks hold two stages each, at both arms of a V.
 V_SCHEDULES = ("zb_v", "dualpipe_v")
