@@ -51,6 +51,20 @@ def range_in(annotation: object) -> Range | None:
     return annotation if isinstance(annotation, Range) else next(filter(None, found), None)
 
 
+def problem_of(
+    section: str, values: object, code: str, name: str, message: str, fix: str, *related: str
+) -> Problem:
+    """:meth:`Section.problem` of other `values` that have an attribute `name`, too."""
+    return Problem(
+        code=code,
+        key=f"{section}.{name}",
+        value=getattr(values, name),
+        message=message,
+        fix=fix,
+        related=tuple(key if "." in key else f"{section}.{key}" for key in related),
+    )
+
+
 class Section(Shown, BaseModel):
     """Base of the sections: frozen, no unknown field, no silent conversion, no nan or inf."""
 
@@ -80,15 +94,9 @@ class Section(Shown, BaseModel):
         }
 
     def problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
-        """A problem of the key `name` of this section; `related` are other keys of it."""
-        return Problem(
-            code=code,
-            key=f"{self.section}.{name}",
-            value=getattr(self, name),
-            message=message,
-            fix=fix,
-            related=tuple(f"{self.section}.{other}" for other in related),
-        )
+        """A problem of the key `name` of this section; `related` are other keys that the rule
+        reads, of this section where they name none."""
+        return problem_of(self.section, self, code, name, message, fix, *related)
 
     def range_problems(self) -> list[Problem]:
         """One problem for every field with a number outside its range."""
@@ -101,7 +109,7 @@ class Section(Shown, BaseModel):
                 if number > legal.low:
                     end, is_open = legal.high, legal.open_high
                 field = type(self).model_fields[name]
-                default = None if field.is_required() else cast("object", field.default)
+                default = None if field.is_required() else cast("float | None", field.default)
                 if is_open or isinstance(default, tuple):  # the end itself is not legal
                     end = default
                 words, shown = legal.describe(number), str(number)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 
