@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from moemesh.config.errors import Problem
@@ -176,146 +177,110 @@ class ExpertConfig(Section):
             f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
         )
 
-    def expert_rules(self) -> list[Problem]:
+    def expert_rules(self) -> Iterator[Problem]:
         """The rules between these keys."""
-        if self.num_experts == 0:
-            return []
-        return self._expert_rules() + self._group_rules() + self._router_rules()
+        if self.num_experts:
+            yield from self._layer_rules()
+            yield from self._shared_rules()
+            yield from self._group_rules()
+            yield from self._router_rules()
 
-    def _layer_rules(self) -> list[Problem]:
+    def _layer_rules(self) -> Iterator[Problem]:
         """Which layers have experts."""
-        layers, problems = self.moe_layers, list[Problem]()
+        layers, dense, count = self.moe_layers, self.first_dense_layers, self.num_layers
         if layers is None:
-            if self.first_dense_layers > self.num_layers:
-                message = (
-                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
-                    f"num_layers ({self.num_layers})"
-                )
-                fix = f"first_dense_layers = {self.num_layers}"
-                problems.append(
-                    self.problem("too-large", "first_dense_layers", message, fix, "num_layers")
-                )
-            return problems
-        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
-            legal = sorted({index for index in layers if 0 <= index < self.num_layers})
+            if dense > count:
+                message = f"first_dense_layers ({dense}) exceeds num_layers ({count})"
+                fix = f"first_dense_layers = {count}"
+                yield self.problem("too-large", "first_dense_layers", message, fix, "num_layers")
+            return
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= count:
+            legal = sorted({index for index in layers if 0 <= index < count})
             message = (
                 f"moe_layers {list(layers)} must be different layers, ascending, from 0 to "
-                f"num_layers - 1 ({self.num_layers - 1})"
+                f"num_layers - 1 ({count - 1})"
             )
-            fix = f"moe_layers = {legal or list(range(min(self.num_layers, 3)))}"
-            problems.append(self.problem("out-of-range", "moe_layers", message, fix, "num_layers"))
+            fix = f"moe_layers = {legal or list(range(min(count, 3)))}"
+            yield self.problem("out-of-range", "moe_layers", message, fix, "num_layers")
         default = type(self).model_fields["first_dense_layers"].default
-        if self.first_dense_layers != default:
+        if dense != default:
             message = (
-                f"first_dense_layers ({self.first_dense_layers}) and moe_layers both say which "
-                "layers have experts"
+                f"first_dense_layers ({dense}) and moe_layers both say which layers have experts"
             )
             fix = f"first_dense_layers = {default}, or leave moe_layers out"
-            problems.append(
-                self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
-            )
-        return problems
+            yield self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
 
-    def _expert_rules(self) -> list[Problem]:
-        problems = self._layer_rules()
-        if self.experts_per_token > self.num_experts:
-            message = (
-                f"experts_per_token ({self.experts_per_token}) exceeds "
-                f"num_experts ({self.num_experts})"
-            )
-            fix = f"experts_per_token = {self.num_experts}"
-            problems.append(
-                self.problem("too-large", "experts_per_token", message, fix, "num_experts")
-            )
+    def _shared_rules(self) -> Iterator[Problem]:
+        """Experts of a token, and shared ones."""
+        chosen, experts, width = self.experts_per_token, self.num_experts, self.shared_width
+        if chosen > experts:
+            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+            fix = f"experts_per_token = {experts}"
+            yield self.problem("too-large", "experts_per_token", message, fix, "num_experts")
         if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            name = "shared_intermediate_size"
             message = (
-                f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
-                "num_shared_experts is 0"
+                f"{name} ({self.shared_intermediate_size}) has no use: num_shared_experts is 0"
             )
-            fix = "num_shared_experts = 1, or leave shared_intermediate_size out"
-            problems.append(
-                self.problem(
-                    "conflict", "shared_intermediate_size", message, fix, "num_shared_experts"
-                )
-            )
-        if self.shared_gate and not self.shared_width:
+            fix = f"num_shared_experts = 1, or leave {name} out"
+            yield self.problem("conflict", name, message, fix, "num_shared_experts")
+        if self.shared_gate and not width:
             message = "shared_gate has nothing to multiply: num_shared_experts is 0"
             fix = "shared_gate = false, or num_shared_experts = 1"
-            problems.append(
-                self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
-            )
-        return problems
+            yield self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
 
-    def _group_rules(self) -> list[Problem]:
+    def _group_rules(self) -> Iterator[Problem]:
         groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
         if groups <= 0:
-            return []
+            return
         if experts % groups:
             message = f"router_groups ({groups}) must divide num_experts ({experts})"
             fix = f"router_groups = {nearest_divisors(experts, groups)}"
-            return [self.problem("not-divisible", "router_groups", message, fix, "num_experts")]
-        problems: list[Problem] = []
-        size = experts // groups
+            yield self.problem("not-divisible", "router_groups", message, fix, "num_experts")
+            return
+        size, chosen = experts // groups, self.experts_per_token
+        keys = ("router_groups", "num_experts")
         if kept > groups:
             message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
             fix = f"router_groups_kept = {groups}"
-            problems.append(
-                self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
-            )
-        elif kept * size < self.experts_per_token <= experts:
-            needed = -(-self.experts_per_token // size)
+            yield self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
+        elif kept * size < chosen <= experts:
             message = (
-                f"experts_per_token ({self.experts_per_token}) exceeds the {kept * size} experts "
+                f"experts_per_token ({chosen}) exceeds the {kept * size} experts "
                 f"of the kept groups ({kept} of {groups} groups of {size})"
             )
-            fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
-            related = ("router_groups_kept", "router_groups", "num_experts")
-            problems.append(self.problem("too-large", "experts_per_token", message, fix, *related))
+            fix = f"router_groups_kept = {-(-chosen // size)}, or experts_per_token = {kept * size}"
+            related = ("router_groups_kept", *keys)
+            yield self.problem("too-large", "experts_per_token", message, fix, *related)
         if groups > 1 and self.router_group_score == "top2" and size < 2:
             message = (
                 f'router_group_score = "top2" needs groups of at least 2 experts; '
                 f"num_experts ({experts}) / router_groups ({groups}) is {size}"
             )
             fix = 'router_group_score = "max"'
-            related = ("router_groups", "num_experts")
-            problems.append(self.problem("conflict", "router_group_score", message, fix, *related))
-        return problems
+            yield self.problem("conflict", "router_group_score", message, fix, *keys)
 
-    def _router_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.router_normalize_min > 0 and not self.router_normalize:
-            message = "router_normalize_min has no use: router_normalize is false"
-            fix = "router_normalize = true, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem("conflict", "router_normalize_min", message, fix, "router_normalize")
-            )
-        if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
-            message = "router_normalize_min and router_normalize_eps are two ways to one end"
-            fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem(
-                    "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
-                )
-            )
-        if self.router_selection != "token_choice":
-            # Balanced choices leave no room for other means to the same end.
-            others: list[tuple[str, bool, str]] = [
-                ("router_selection_bias", self.router_selection_bias, "false"),
-                ("router_groups", self.router_groups > 1, "1"),
-            ]
-            if self.router_selection == "expert_choice":
-                # A token may get no expert at all, or many: no K scores to take the softmax of.
-                others.append(("router_when", self.router_when == "after", '"before"'))
-            problems += [
-                self.problem(
-                    "conflict",
-                    name,
-                    f'router_selection = "{self.router_selection}" does not go with '
-                    f"{name} = {format_value(getattr(self, name))}",
-                    f'{name} = {legal}, or router_selection = "token_choice"',
-                    "router_selection",
-                )
-                for name, wrong, legal in others
-                if wrong
-            ]
-        return problems
+    def _router_rules(self) -> Iterator[Problem]:
+        least, name = self.router_normalize_min > 0, "router_normalize_min"
+        if least and not self.router_normalize:
+            message = f"{name} has no use: router_normalize is false"
+            fix = f"router_normalize = true, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize")
+        if least and self.router_normalize_eps > 0:
+            message = f"{name} and router_normalize_eps are two ways to one end"
+            fix = f"router_normalize_eps = 0.0, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize_eps")
+        selection = self.router_selection
+        is_expert_choice = selection == "expert_choice"
+        # Balanced choices leave no room for other means to the same end; and with expert_choice a
+        # token may get no expert at all, or many: no K scores to take the softmax of.
+        for name, wrong, legal in (
+            ("router_selection_bias", self.router_selection_bias, "false"),
+            ("router_groups", self.router_groups > 1, "1"),
+            ("router_when", is_expert_choice and self.router_when == "after", '"before"'),
+        ):
+            if wrong and selection != "token_choice":
+                value = format_value(getattr(self, name))
+                message = f'router_selection = "{selection}" does not go with {name} = {value}'
+                fix = f'{name} = {legal}, or router_selection = "token_choice"'
+                yield self.problem("conflict", name, message, fix, "router_selection")

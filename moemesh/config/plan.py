@@ -228,14 +228,10 @@ class Plan(Section):
         parts that hold nothing at all."""
         node, world = self.ranks_per_node, self.world_size
         if node is not None and node >= 1 and world % node:
-            message = (
-                f"ranks_per_node ({node}) must divide the number of ranks pp*dp*cp*tp ({world})"
-            )
-            fix, keys = (
-                f"ranks_per_node = {nearest_divisors(world, node)}",
-                ("pp", "dp", "cp", "tp"),
-            )
-            yield self.problem("not-divisible", "ranks_per_node", message, fix, *keys)
+            name, keys = "ranks_per_node", ("pp", "dp", "cp", "tp")
+            message = f"{name} ({node}) must divide the number of ranks pp*dp*cp*tp ({world})"
+            fix = f"{name} = {nearest_divisors(world, node)}"
+            yield self.problem("not-divisible", name, message, fix, *keys)
         if global_batch is not None and self.microbatches > global_batch > 0:
             message = (
                 f"microbatches ({self.microbatches}) exceeds data.global_batch "

@@ -161,9 +161,8 @@ def _tensor_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iter
             n for n in common if not uncut_by_tensor(sizes, n, copied_kv_heads=copied_kv_heads)
         ]
         keys = (f"model.{key}" for key in (_SHARED_KEYS if name == "shared width" else (name,)))
-        yield plan_problem(
-            plan, "not-divisible", "tp", message, f"tp = {nearest(legal, tp)}", *keys
-        )
+        fix = f"tp = {nearest(legal, tp)}"
+        yield plan_problem(plan, "not-divisible", "tp", message, fix, *keys)
     if plan.context == "all_to_all" and heads % tp == 0 and heads % (plan.cp * tp):
         message = (
             f'context = "all_to_all" moves heads: cp*tp ({plan.cp * tp}) must divide '
