@@ -25,7 +25,7 @@ from moemesh.config.toml import format_value
 from moemesh.report.curves import Series, line_chart
 from moemesh.sharding.dispatchers import expected_distinct
 from moemesh.sharding.load_run import load_run
-from moemesh.train.preflight import untrainable
+from moemesh.train.preparation import untrainable
 from tests.balance import pictures as balance_pictures
 from tests.huggingface import documents as family_documents
 from tests.planner import documents as planner_documents

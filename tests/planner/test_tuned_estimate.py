@@ -13,7 +13,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.planner.estimate import estimate_run
 from moemesh.sharding.parameters import num_trained
-from moemesh.train.preflight import TooLargeError, refuse_too_large
+from moemesh.train.preparation import TooLargeError, refuse_too_large
 
 ADAPTED = RunConfig(lora=LoraConfig(rank=4), train=TrainConfig(dtype="float32"))
 
