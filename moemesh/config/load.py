@@ -28,6 +28,7 @@ from moemesh.config.schema import (
     explain_unknown_key,
 )
 from moemesh.config.section import Section
+from moemesh.config.shown import cut
 from moemesh.config.sources import (
     ConfigSource,
     Leaf,
@@ -322,9 +323,7 @@ def _type_problem(
     """One value of a wrong type or outside a list of names; `wrong` is it, or the part of it."""
     key = f"{kind.section}.{field}"
     choices = choices_of(kind.model_fields[field].annotation)
-    shown = format_value(leaf.value)
-    if len(shown) > 60:
-        shown = shown[:57] + "..."
+    shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
         message = f"{field} cannot be {shown}"
         return leaf.problem("not-a-choice", key, message, nearest_choice(str(wrong), choices))

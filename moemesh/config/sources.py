@@ -12,8 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
+from moemesh.config.shown import cut
 from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
@@ -208,7 +209,7 @@ def read_overrides(overrides: Sequence[str]) -> ConfigSource:
     for text in overrides:
         key, equals, raw = text.partition("=")
         key = key.strip()
-        origin = f"--set {text}" if len(text) <= 80 else f"--set {text[:77]}..."
+        origin = f"--set {cut(text, LONGEST_VALUE)}"
         if not equals or not key or key[0] in "[{":
             message, name = "an override has the form section.key=value", key.strip("[]{} ")
             fix = f"--set {name if '.' in name else 'plan.ep'}=VALUE"
