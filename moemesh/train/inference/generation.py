@@ -173,11 +173,6 @@ def generate(
         return ids
 
     asked = [] if prompt is None else ids_of(prompt)
-    arguments = ["generate", str(source), "--prompt", prompt or "", "--max-tokens", str(max_tokens)]
-    arguments += ["--temperature", str(temperature), "--top-p", str(top_p), "--seed", str(seed)]
-    arguments += ["--json"] if as_json else []
-    arguments += ["--chat"] if chat else []
-    arguments += [] if system is None else ["--system", system]
     stops, stop = _stops(source, config.model_path), "" if template is None else template.stop
 
     def work(mesh: Mesh) -> str:
@@ -219,7 +214,7 @@ def generate(
         parallel.close()
         return strict_json({"text": text, "tokens": found}) if as_json else head + text
 
-    return on_ranks(config, arguments, overrides, work)
+    return on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
 
 
 _print_more = partial(print, end="", flush=True)
