@@ -151,7 +151,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
-    def work(config: Any, arguments: Any, overrides: Any, work: Callable[[Mesh], str]) -> int:
+    def work(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
         if found := work(Mesh.single("cpu")):
             print(found)
         return 0
