@@ -111,11 +111,17 @@ class Drill:
             self._oracles[plan] = ending(out)
         return self._oracles[plan]
 
+    def begin(self, plan: str = "") -> tuple[str, Ending, Path, Path]:
+        """A plan (given or drawn), how its run without a fault ends, and the folders of a trial
+        and of the run in it."""
+        plan = plan or self.random.choice(list(PLANS))
+        whole, folder = self.oracle(plan), self.new_folder()
+        return plan, whole, folder, folder / "run"
+
     def rank_fault(self, row: RankFault) -> Outcome:
         """One trial of the action of `row` on a random rank and step."""
         plan, place = self.random.choice(row.plans), self.random.choice(row.places)
-        whole, folder = self.oracle(plan), self.new_folder()
-        out = folder / "run"
+        _, whole, folder, out = self.begin(plan)
         world = 4 if plan.startswith("tp") else 2
         # Behind the first steps, which have more time; in a save: of an even step; in a
         # validation: of the last one.
