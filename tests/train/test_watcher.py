@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -24,11 +24,13 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.train import watcher
 from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
+from moemesh.train.numerics.replica_checksums import CopiesDiffer
 from moemesh.train.records import failure
 from moemesh.train.records.failure import report_id, write_node_verdict
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import meeting, supervisor
+from moemesh.watch.failures import cause_of
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import (
     WORDS,
@@ -93,6 +95,30 @@ def test_what_would_come_again_is_not_tried_again() -> None:
     # A signal is no mistake of the program.
     budget = Budget(5)
     assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
+
+
+def test_each_verdict_has_one_cause_and_its_advice() -> None:
+    """The console and `moemesh explain` say the same."""
+    causes = {
+        "killed": "killed",
+        "exited": "exit",
+        "stopped": "stopped from outside",
+        "mismatch": "mismatched operations",
+        "hung": "hang",
+        "busy": "hang",
+        "lost-contact": "lost contact",
+        "network-cut": "network cut",
+        "exception": "exception",
+    }
+    assert set(causes) == set(get_args(Kind))
+    for kind, name in causes.items():
+        told = Told(kind="KeyError", message="", at=0.0) if kind == "exception" else None
+        verdict = failed(kind, told=told)
+        cause = cause_of({"kind": failure.kind_of(verdict)})
+        assert cause.name == name
+        hint = failure.hint_on(verdict)
+        assert hint == ("" if told else cause.advice[0].lower() + cause.advice[1:-1])
+    assert cause_of({"kind": CopiesDiffer.__name__}).name == "replicas differ"
 
 
 @pytest.mark.slow
