@@ -22,20 +22,13 @@ from typing import Any, NamedTuple
 from moemesh.watch.supervisor import python_command
 from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
+from tests.train.runs import SMALL
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
-SETTINGS: dict[str, Any] = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.head_dim": 4,
-    "model.intermediate_size": 32,
-    "model.expert_intermediate_size": 16,
-    "data.seq_len": 16,
+SETTINGS: dict[str, Any] = SMALL | {
     "data.global_batch": 12,
     "train.steps": 8,
-    "train.warmup_steps": 2,
     "train.checkpoint_every": 2,
-    "train.validation_batches": 1,
     "train.timeout_seconds": 60,
     "train.device": "cpu",
 }
