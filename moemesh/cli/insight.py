@@ -51,10 +51,6 @@ def report(
     """
     from moemesh.config.errors import UserError
 
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"{out} cannot be written: there is no folder {out.parent}")
-    if out is not None and out.is_dir():
-        raise UserError(f"{out} cannot be written: it is a folder")
     if other is not None and cluster is not None:
         raise UserError("--cluster is for the page of one run: leave it out, or the second run")
     if out is not None:

@@ -144,8 +144,17 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
         lines += (
             [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
         )
-    lines += ["", *_rank_rows(found)]
-    return "\n".join(lines)
+    formulas = None if closed is None else closed.peak_activation
+    ranks = [
+        (
+            *(str(rank), short(simulation.spans[rank]), short(simulation.busy[rank]), short(peak)),
+            "-" if formulas is None else short(formulas[rank]),
+            str(found.copies[rank]),
+        )
+        for rank, peak in enumerate(simulation.peak_activation)
+    ]
+    header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
+    return "\n".join([*lines, "", table(header, ranks, left=0)])
 
 
 def _wrapped(notes: Sequence[str]) -> list[str]:
@@ -161,21 +170,3 @@ def _formula(closed: "ClosedForm | None", metric: str) -> str:
     value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
     holds = "" if closed.bubble is not None else "not here: "
     return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
-
-
-def _rank_rows(found: "ScheduleAnswer") -> list[str]:
-    from moemesh.schedule.answer import short
-
-    simulation, closed = found.simulation, found.closed
-    formula = None if closed is None else closed.peak_activation
-    rows = [
-        (
-            str(rank),
-            *map(short, (simulation.spans[rank], simulation.busy[rank], peak)),
-            "-" if formula is None else short(formula[rank]),
-            str(found.copies[rank]),
-        )
-        for rank, peak in enumerate(simulation.peak_activation)
-    ]
-    header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
-    return table(header, rows, left=0).splitlines()

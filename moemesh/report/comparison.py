@@ -9,10 +9,10 @@ from pathlib import Path
 
 from moemesh.config.toml import format_value
 from moemesh.report import curves, svg
+from moemesh.report.beside import by_axis_and_phase, sent_in_training
 from moemesh.report.configuration import between, with_defaults
 from moemesh.report.page import from_template, links_to, write_page
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
-from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import MetricsRow, Run, median_of
 from moemesh.trace.state import state_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from moemesh.report.svg import (
     text_width,
     ticks,
 )
+from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 
 Point = tuple[float, float]
@@ -313,6 +315,42 @@ def one_curve(
         description=_range_text(title, points),
         from_zero=not log,
         log=log,
+        marks=marks,
+    )
+
+
+def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
+    """Max over mean of experts and of ranks: worst layer and mean of the layers, over the steps."""
+    of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
+    for load in loads:
+        of_step[load.step].append(load)
+    steps = sorted(of_step)
+
+    def over_layers(measure: Callable[[LayerLoads], float]) -> tuple[list[float], list[float]]:
+        values = [[measure(load) for load in of_step[step]] for step in steps]
+        return [max(row) for row in values], [sum(row) / len(row) for row in values]
+
+    worst, mean = over_layers(lambda load: load.expert_max_over_mean)
+    series = [
+        Series(name="experts, worst layer", points=list(zip(steps, worst, strict=True)), colour=1),
+        Series(name="experts, mean", points=list(zip(steps, mean, strict=True)), colour=0),
+    ]
+    if any(load.tokens_per_rank for load in loads):
+        rank_worst, _ = over_layers(lambda load: load.rank_max_over_mean)
+        points = list(zip(steps, rank_worst, strict=True))
+        series.append(Series(name="ranks, worst layer", points=points, colour=2))
+    description = "No loads."
+    if steps:
+        description = (
+            f"Fullest expert over the mean, worst layer: {worst[0]:.2f} at step {steps[0]}, "
+            f"{worst[-1]:.2f} at step {steps[-1]}, highest {max(worst):.2f}. 1 is balanced."
+        )
+    return line_charts(
+        "imbalance",
+        "Load imbalance over steps",
+        series,
+        y_label="fullest / mean (1 = balanced)",
+        description=description,
         marks=marks,
     )
 

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moemesh.report.beside import step_parts
+from moemesh.report.beside import by_axis_and_phase, sent_in_training, step_parts
 from moemesh.report.boxes import KINDS
-from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import Timeline
 

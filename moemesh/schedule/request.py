@@ -35,6 +35,4 @@ class ScheduleRequest:
         int | None, "ampnet: most microbatches under way.", {"names": ("--in-flight",)}
     ] = None
     memory_cap: Annotated[str | None, "search: most activation per rank."] = None
-    relaxed: Annotated[
-        bool, "Leave out wrap-around waits, as some papers do.", {"names": ("--relaxed",)}
-    ] = False
+    relaxed: Annotated[bool, "Leave out wrap-around waits, as some papers do."] = False

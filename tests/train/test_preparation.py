@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.cli.preparation_text import FILES
+from moemesh.cli.train import FILES
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.train import preflight, preparation
 from moemesh.train.inference import evaluation
