@@ -85,6 +85,10 @@ COMMANDS: list[Mistake] = [
     Mistake("launch --local --set data.path=none", ("data.path none",)),
     # plan, estimate, layout, partition
     Mistake("plan", ("--model",)),
+    Mistake(
+        "plan qwen3-30b-a3b --cluster dgx_h100 --seq-len 4k --global-batch 256",
+        ("is the name of a model", "--model qwen3-30b-a3b"),
+    ),
     Mistake(PLAN.replace("tiny", "tinny"), ("tinny", "tiny")),
     Mistake(PLAN.replace("laptop_cpu", "dgx"), ("dgx", "dgx_h100")),
     Mistake(PLAN.replace("tiny", "none.json"), ("none.json",)),
