@@ -197,7 +197,7 @@ def place(settings: BalanceSettings) -> Placed:
     with plain_loops() if small else nullcontext():
         if previous is None:
             return _anew(loads, replicas, settings)
-        return _from_previous(loads, np.asarray(previous, np.int64), settings)
+        return _from_previous(loads, previous, settings)
 
 
 def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
@@ -231,14 +231,14 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
     from moemesh.balance.rebalance import maps_of
 
     gpus, policy = settings.gpus, settings.policy
-    before = balance.gpu_loads(loads, previous, gpus)
     if policy == "published":
         raise balance.BalanceError("the published policy plans from scratch: leave out --previous")
     if settings.shares:
         split = balance.split_loads(loads, previous, num_gpus=gpus)
+        slots = np.asarray(previous, np.int64)
         return Placed(
-            maps=maps_of(previous, loads.shape[1]),
-            loads_before=before,
+            maps=maps_of(slots, loads.shape[1]),
+            loads_before=balance.gpu_loads(loads, slots, gpus),
             loads_after=split.gpu_loads,
             bound=np.array(split.balance),  # the optimum of this placement
             shares=split.shares,
@@ -249,7 +249,7 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
     )
     return Placed(
         maps=(found.physical_to_logical, found.logical_to_physical, found.replica_count),
-        loads_before=before,
+        loads_before=balance.gpu_loads(loads, np.asarray(previous, np.int64), gpus),
         loads_after=balance.gpu_loads(loads, found.physical_to_logical, gpus),
         bound=np.array(found.bound),
         moved=found.moved,

@@ -22,8 +22,6 @@ _LOW_MFU = 0.3
 
 #: `--set` arguments of one change.
 Overrides = tuple[str, ...]
-
-
 #: The sentence that states a cause with its numbers, and changes of the configuration to try, the
 #: best first (the first that is legal is proposed).
 Judgement = tuple[str, Sequence[Overrides]]
@@ -89,11 +87,11 @@ def _bubble(evidence: Evidence) -> Judgement:
     changes = [(f"plan.microbatches={n}",) for n in wanted if n <= most]
     if schedule in ("1f1b", "gpipe"):
         changes.append(("plan.schedule=zb_h1",))
-    text = (
+    return (
         f"The pipeline leaves ranks idle in {_share(evidence, 'bubble')}: {evidence.degree('pp')} "
-        f"pipeline ranks, {microbatches} microbatches, schedule {schedule}."
+        f"pipeline ranks, {microbatches} microbatches, schedule {schedule}.",
+        changes,
     )
-    return text, changes
 
 
 def _imbalance(evidence: Evidence) -> Judgement:

@@ -103,8 +103,7 @@ def _from_timeline(
 ) -> None:
     """The parts of the last step, of the mean rank, and how the ranks differ."""
     parts = step_parts(last)
-    span = sum(parts.values())
-    if not span:
+    if not (span := sum(parts.values())):
         return
     busy = parts["forward and backward"]
     # Mean seconds that ranks of the same stage wait for the slowest of them in the step.
