@@ -21,6 +21,7 @@ import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any
 
 _Key = tuple[str, str, str, str]
@@ -125,11 +126,12 @@ class Ledger:
     ) -> LedgerTotal:
         """The sum over all entries that agree with every filter given."""
         wanted = (axis, op, phase, caller)
-        found = LedgerTotal()
-        for key, total in self._totals.items():
-            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
-                found = found.plus(total)
-        return found
+        agree = (
+            total
+            for key, total in self._totals.items()
+            if all(want in (None, have) for want, have in zip(wanted, key, strict=True))
+        )
+        return reduce(LedgerTotal.plus, agree, LedgerTotal())
 
     def merge(self, other: Ledger) -> None:
         """Add everything in `other` to this ledger, phases as they stand there."""
@@ -164,11 +166,9 @@ class Ledger:
             if here == there:
                 continue
             if here is None or there is None:
-                present, side = (here, "here") if here is not None else (there, "there")
-                assert present is not None
-                found = f"only {side}: " + ", ".join(
-                    f"{name} {value}" for name, value in asdict(present).items()
-                )
+                amounts = asdict(here or there or LedgerTotal())
+                found = f"only {'there' if here is None else 'here'}: "
+                found += ", ".join(f"{name} {value}" for name, value in amounts.items())
             else:
                 theirs = asdict(there)
                 found = ", ".join(

@@ -25,31 +25,19 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import ProvenancePart, parts_of
-from moemesh.trace.strict_json import finite
+from moemesh.trace.strict_json import finite, read_fields
 from moemesh.trace.timeline import Timeline
 
 T = TypeVar("T")
 
 #: What makes a folder a run, one of them at least.
 FILES: tuple[str, ...] = (
-    "config.toml",
-    "plan.json",
-    "metrics.jsonl",
-    "ledger.json",
-    "ledger_predicted.json",
-    "timeline.json",
-    "timeline_simulated.json",
-    "memory.json",
-    "loads.jsonl",
-    "events.jsonl",
-    "failure.json",
-    "summary.json",
+    *("config.toml", "plan.json", "metrics.jsonl", "ledger.json", "ledger_predicted.json"),
+    *("timeline.json", "timeline_simulated.json", "memory.json", "loads.jsonl", "events.jsonl"),
+    *("failure.json", "summary.json"),
 )
-
 #: What data of another form raises on its way into a trace type.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-
-
 #: The form of the rows of `metrics.jsonl`, their key "schema": 0, without the key, before there was
 #: one. A new key does not change it; another meaning of a key does.
 SCHEMA = 1
@@ -156,6 +144,26 @@ def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
     """Median of a field over the rows that have it; None where none has."""
     values = [value for row in rows if (value := getattr(row, name)) is not None]
     return statistics.median(values) if values else None
+
+
+#: In the text of an event: a loss jumped.
+JUMPED = "deviations above the last ones"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of `events.jsonl`: `time` (UTC, ISO 8601), `step` (the last that was finished, None
+    before the first), `kind` (a word such as "alarm") and what was said besides steps."""
+
+    time: str
+    step: int | None
+    kind: str
+    text: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Event:
+        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
+        return read_fields(cls, {"time": "", "step": None, **data})
 
 
 def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:
@@ -397,31 +405,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return str(error) or type(error).__name__
-
-
-# Events of a run: what was said besides steps, one object a line of `events.jsonl`.
-
-#: In the text of an event: a loss jumped.
-JUMPED = "deviations above the last ones"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """`time` (UTC, ISO 8601), `step` (the last one that was finished, None before the first),
-    `kind` (a word such as "alarm") and what was said."""
-
-    time: str
-    step: int | None
-    kind: str
-    text: str
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Event:
-        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
-        step = data.get("step")
-        return cls(
-            time=str(data.get("time", "")),
-            step=None if step is None else int(step),
-            kind=str(data["kind"]),
-            text=str(data["text"]),
-        )

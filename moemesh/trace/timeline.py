@@ -16,10 +16,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from moemesh.config.shown import Shown
+from moemesh.trace.strict_json import read_fields
 
 Source = Literal["simulated", "virtual", "measured"]
 Unit = Literal["seconds", "milliseconds", "microseconds", "ticks"]
@@ -79,17 +79,7 @@ class WorkRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkRecord:
         """The inverse of :meth:`to_json`; unknown keys are left out."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        for name in ("start", "end", "wait"):
-            if name in known:
-                known[name] = float(known[name])
-        for name in ("name", "kind"):
-            if name in known:
-                known[name] = str(known[name])
-        for name in ("rank", "stage", "microbatch", "pipe", "slice", "step"):
-            if known.get(name) is not None:
-                known[name] = int(known[name])
-        return cls(**known)
+        return read_fields(cls, data)
 
 
 class RankStatistics(NamedTuple):
@@ -120,10 +110,9 @@ class Timeline(Shown):
     digest: str = ""
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(Source):
-            raise ValueError(f"source {self.source!r} is none of {get_args(Source)}")
-        if self.unit not in get_args(Unit):
-            raise ValueError(f"unit {self.unit!r} is none of {get_args(Unit)}")
+        for name, value, legal in (("source", self.source, Source), ("unit", self.unit, Unit)):
+            if value not in get_args(legal):
+                raise ValueError(f"{name} {value!r} is none of {get_args(legal)}")
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ranks {self.ranks} hold a rank twice")
         strangers = {record.rank for record in self.records} - set(self.ranks)
@@ -203,13 +192,9 @@ class Timeline(Shown):
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "unit": self.unit,
-            "digest": self.digest,
-            "ranks": list(self.ranks),
-            "records": [record.to_json() for record in self.records],
-        }
+        named = {"source": self.source, "unit": self.unit, "digest": self.digest}
+        records = [record.to_json() for record in self.records]
+        return {**named, "ranks": list(self.ranks), "records": records}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timeline:
@@ -260,12 +245,7 @@ class Span:
         self._start = self._recorder.clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end = self._recorder.clock()
         self._recorder.add(start=self._start, end=end, wait=self._wait, **self._details)
 
@@ -314,10 +294,8 @@ class TimelineRecorder:
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Write down work that was timed elsewhere (CUDA events, say)."""
-        record = WorkRecord(
-            rank=self.rank, step=self.step, name=name, start=start, end=end, **details
-        )
-        self._records.append(record)
+        place: dict[str, Any] = {"rank": self.rank, "step": self.step}
+        self._records.append(WorkRecord(**place, name=name, start=start, end=end, **details))
 
     def seconds(self, name: str, step: int) -> float:
         """Time spent in the records of this name in step `step`."""
