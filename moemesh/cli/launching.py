@@ -80,12 +80,13 @@ def launch(request: LaunchRequest) -> None:
         typer.echo(text, nl=False)
         return
     if launcher == "local":
-        from moemesh.train.preparation import prepare
+        from moemesh.train.preparation import RunRequest, prepare
 
-        prepared = prepare(resolved, config, folder)  # before torch is imported
+        own = RunRequest(resolved=resolved, config_file=config, overrides=overrides, out=folder)
+        prepared = prepare(own)  # before torch is imported
         from moemesh.train import command
 
-        raise typer.Exit(command.train(config, overrides, folder, prepared=prepared))
+        raise typer.Exit(command.train(own, prepared))
     from moemesh.report.files import write_texts
 
     target = request.file or Path(FILES[launcher])

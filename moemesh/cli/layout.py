@@ -59,7 +59,7 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
         own = (("--model", model), ("--seq-len", seq_len), ("--global-batch", global_batch))
         if given := ", ".join(name for name, value in own if value is not None):
             raise typer.BadParameter(f"{given} goes with --plan")
-        from moemesh.config.load import load_run
+        from moemesh.sharding.load_run import load_run
 
         run = load_run([request.config] if request.config else [], request.overrides or []).config
         data = run.data

@@ -44,7 +44,7 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     look: Any = {"rank": request.rank, "headroom": request.headroom}
     with progress("estimating", quiet=as_json):
         if request.config is not None:
-            from moemesh.config.load import load_run
+            from moemesh.sharding.load_run import load_run
 
             config = load_run([request.config]).config
             found = planner.estimate_run(config, request.cluster, **look)

@@ -78,7 +78,7 @@ def train(options: TrainOptions) -> None:
     """
     from moemesh.comm.slurm import ranks_of_slurm
 
-    config, overrides, out = options.config, options.overrides or [], options.out
+    config, overrides = options.config, options.overrides or []
     # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
     # that were started already check what they share when they meet.
     resolved = load(config, overrides)
@@ -95,16 +95,25 @@ def train(options: TrainOptions) -> None:
             resolved = load(config, overrides)
             if fitted.is_told:
                 typer.echo(fitted.text())
-    allowed, dry_run, prepared = options.allow_change or [], options.dry_run, None
-    if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
-        from moemesh.train.preparation import finished, prepare
+    from moemesh.train.preparation import RunRequest, finished, prepare
 
-        quiet = dry_run or allowed or options.profile is not None
-        if not quiet and (text := finished(resolved, config, out)) is not None:
+    request = RunRequest(
+        resolved=resolved,
+        config_file=config,
+        overrides=overrides,
+        out=options.out,
+        allowed_changes=options.allow_change or [],
+        takeover=options.takeover,
+        stop_after=options.stop_after,
+        profile_steps=options.profile,
+    )
+    dry_run, prepared = options.dry_run, None
+    if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
+        quiet = dry_run or options.allow_change or options.profile is not None
+        if not quiet and (text := finished(request)) is not None:
             typer.echo(text)
             return
-        say = (lambda text: None) if dry_run else _say
-        prepared = prepare(resolved, config, out, allowed, takeover=options.takeover, say=say)
+        prepared = prepare(request, (lambda text: None) if dry_run else _say)
     if dry_run:
         assert prepared is not None
         typer.echo(preparation_text(prepared))
@@ -113,17 +122,7 @@ def train(options: TrainOptions) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
-    code = command.train(
-        config,
-        overrides,
-        out,
-        allowed,
-        prepared=prepared,
-        stop_after=options.stop_after,
-        takeover=options.takeover,
-        profile_steps=options.profile,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(command.train(request, prepared))
 
 
 def _say(text: str) -> None:
@@ -134,14 +133,14 @@ def _say(text: str) -> None:
 
 def preparation_text(prepared: "Preparation") -> str:
     """The plan, what is found and what would be written, one fact a line."""
-    from moemesh.train.preflight import (
+    from moemesh.train.preparation import (
         MOST_RANKS,
         disk_warning,
         predicted_memory,
         warnings_before_ranks,
     )
 
-    config, folder, need = prepared.config, prepared.folder, prepared.disk
+    config, folder, need = prepared.request.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data
     disk_note = disk_warning(config, folder.checkpoints)
     resume = "nothing there: a new run"
@@ -150,9 +149,10 @@ def preparation_text(prepared: "Preparation") -> str:
         resume = f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
     elif folder.has_run:
         resume = f"{folder.path} holds a run without a checkpoint: from the first step"
+    kept = prepared.request.readable.config
     # Of many ranks the first of each stage stand for all.
     step = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
-    each = (predicted_memory(prepared.readable, rank) for rank in range(0, plan.world_size, step))
+    each = (predicted_memory(kept, rank) for rank in range(0, plan.world_size, step))
     worst = max(each, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
@@ -174,7 +174,7 @@ def preparation_text(prepared: "Preparation") -> str:
         f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(_files(prepared))}",
-        *(f"note: {warning}" for warning in warnings_before_ranks(prepared.readable)),
+        *(f"note: {warning}" for warning in warnings_before_ranks(kept)),
         *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]
@@ -204,9 +204,9 @@ def _data(data: "DataConfig") -> Iterator[str]:
 
 def _samples(prepared: "Preparation") -> Iterator[str]:
     """How many samples the data makes, where it was read."""
-    if prepared.opened is None:
+    samples, config = prepared.samples, prepared.request.config
+    if samples is None:
         return
-    samples, config = prepared.opened.samples, prepared.config
     drawn = config.train.steps * config.data.global_batch
     times = max(samples.epochs(drawn)) if config.train.epochs is None else config.train.epochs
     text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
@@ -214,13 +214,13 @@ def _samples(prepared: "Preparation") -> Iterator[str]:
     if (learned := samples.num_learned) is not None:
         yield f"chat     conversations by the template of {config.data.tokenizer}"
         yield f"         {learned:,} tokens bear loss"
-    yield from prepared.opened.notes
+    yield from prepared.notes
 
 
 def _files(prepared: "Preparation") -> Iterator[str]:
     from moemesh.train.records.kept_schedules import has_name
 
-    config = prepared.config
+    config = prepared.request.config
     yield from FILES
     if not has_name(config.plan):
         yield "schedule.txt"
