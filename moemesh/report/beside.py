@@ -48,9 +48,12 @@ def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traff
             )
     rows: list[Traffic] = []
     for key, ranks in totals.items():
-        names = ("count", "payload", "wire", "received")
-        most = (max(amounts[name] for amounts in ranks.values()) / steps for name in names)
-        rows.append(Traffic(*key, *most, sum(own["wire"] for own in ranks.values()) / steps))
+        count, payload, wire, received = (
+            max(amounts[name] for amounts in ranks.values()) / steps
+            for name in ("count", "payload", "wire", "received")
+        )
+        total = sum(own["wire"] for own in ranks.values()) / steps
+        rows.append(Traffic(*key, count, payload, wire, received, total))
     return sorted(rows, key=lambda row: (-row.sum_wire_bytes, row.axis, row.op, row.phase))
 
 
