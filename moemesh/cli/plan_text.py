@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from math import floor
 from typing import Any
 
@@ -26,7 +27,7 @@ from moemesh.planner.search.command import (
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
 from moemesh.planner.speed import decoding_intensity, layer_intensities
-from moemesh.report.section import Table
+from moemesh.report.section import Table, plural
 from moemesh.report.svg import COLOURS, DARK
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
@@ -263,29 +264,29 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
 def heading(planned: PlannedAnswer) -> str:
     """The model and the machine."""
     cluster = planned.cluster
-    devices = f"{cluster.num_devices:,} {'device' if cluster.num_devices == 1 else 'devices'}"
-    nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
+    devices, nodes = plural(cluster.num_devices, "device"), plural(cluster.nodes, "node")
     return f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})"
 
 
 def batch_words(best: Candidate) -> str:
     """The batch of a step."""
-    layout = best.layout
-    return f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step"
+    return f"{best.layout.global_batch:,} x {best.layout.seq_len:,} tokens a step"
 
 
 def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
-    _, unit = memory_unit(planned)
+    unit, tokens = memory_unit(planned)[1], planned.tokens
     rows: list[tuple[str, ...]] = []
     for found in planned.candidates:
-        speed, tokens = planned.speed(found), planned.tokens
+        speed = planned.speed(found)
         costs = (f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}") if tokens else ()
         rows.append(
             (
                 *(f"{found.seconds:.3f}", between(planned.seconds_interval(found), 1)),
-                f"{found.memory.needed / unit:.1f}",
-                between(planned.memory_interval(found), unit),
+                *(
+                    f"{found.memory.needed / unit:.1f}",
+                    between(planned.memory_interval(found), unit),
+                ),
                 f"{speed.tokens_per_second:,.0f}",
                 f"{speed.tokens_per_second_per_gpu:,.1f}",
                 *(f"{speed.mfu:.1%}", *costs),
@@ -297,21 +298,20 @@ def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
 def _rows(planned: PlannedAnswer) -> list[str]:
     """Figures of every layout, each above its roles and keys: the first's, and where others differ
     from these."""
-    first, texts = plan_keys(planned.candidates[0].layout), list[str]()
-    for number, found in enumerate(planned.candidates, start=1):
-        keys, usual = plan_keys(found.layout), vars(Plan()) if number == 1 else first
+    heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
+    numbered = [(str(number), *row) for number, row in enumerate(figures(planned), start=1)]
+    if planned.tokens:  # with costs the line is full without the speed of one device
+        heads = (*heads[:6], "MFU", "days", "GPU-hours")
+        numbered = [(*row[:6], *row[7:]) for row in numbered]
+    top, *lines = table(heads, numbered).split("\n")
+    first, found = plan_keys(planned.candidates[0].layout), [top]
+    for line, one in zip(lines, planned.candidates, strict=True):
+        is_first = one is planned.candidates[0]
+        keys, usual = plan_keys(one.layout), vars(Plan()) if is_first else first
         said = keys_text({key: x for key, x in keys.items() if x != usual.get(key)})
-        roles = f"{', '.join(found.roles)}: " if found.roles else ""
-        alike = f" (+{found.alike} like it)" if found.alike else ""
-        texts.append(f"{roles}{said}{'' if number == 1 else ', else as 1'}{alike}")
-    heads = ("seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
-    # With costs the line is full without the speed of one device.
-    rows = [(*row[:5], *row[6:]) if planned.tokens else row for row in figures(planned)]
-    heads = (*heads[:5], "MFU", "days", "GPU-hours") if planned.tokens else heads
-    numbered = [(str(number), *row) for number, row in enumerate(rows, start=1)]
-    top, *lines = table(("#", *heads), numbered).split("\n")
-    found = [top]
-    for line, text in zip(lines, texts, strict=True):
+        roles = f"{', '.join(one.roles)}: " if one.roles else ""
+        alike = f" (+{one.alike} like it)" if one.alike else ""
+        text = f"{roles}{said}{'' if is_first else ', else as 1'}{alike}"
         found += [line, *wrapped(f"   {text}", "   ")]
     return found
 
@@ -338,10 +338,11 @@ def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
 
 
 def mfu_words(planned: PlannedAnswer) -> str:
-    """What MFU is, with the numbers of the cluster."""
-    peak = planned.speed(planned.candidates[0]).peak_flops / 1e12
-    devices = planned.cluster.num_devices
-    return f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak:,.4g} TFLOP/s)"
+    """The definition of MFU, with the numbers of the cluster."""
+    peak, devices = planned.speed(planned.candidates[0]).peak_flops, planned.cluster.num_devices
+    return (
+        f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak / 1e12:,.4g} TFLOP/s)"
+    )
 
 
 def between(interval: Interval, unit: float) -> str:
@@ -374,11 +375,11 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
 def risk_of_memory(planned: PlannedAnswer) -> str:
     """Whether the first layout may run out of memory on another software, and what would not."""
     first, *others = planned.candidates
-    device = format_bytes(planned.cluster.memory_bytes)
     high = _size(planned.memory_interval(first).high)
+    end = f"ends at {high} of a device's {format_bytes(planned.cluster.memory_bytes)}"
     if planned.is_safe(first):
-        return f"risk: none seen; the 80 % interval of 1 ends at {high} of a device's {device}"
-    told = f"risk: 1 may run out of memory: its 80 % interval ends at {high} of a device's {device}"
+        return f"risk: none seen; the 80 % interval of 1 {end}"
+    told = f"risk: 1 may run out of memory: its 80 % interval {end}"
     for number, one in enumerate(others, start=2):
         if planned.is_safe(one):
             slower = one.seconds / first.seconds - 1
@@ -530,18 +531,15 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
     )
     choices = [cells(one.layout) for one in planned.candidates]
-    alike = {
-        key: value for key, value in choices[0].items() if all(c[key] == value for c in choices)
-    }
+    same = {key for key in COLUMNS if len({one[key] for one in choices}) == 1}
+    alike = ", ".join(f"{key} {choices[0][key]}" for key in COLUMNS if key in same)
+    differing = [key for key in COLUMNS if key not in same]
     layouts = Table(
         caption="Layouts that fit",
-        header=("#", "Role", "Like it", *(key for key in COLUMNS if key not in alike)),
+        header=("#", "Role", "Like it", *differing),
         rows=[
-            [f"{number}", ", ".join(one.roles), f"{one.alike}"]
-            + [value for key, value in choice.items() if key not in alike]
-            for number, (one, choice) in enumerate(
-                zip(planned.candidates, choices, strict=True), start=1
-            )
+            (f"{number}", ", ".join(one.roles), f"{one.alike}", *(own[key] for key in differing))
+            for number, one, own in zip(count(1), planned.candidates, choices, strict=False)
         ],
         num_names=2,
     )
@@ -561,7 +559,7 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         facts=list(zip(heads, rows[0], strict=True)),
         tables=[layouts, of_each],
         legend=[
-            *([f"in every row: {', '.join(map(' '.join, alike.items()))}"] if alike else []),
+            *([f"in every row: {alike}"] if alike else []),
             f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
             "and libraries add",
             INTERVAL,
@@ -594,9 +592,8 @@ def _time_bars(planned: PlannedAnswer) -> Any:
     """Seconds of each layout by part; parts beyond the colours there are count as other."""
     shares = [step_parts(one.breakdown) for one in planned.candidates]
     largest: defaultdict[str, float] = defaultdict(float)
-    for share in shares:
-        for name, seconds, _ in share:
-            largest[name] = max(largest[name], seconds)
+    for name, seconds, _ in chain(*shares):
+        largest[name] = max(largest[name], seconds)
     shown = sorted(largest, key=lambda name: (name == "other", -largest[name]))
     if len(shown) > len(COLOURS):
         shown = shown[: len(COLOURS) - 1]
@@ -605,11 +602,11 @@ def _time_bars(planned: PlannedAnswer) -> Any:
         sums = {name: (seconds, percent) for name, seconds, percent in share if name in shown}
         if rest := [(seconds, percent) for name, seconds, percent in share if name not in shown]:
             sums["other"] = (max(sum(x for x, _ in rest), 0.0), sum(x for _, x in rest))
-        parts = [
-            (name, sums[name][0], f"{sums[name][0]:.4g} s ({sums[name][1]:.1f} %)")
-            for name in dict.fromkeys([*shown, "other"])
-            if name in sums and (sums[name][0] > 0 or name == "other")
-        ]
+        parts: list[tuple[str, float, str]] = []
+        for name in dict.fromkeys([*shown, "other"]):
+            seconds, percent = sums.get(name, (-1.0, 0.0))
+            if seconds > 0 or (name == "other" and name in sums):
+                parts.append((name, seconds, f"{seconds:.4g} s ({percent:.1f} %)"))
         bars.append((f"layout {number}", f"{one.seconds:.4g} s", parts))
     note = "; ".join(f"{name}: {PARTS[name]}" for name in shown if name in PARTS)
     return _chart("Seconds of a step, by part", note, bars)
