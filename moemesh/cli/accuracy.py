@@ -28,9 +28,7 @@ devices it was not seen on, [release."stack 26.02"] of its releases; [memory.sta
 allocates (see moemesh.planner.memory.Allocation)."""
 
 
-_Runs = Annotated[
-    Path, "Table of measured runs, one row each.", {"argument": True, "metavar": "RUNS.csv"}
-]
+_Runs = Annotated[Path, "Table of measured runs, one row each.", "<RUNS.csv>"]
 _Shapes = Annotated[Path | None, "Shapes; default model_archs.json beside it.", "FILE"]
 
 

@@ -27,9 +27,7 @@ MOST_LAYERS, MOST_CHARACTERS = 8, 100
 class BalanceSettings:
     """Which loads to place where."""
 
-    loads: Annotated[
-        Path, "JSON, CSV, NumPy file, or a run's folder.", {"argument": True, "metavar": "LOADS"}
-    ]
+    loads: Annotated[Path, "JSON, CSV, NumPy file, or a run's folder.", "<LOADS>"]
     gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
     replicas: Annotated[
         int | None,

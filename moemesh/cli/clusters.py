@@ -39,7 +39,7 @@ _BETWEEN = (
 class ClusterFileRequest:
     """A file to write, what it starts from, and what differs."""
 
-    out: Annotated[Path, "File to write.", {"argument": True, "metavar": "CLUSTER.toml"}]
+    out: Annotated[Path, "File to write.", "<CLUSTER.toml>"]
     preset: Annotated[
         str | None, "Start from a preset or a file.", {"names": ("--from",), "metavar": "C"}
     ] = None

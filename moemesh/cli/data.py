@@ -34,11 +34,9 @@ class TokenizeRequest:
     source: Annotated[
         str,
         "A file, folder or glob: text, jsonl, parquet, .gz, .zst.",
-        {"argument": True, "metavar": "IN"},
+        "<IN>",
     ]
-    out: Annotated[
-        str, "A prefix (OUT.bin, OUT.idx, ...), or a folder.", {"argument": True, "metavar": "OUT"}
-    ]
+    out: Annotated[str, "A prefix (OUT.bin, OUT.idx, ...), or a folder.", "<OUT>"]
     tokenizer: Annotated[str, 'A folder with tokenizer.json, the file, or "bytes".', "FOLDER"]
     data_format: Annotated[
         Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset"],

@@ -27,7 +27,7 @@ class DispatchRequest:
     routing: Annotated[
         str | None,
         "A packaged routing, or a JSON or TOML file; without it tokens choose at random.",
-        {"argument": True, "metavar": "ROUTING"},
+        "<ROUTING>",
     ] = None
     plan: Annotated[str | None, 'Layout: "dp=4,ep=4"; by default that of the routing.'] = None
     dispatcher: Annotated[list[str] | None, "Show this one. May be repeated."] = None

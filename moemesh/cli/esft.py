@@ -15,10 +15,8 @@ from moemesh.cli.options import options_from
 class ScoresRequest:
     """A model, data of a task, and how experts are chosen by them."""
 
-    source: Annotated[
-        Path, "A run, or a folder of transformers.", {"argument": True, "metavar": "MODEL"}
-    ]
-    data: Annotated[str, "Data of the task, as data.path.", {"argument": True, "metavar": "DATA"}]
+    source: Annotated[Path, "A run, or a folder of transformers.", "<MODEL>"]
+    data: Annotated[str, "Data of the task, as data.path.", "<DATA>"]
     out: Annotated[Path, "The table to write.", "TABLE.json"]
     threshold: Annotated[
         float | None,

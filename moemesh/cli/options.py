@@ -19,11 +19,12 @@ def options_from(
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
     An option's field is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
-    `Annotated[type, help, keywords]`, keywords being those of `typer.Option` (`min`, ...), `names`
-    the option's own names (a bool has no `--no-` name of itself), `argument` True for an argument,
-    and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it; or with
-    an option of typer. Its default is the field's. The verb gets an instance. `completions`
-    complete the values of fields in a shell, :data:`moemesh.cli.completion.BY_FIELD` the others.
+    `Annotated[type, help, keywords]`; the metavar of an argument is "<OUT>". Keywords are those of
+    `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
+    itself), and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it.
+    An option of typer may stand in place of them. Its default is the field's. The verb gets an
+    instance. `completions` complete the values of fields in a shell,
+    :data:`moemesh.cli.completion.BY_FIELD` the others.
     """
     hints = get_type_hints(settings, include_extras=True)
     own, names = list[inspect.Parameter](), [field.name for field in fields(settings)]
@@ -61,7 +62,10 @@ def _option(
     name: str, kind: Any, text: str, more: str | dict[str, Any] = "", *, completions: dict[str, Any]
 ) -> Any:
     keywords: dict[str, Any] = {"metavar": more or None} if isinstance(more, str) else dict(more)
-    make = typer.Argument if keywords.pop("argument", False) else typer.Option
+    metavar = keywords.get("metavar") or ""
+    make = typer.Option
+    if metavar.startswith("<"):
+        keywords["metavar"], make = metavar.strip("<>"), typer.Argument
     flags = keywords.pop("names", (f"--{name.replace('_', '-')}",) if kind is bool else ())
     if parser := keywords.pop("tokens", False):
         parser = tokens_of_any_sign if parser == "any sign" else tokens

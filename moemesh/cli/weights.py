@@ -23,9 +23,9 @@ class ConvertRequest:
     source: Annotated[
         Path,
         "A run, one of its checkpoints, or a folder of transformers.",
-        {"argument": True, "metavar": "IN"},
+        "<IN>",
     ]
-    out: Annotated[Path, "A new folder.", {"argument": True, "metavar": "OUT"}]
+    out: Annotated[Path, "A new folder.", "<OUT>"]
     to: Annotated[
         Literal["huggingface", "moemesh"] | None,
         "The format to write; by default the one that IN is not in.",

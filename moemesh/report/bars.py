@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moemesh.report import svg
 from moemesh.report.beside import by_axis_and_phase
-from moemesh.report.svg import (
-    COLOURS,
-    GRID,
-    INK,
-    MUTED,
-    WIDTH,
-    clip,
-    figure,
-    legend,
-    line,
-    rectangle,
-    text,
-    ticks,
-)
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PARTS, MemoryProfiles, format_bytes
 
@@ -46,10 +33,10 @@ def _grid(
     parts, unit = list[str](), 1.0
     while highest / unit >= 1024:
         unit *= 1024
-    for value in (tick * unit for tick in ticks(0, highest / unit, count)):
+    for value in (tick * unit for tick in svg.ticks(0, highest / unit, count)):
         x = left + value / highest * (right - left)
-        label = text(x, top - 6, format_bytes(value), anchor="middle", fill=MUTED, size=11)
-        parts += [line(x, top, x, bottom, GRID), label]
+        label = svg.text(x, top - 6, format_bytes(value), anchor="middle", fill=svg.MUTED, size=11)
+        parts += [svg.line(x, top, x, bottom, svg.GRID), label]
     return parts
 
 
@@ -70,10 +57,10 @@ def traffic_bars(
         return ""
     shown = keys[:_MAX_TRAFFIC]
     axes = sorted({axis for axis, _ in keys})
-    colours = {axis: COLOURS[index % len(COLOURS)] for index, axis in enumerate(axes)}
-    entries = [*colours.items(), *([("predicted", MUTED)] if expected_by else [])]
-    key, used = legend(entries, left=0, top=4)
-    left, top, right = 170.0, used + 26, WIDTH - 250.0
+    colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
+    entries = [*colours.items(), *([("predicted", svg.MUTED)] if expected_by else [])]
+    key, used = svg.legend(entries, left=0, top=4)
+    left, top, right = 170.0, used + 26, svg.WIDTH - 250.0
     highest = sent[shown[0]]
     bottom = top + len(shown) * _TRAFFIC_ROW
     body = [key, *_grid(highest, 4, left, right, top, bottom)]
@@ -83,25 +70,25 @@ def traffic_bars(
         values = format_bytes(measured.get((axis, phase), 0.0))
         expected = expected_by.get((axis, phase))
         end = width
-        body.append(text(left - 8, y + 15, clip(name, 26), anchor="end"))
+        body.append(svg.text(left - 8, y + 15, svg.clip(name, 26), anchor="end"))
         if expected is not None:
             values += f", predicted {format_bytes(expected)}"
             thin = max(expected / highest * (right - left), 1)
-            body.append(rectangle(left, y + 15, thin, 3, MUTED))
+            body.append(svg.rectangle(left, y + 15, thin, 3, svg.MUTED))
             end = max(width, thin)
         title = f"{name}: {values}"
         body += [
-            rectangle(left, y + 3, max(width, 1), 11, colours[axis], title=title),
-            text(left + end + 6, y + 15, values, fill=MUTED, size=11),
+            svg.rectangle(left, y + 3, max(width, 1), 11, colours[axis], title=title),
+            svg.text(left + end + 6, y + 15, values, fill=svg.MUTED, size=11),
         ]
-    body.append(line(left, top, left, bottom, INK))
+    body.append(svg.line(left, top, left, bottom, svg.INK))
     rest = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
     axis, phase = shown[0]
     description = (
         f"Bytes sent in one step by all ranks, by axis and phase; most: {axis} · {phase}, "
         f"{format_bytes(sent[shown[0]])}.{rest}"
     )
-    return figure("traffic", "Traffic of all ranks per step", description, bottom + 8, body)
+    return svg.figure("traffic", "Traffic of all ranks per step", description, bottom + 8, body)
 
 
 def memory_bars(profiles: MemoryProfiles) -> str:
@@ -111,32 +98,36 @@ def memory_bars(profiles: MemoryProfiles) -> str:
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
     shown = sorted(fullest[:_MAX_RANKS], key=lambda profile: profile.rank)
     names = [(name.replace("_", " "), MEMORY_COLOURS[name]) for name in PARTS]
-    key, used = legend([*names, ("peak (line)", INK)], left=0, top=4)
-    left, top, right = 66.0, used + 26, WIDTH - 130.0
+    key, used = svg.legend([*names, ("peak (line)", svg.INK)], left=0, top=4)
+    left, top, right = 66.0, used + 26, svg.WIDTH - 130.0
     highest = max(max(profile.total, profile.peak) for profile in shown) or 1
     bottom = top + len(shown) * _RANK_ROW
     body = [key, *_grid(highest, 6, left, right, top, bottom)]
     for index, profile in enumerate(shown):
         y, x = top + index * _RANK_ROW, left
-        body.append(text(left - 8, y + 16, f"rank {profile.rank}", anchor="end"))
+        body.append(svg.text(left - 8, y + 16, f"rank {profile.rank}", anchor="end"))
         for name, size in profile.parts().items():
             width = size / highest * (right - left)
             if width >= 0.05:
                 title = f"rank {profile.rank}, {name.replace('_', ' ')}: {format_bytes(size)}"
-                edge = f' stroke="{INK}" stroke-width="0.5"'
+                edge = f' stroke="{svg.INK}" stroke-width="0.5"'
                 height = _RANK_ROW - 8
                 body.append(
-                    rectangle(x, y + 4, width, height, MEMORY_COLOURS[name], title=title, more=edge)
+                    svg.rectangle(
+                        x, y + 4, width, height, MEMORY_COLOURS[name], title=title, more=edge
+                    )
                 )
             x += width
         peak = left + profile.peak / highest * (right - left)
-        body.append(line(peak, y + 1, peak, y + _RANK_ROW - 1, INK, 2.5))
+        body.append(svg.line(peak, y + 1, peak, y + _RANK_ROW - 1, svg.INK, 2.5))
         after = max(x, peak) + 8
-        body.append(text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=MUTED, size=11))
-    body.append(line(left, top, left, bottom, INK))
+        body.append(
+            svg.text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=svg.MUTED, size=11)
+        )
+    body.append(svg.line(left, top, left, bottom, svg.INK))
     which = f"the {len(shown)} fullest of " if len(shown) < len(profiles.ranks) else ""
     description = (
         f"Memory of {which}{len(profiles.ranks)} ranks by what it holds; "
         f"highest peak {format_bytes(profiles.peak)} on rank {fullest[0].rank}."
     )
-    return figure("memory", "Memory per rank", description, bottom + 8, body)
+    return svg.figure("memory", "Memory per rank", description, bottom + 8, body)

@@ -6,17 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
-from moemesh.report.svg import (
-    FONT_SIZE,
-    INK,
-    MUTED,
-    WIDTH,
-    coordinate,
-    figure,
-    legend,
-    short,
-    text,
-)
+from moemesh.report import svg
 from moemesh.trace.loads import LayerLoads
 
 #: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
@@ -74,7 +64,7 @@ def over_mean(values: Sequence[float]) -> list[float]:
 
 def _legend(classes: Sequence[HeatClass]) -> tuple[str, float]:
     dead = [("no token", DEAD)] if classes is EXPERT_CLASSES else []
-    return legend([*dead, *((name, colour) for _, colour, name in classes)], left=0, top=4)
+    return svg.legend([*dead, *((name, colour) for _, colour, name in classes)], left=0, top=4)
 
 
 def _panel(
@@ -104,14 +94,17 @@ def _panel(
     corner = f'<rect x="{left:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
     return "".join(
         [
-            text(left, top - 6, title, weight="bold") if title else "",
+            svg.text(left, top - 6, title, weight="bold") if title else "",
             f'<g transform="translate({left:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
             *(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes)),
             f"</g>{frames}",
-            f'{corner} fill="none" stroke="{INK}" stroke-width="0.5"/>',
-            text(left, top + height + 16, below[0], fill=MUTED),
-            text(left + width, top + height + 16, below[1], anchor="end", fill=MUTED),
-            *(text(left - 4, y, name, anchor="end", fill=MUTED, size=10) for y, name in rows),
+            f'{corner} fill="none" stroke="{svg.INK}" stroke-width="0.5"/>',
+            svg.text(left, top + height + 16, below[0], fill=svg.MUTED),
+            svg.text(left + width, top + height + 16, below[1], anchor="end", fill=svg.MUTED),
+            *(
+                svg.text(left - 4, y, name, anchor="end", fill=svg.MUTED, size=10)
+                for y, name in rows
+            ),
         ]
     )
 
@@ -157,7 +150,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     most = min(max(_MAX_CELLS // (len(shown) * num_rows), 16), _MAX_COLUMNS)
     key, used = _legend(EXPERT_CLASSES)
     body, top = [key], used + 22
-    panel = (WIDTH - 100) / 2 if len(shown) > 1 else WIDTH - 50.0
+    panel = (svg.WIDTH - 100) / 2 if len(shown) > 1 else svg.WIDTH - 50.0
     cell = min(max(140 / num_rows, 2.5), 16)
     for index, layer in enumerate(shown):
         items = layers[layer]
@@ -168,7 +161,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
             squeezed.append(_squeeze(over_mean(padded), _MAX_ROWS))
         matrix = [list(row) for row in zip(*squeezed, strict=True)]
         names = (
-            (top + FONT_SIZE - 2, "expert 0"),
+            (top + svg.FONT_SIZE - 2, "expert 0"),
             (top + len(matrix) * cell, num_experts[layer] - 1),
         )
         body.append(
@@ -180,7 +173,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
                 width=panel,
                 cell=cell,
                 title=f"layer {layer}",
-                below=(f"step {short(items[0].step)}", short(items[-1].step)),
+                below=(f"step {svg.short(items[0].step)}", svg.short(items[-1].step)),
                 rows=[(y, str(name)) for y, name in names],
             )
         )
@@ -191,7 +184,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
         f"Load of each expert (rows, downwards) over steps (to the right) for {len(shown)} "
         f"layers{left_out}, as a ratio to the layer's mean."
     )
-    return figure("expert-loads", "Expert load, layer by layer", description, top - 10, body)
+    return svg.figure("expert-loads", "Expert load, layer by layer", description, top - 10, body)
 
 
 def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
@@ -214,18 +207,18 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
         EXPERT_CLASSES,
         left=50,
         top=top,
-        width=WIDTH - 50,
+        width=svg.WIDTH - 50,
         cell=cell,
         title="all layers",
-        below=("expert 0", short(max(map(len, means)) - 1)),
-        rows=zip((top + FONT_SIZE - 2, bottom), names, strict=False),
+        below=("expert 0", svg.short(max(map(len, means)) - 1)),
+        rows=zip((top + svg.FONT_SIZE - 2, bottom), names, strict=False),
     )
     description = (
         f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
         f"from layer {min(layers)} at the top to layer {max(layers)}), as a ratio to the mean."
     )
     title = "Mean expert load over the run"
-    return figure("mean-loads", title, description, bottom + 36, [key, panel])
+    return svg.figure("mean-loads", title, description, bottom + 36, [key, panel])
 
 
 def _squeeze(values: Sequence[float], length: int) -> list[float]:
@@ -263,10 +256,10 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
                 GPU_CLASSES,
                 left=_LEFT,
                 top=top,
-                width=WIDTH - _LEFT,
+                width=svg.WIDTH - _LEFT,
                 cell=cell,
-                title=f"{name}: most loaded GPU over the mean GPU, {short(round(mean, 3))} "
-                f"as a mean over layers, {short(round(worst[-1], 3))} in the worst",
+                title=f"{name}: most loaded GPU over the mean GPU, {svg.short(round(mean, 3))} "
+                f"as a mean over layers, {svg.short(round(worst[-1], 3))} in the worst",
                 below=("GPU 0", str(gpus - 1)),
                 rows=names,
             )
@@ -276,7 +269,7 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
         f"Load of each GPU (columns) in each of {len(before)} layers (rows, downwards) over the "
         f"layer's mean. Worst layer: {worst[0]:.3f} before, {worst[1]:.3f} after."
     )
-    return figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
+    return svg.figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
 
 
 def relevance_map(
@@ -288,14 +281,14 @@ def relevance_map(
     num_experts = len(shares[layers[0]])
     key, used = _legend(RELEVANCE_CLASSES)
     top, cell = used + 14, min(max(320 / len(layers), 4.0), 18.0)
-    bottom, width = top + len(layers) * cell, WIDTH - _LEFT
+    bottom, width = top + len(layers) * cell, svg.WIDTH - _LEFT
     # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
     column, inset = width / num_experts, 1.0
     frames = "".join(
-        f'<rect x="{coordinate(_LEFT + expert * column + inset)}" '
-        f'y="{coordinate(top + row * cell + inset)}" '
-        f'width="{coordinate(max(column - 2 * inset, 0.5))}" '
-        f'height="{coordinate(max(cell - 2 * inset, 0.5))}"/>'
+        f'<rect x="{svg.coordinate(_LEFT + expert * column + inset)}" '
+        f'y="{svg.coordinate(top + row * cell + inset)}" '
+        f'width="{svg.coordinate(max(column - 2 * inset, 0.5))}" '
+        f'height="{svg.coordinate(max(cell - 2 * inset, 0.5))}"/>'
         for row, layer in enumerate(layers)
         for expert in chosen.get(layer, ())
     )
@@ -316,4 +309,4 @@ def relevance_map(
         "are framed."
     )
     title = "Relevance of experts to a task"
-    return figure("esft-relevance", title, description, bottom + 24, [key, panel])
+    return svg.figure("esft-relevance", title, description, bottom + 24, [key, panel])

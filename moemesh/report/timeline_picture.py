@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from moemesh.report import svg
 from moemesh.report.boxes import KINDS as KINDS
 from moemesh.report.boxes import Rectangle, colours_of, legend_entries
 from moemesh.report.boxes import boxes_of as boxes_of
-from moemesh.report.svg import (
-    GRID,
-    IDLE,
-    INK,
-    MUTED,
-    WIDTH,
-    coordinate,
-    figure,
-    ink_on,
-    legend,
-    line,
-    rectangle,
-    short,
-    text,
-    text_width,
-    ticks,
-)
 from moemesh.trace.pipeline import Steps
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
@@ -85,7 +69,7 @@ def timelines_stacked(
         factors.append(factor)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
     # Instants have no length: any scale will do.
-    pixels = (WIDTH - _LEFT - _RIGHT) / (longest or 1)
+    pixels = (svg.WIDTH - _LEFT - _RIGHT) / (longest or 1)
     boxes = [box for panel in panels for box in panel.boxes]
     colours, rows, y = colours_of(boxes), list[str](), 0.0
     for panel, factor in zip(panels, factors, strict=True):
@@ -93,33 +77,33 @@ def timelines_stacked(
             heading = panel.timeline.source
             if panel.timeline.unit == "ticks" and last.unit != "ticks":
                 heading += f", a tick stretched to {_duration(factor, last)}"
-            rows.append(text(_LEFT, y + 10, heading, fill=MUTED))
+            rows.append(svg.text(_LEFT, y + 10, heading, fill=svg.MUTED))
             y += 16
         y = panel.draw(rows, y, factor * pixels, colours, _MAX_BOXES // len(panels))
     axis_factor, axis_name = _axis_unit(longest, last)
-    for value in ticks(0, longest * axis_factor, 8):
+    for value in svg.ticks(0, longest * axis_factor, 8):
         x = _LEFT + value / axis_factor * pixels
-        label = text(x, y + 16, short(round(value, 9)), anchor="middle", fill=MUTED)
-        rows += [line(x, y, x, y + 4, INK), label]
-    right = WIDTH - _RIGHT
+        label = svg.text(x, y + 16, svg.short(round(value, 9)), anchor="middle", fill=svg.MUTED)
+        rows += [svg.line(x, y, x, y + 4, svg.INK), label]
+    right = svg.WIDTH - _RIGHT
     rows += [
-        line(_LEFT, y, right, y, INK),
-        line(_LEFT, 0, _LEFT, y, GRID),
-        text(right, y + 32, axis_name, anchor="end", fill=MUTED),
+        svg.line(_LEFT, y, right, y, svg.INK),
+        svg.line(_LEFT, 0, _LEFT, y, svg.GRID),
+        svg.text(right, y + 32, axis_name, anchor="end", fill=svg.MUTED),
     ]
     picture = "".join(rows)
     rest = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
         ("memory held", _MEMORY),
-        ("idle", IDLE),
+        ("idle", svg.IDLE),
     )
     entries = legend_entries(boxes, colours)[:_MAX_KEYS]
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
-    key, used = legend(entries, left=0, top=4)
+    key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
     description = " ".join(panel.description() for panel in panels)
-    return figure(identity, title, description, used + y + 50, body)
+    return svg.figure(identity, title, description, used + y + 50, body)
 
 
 class _Panel:
@@ -155,10 +139,10 @@ class _Panel:
         for rank, boxes in self.layout.items():
             lanes = max((box.lane for box in boxes), default=0) + 1
             height = 20.0 if lanes == 1 else 14.0 * lanes
-            parts.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
-            parts.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
+            parts.append(svg.text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
+            parts.append(svg.rectangle(_LEFT, y, svg.WIDTH - _LEFT - _RIGHT, height, svg.IDLE))
             waits = [
-                rectangle(at(r.start - r.wait), y, r.wait * pixels, height / lanes, _WAITING)
+                svg.rectangle(at(r.start - r.wait), y, r.wait * pixels, height / lanes, _WAITING)
                 for r in (box.record for box in boxes)
                 if r.wait * pixels >= 0.3
             ]
@@ -166,7 +150,7 @@ class _Panel:
             narrow, drawn = 0.5, list[str]()
             while True:
                 drawn = _row(boxes, at, y, height / lanes, colours, narrow)
-                if len(drawn) <= limit or narrow >= WIDTH:
+                if len(drawn) <= limit or narrow >= svg.WIDTH:
                     break
                 narrow *= 2
             parts += [*waits[:limit], *drawn]
@@ -174,13 +158,17 @@ class _Panel:
             if steps := self.memory.get(rank):
                 # The memory of the rank over time as an area, with its peak at the left.
                 bottom, share = y + 1 + _STRIP, (_STRIP - 1) / (most or 1)
-                path = f"M{coordinate(at(steps[0][0]))} {coordinate(bottom)}"
+                path = f"M{svg.coordinate(at(steps[0][0]))} {svg.coordinate(bottom)}"
                 for time, value in steps:
-                    path += f"H{coordinate(at(time))}V{coordinate(bottom - value * share)}"
-                path += f"H{coordinate(at(self.origin + self.length))}V{coordinate(bottom)}z"
+                    path += f"H{svg.coordinate(at(time))}V{svg.coordinate(bottom - value * share)}"
+                path += (
+                    f"H{svg.coordinate(at(self.origin + self.length))}V{svg.coordinate(bottom)}z"
+                )
                 peak = f"peak {max(value for _, value in steps):.4g}"
                 parts.append(f'<path d="{path}" fill="{_MEMORY}"/>')
-                parts.append(text(_LEFT - 8, bottom - 3, peak, anchor="end", fill=MUTED, size=9))
+                parts.append(
+                    svg.text(_LEFT - 8, bottom - 3, peak, anchor="end", fill=svg.MUTED, size=9)
+                )
                 y += _STRIP + 1
             y += 5
         return y
@@ -203,7 +191,7 @@ def _row(
         if lane in runs:
             colour, left, right = runs.pop(lane)
             width = max(right - left, 0.3)
-            drawn.append(rectangle(left, row + lane * lane_height, width, lane_height, colour))
+            drawn.append(svg.rectangle(left, row + lane * lane_height, width, lane_height, colour))
 
     for box in boxes:
         colour = box.colour(colours)
@@ -212,13 +200,13 @@ def _row(
             finish(box.lane)
             height = lane_height / box.parts
             top = row + box.lane * lane_height + box.part * height
-            edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""
+            edge = f' stroke="{svg.INK}" stroke-width="0.5"' if width > 3 else ""
             title = box.record.name if width > 2 else ""
-            drawn.append(rectangle(left, top, width, height, colour, title=title, more=edge))
+            drawn.append(svg.rectangle(left, top, width, height, colour, title=title, more=edge))
             size = min(10.0, height - 2)
-            if size >= 7 and text_width(box.label, size) + 2 < width:
-                x, y, ink = left + width / 2, top + height / 2 + size * 0.36, ink_on(colour)
-                drawn.append(text(x, y, box.label, anchor="middle", fill=ink, size=size))
+            if size >= 7 and svg.text_width(box.label, size) + 2 < width:
+                x, y, ink = left + width / 2, top + height / 2 + size * 0.36, svg.ink_on(colour)
+                drawn.append(svg.text(x, y, box.label, anchor="middle", fill=ink, size=size))
             continue
         run = runs.get(box.lane)
         if run and left - run[2] <= narrow:

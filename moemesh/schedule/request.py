@@ -13,7 +13,7 @@ class ScheduleRequest:
     name: Annotated[
         str,
         "A schedule, 'search', or a text or CSV file (none with --all).",
-        {"argument": True, "metavar": "NAME"},
+        "<NAME>",
     ] = ""
     ranks: Annotated[int | None, "Pipeline ranks."] = None
     microbatches: Annotated[int | None, "Microbatches of a step, all pipes together."] = None
