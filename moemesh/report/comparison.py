@@ -14,8 +14,7 @@ from moemesh.report.configuration import between, toml_text, with_defaults
 from moemesh.report.page import from_template, links_to, write_page
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import Run, median_of
-from moemesh.trace.state import state_of
+from moemesh.trace.run import Run, median_of, state_of
 
 NAME = "comparison.html"
 _MAX_VALUE = 200

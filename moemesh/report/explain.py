@@ -19,16 +19,14 @@ from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
-from moemesh.report.bounds import BOUNDS, Bound
-from moemesh.report.evidence import Evidence, evidence_of
+from moemesh.report.bounds import BOUNDS, Bound, Evidence, evidence_of
 from moemesh.report.page import command_of
 from moemesh.report.section import plural
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run
-from moemesh.trace.state import State, state_of
+from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run, State, state_of
 from moemesh.watch.failures import CAUSES, cause_of, culprit_of
 
 # The health of a run: losses beside each other, steps that were left out, failures it survived.

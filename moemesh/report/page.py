@@ -14,8 +14,7 @@ from moemesh.report import boxes, svg, timeline_picture
 from moemesh.report.chapters import CHAPTERS
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.trace.run import Run, median_of
-from moemesh.trace.state import State, state_of
+from moemesh.trace.run import Run, State, median_of, state_of
 
 NAME = "report.html"
 

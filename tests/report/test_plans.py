@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.report import comparison, page
-from moemesh.report.evidence import evidence_of
+from moemesh.report.bounds import evidence_of
 from moemesh.report.explain import explain
 from moemesh.trace.run import MetricsRow, Run, read_metrics
 from tests.report.fake_run import CONFIG, write_fake_run
