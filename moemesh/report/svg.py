@@ -18,17 +18,19 @@ GRID = "#d5dae1"
 IDLE = "#e9edf2"
 #: Text on a filled area, whose colour is not that of the page.
 ON_LIGHT, ON_DARK = "#10151d", "#ffffff"
-#: For things without an order; neighbours differ in hue and in lightness.
-COLOURS: tuple[str, ...] = (
-    "#1f5fa8",
-    "#b34700",
-    "#16704a",
-    "#7a3e9d",
-    "#0b7285",
-    "#7d5200",
-    "#b3245e",
-    "#4a5568",
+#: For things without an order; neighbours differ in hue and in lightness. Each on white paper, and
+#: on a dark ground.
+PALETTE: tuple[tuple[str, str], ...] = (
+    ("#1f5fa8", "#6fb0f5"),
+    ("#b34700", "#ff9a5c"),
+    ("#16704a", "#5fce9c"),
+    ("#7a3e9d", "#cf9cf0"),
+    ("#0b7285", "#56c8dd"),
+    ("#7d5200", "#e0b054"),
+    ("#b3245e", "#ff8fb8"),
+    ("#4a5568", "#a9b4c6"),
 )
+COLOURS: tuple[str, ...] = tuple(light for light, _ in PALETTE)
 #: The ground of a page for readers who prefer dark ones.
 DARK_GROUND = "#12161d"
 #: Colours of figures on that ground, in place of those for white paper: at least 4.5:1 for text
@@ -39,22 +41,7 @@ DARK: dict[str, str] = {
     GRID: "#39424f",
     IDLE: "#262d38",
     ON_DARK: ON_LIGHT,
-    **dict(
-        zip(
-            COLOURS,
-            (
-                "#6fb0f5",
-                "#ff9a5c",
-                "#5fce9c",
-                "#cf9cf0",
-                "#56c8dd",
-                "#e0b054",
-                "#ff8fb8",
-                "#a9b4c6",
-            ),
-            strict=True,
-        )
-    ),
+    **dict(PALETTE),
 }
 #: Dash patterns that go with COLOURS in line charts: colour never carries the meaning alone.
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
