@@ -161,15 +161,9 @@ class TestTraffic:
         for rank, sent in ((0, 100), (1, 300)):
             books[rank] = Ledger()
             for caller, part in (("a", 1), ("b", 2)):
+                amounts = (part, 2 * sent, sent * part, sent)
                 books[rank].record(
-                    axis="ep",
-                    op="all_to_all",
-                    phase="forward",
-                    caller=caller,
-                    count=part,
-                    payload_bytes=2 * sent,
-                    wire_bytes=sent * part,
-                    received_bytes=sent,
+                    **fake_run.entry("ep", "all_to_all", "forward", caller, *amounts)
                 )
         (row,) = beside.traffic_rows(books, steps=2)
         assert (row.max_count, row.max_payload_bytes) == (1.5, 600)
