@@ -17,7 +17,6 @@ A collective over an axis of size 1 sends nothing and is not entered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -193,16 +192,3 @@ class Ledger:
             except TypeError as error:
                 raise ValueError(f"not a ledger entry: {row!r} ({error})") from error
         return ledger
-
-    def to_json(self) -> str:
-        """One JSON list, one entry a line, in the order of :meth:`entries`."""
-        lines = (json.dumps(row) for row in self.rows())
-        return "[\n" + ",\n".join(lines) + "\n]\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """The inverse of :meth:`to_json`. Raises ValueError when `text` is no ledger."""
-        rows = json.loads(text)
-        if not isinstance(rows, list):
-            raise ValueError(f"a ledger is a JSON list, got {type(rows).__name__}")
-        return cls.from_rows(rows)  # type: ignore[reportUnknownArgumentType]

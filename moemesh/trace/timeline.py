@@ -171,11 +171,6 @@ class Timeline(Shown):
             return self
         return replace(self, records=tuple(r for r in self.records if r.step == last))
 
-    def shifted(self, offset: float) -> Timeline:
-        """The same work, `offset` later (to align the clocks of two machines, or to start at 0)."""
-        moved = (replace(r, start=r.start + offset, end=r.end + offset) for r in self.records)
-        return replace(self, records=tuple(moved))
-
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
         """One timeline of disjoint ranks. Raises ValueError when ranks or source, unit clash."""

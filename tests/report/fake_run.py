@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,12 @@ def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
     return Timeline(
         ranks=tuple(range(num_ranks)), records=tuple(records), source="measured", unit="seconds"
     )
+
+
+def shifted(line: Timeline, offset: float) -> Timeline:
+    """The same work, `offset` later."""
+    moved = (replace(one, start=one.start + offset, end=one.end + offset) for one in line.records)
+    return replace(line, records=tuple(moved))
 
 
 def layer_loads(
