@@ -114,6 +114,26 @@ def _act(spec: Spec) -> None:
         (folder / FOUND).write_text("" if is_refused else f"{done.returncode}: {done.stderr}")
 
 
+def open_sockets(pids: Iterable[int]) -> list[str] | None:
+    """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
+    sockets: set[str] = set()
+    found: list[str] = []
+    try:
+        for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(FileNotFoundError):  # the listing itself has one
+                sockets.add(os.readlink(file))
+    except OSError:
+        return None
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[i] for i in (1, 3, 9))
+            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
+            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
+            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
+                found.append(f"{table} {address}")
+    return found
+
+
 def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
     """The trained weights of this process with so many dimensions, as tensors to write to."""
     import torch
@@ -258,23 +278,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def open_sockets(pids: Iterable[int]) -> list[str] | None:
-    """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
-    sockets: set[str] = set()
-    found: list[str] = []
-    try:
-        for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
-            with suppress(FileNotFoundError):  # the listing itself has one
-                sockets.add(os.readlink(file))
-    except OSError:
-        return None
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[i] for i in (1, 3, 9))
-            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
-            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
-            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
-                found.append(f"{table} {address}")
-    return found

@@ -11,6 +11,7 @@ import pytest
 
 import moemesh
 from moemesh.trace import machine
+from tests.drill.rank import open_sockets
 from tests.without_linux import leave_linux
 
 #: Calls, folders and files that other systems do not have.
@@ -60,6 +61,11 @@ def test_linux_is_read() -> None:
     os.waitpid(child, 0)
     assert machine.zombie_exit_code(child) is None
     assert machine.return_freed_memory()
+
+
+def test_sockets_that_others_reach_are_found() -> None:
+    with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert len(open_sockets([os.getpid()]) or ()) == 1
 
 
 def test_without_linux_each_function_answers(
