@@ -289,14 +289,14 @@ def prune(
     run = None
     if isinstance(named, Path):
         run = named if found.folder != named else named.parent
-    if keep is None and run is None:
-        raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
-    if keep is None and run is not None:
+    if keep is None:
+        if run is None:
+            why = "give the run, or --keep: how many stay is not known here"
+            raise CheckpointError(f"{place}: {why}")
         keep = TrainConfig().checkpoints_kept  # where the run does not say
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = (run / "config.toml").read_text(encoding="utf-8")
             keep = max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
-    assert keep is not None
     is_on_disk = run is not None
     with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
         plan = retention.plan_pruning(found.folder, keep, with_leftovers=is_on_disk)

@@ -302,13 +302,8 @@ class TimelineRecorder:
         self._records = [record for record in self._records if record.start < start]
         self.add(name=name, start=start, end=self.clock(), kind=kind)
 
-    def begin_step(self, step: int) -> None:
-        """Forget what was recorded; later records belong to `step`."""
-        self._records.clear()
-        self.step = step
-
     def timeline(self) -> Timeline:
-        """The records since the last :meth:`begin_step`."""
+        """The records so far."""
         return Timeline(
             ranks=(self.rank,), records=tuple(self._records), source=self.source, unit=self.unit
         )

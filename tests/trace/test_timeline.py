@@ -155,12 +155,9 @@ class TestRecorder:
         assert (backward.start, backward.end, backward.wait) == (16.0, 20.0, 0.0)
         assert recorder.timeline().source == "measured"
 
-    def test_a_step_forgets_the_one_before_and_exceptions_are_kept(self):
+    def test_records_that_end_with_an_exception_are_kept(self):
         recorder = TimelineRecorder(0)
-        recorder.begin_step(1)
-        with recorder.span("old"):
-            pass
-        recorder.begin_step(2)
+        recorder.step = 2
         with pytest.raises(RuntimeError), recorder.span("outer"), recorder.span("inner"):
             raise RuntimeError
         records = recorder.timeline().records
