@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -237,9 +238,10 @@ def verify(
 def by_file(damages: "Sequence[Damage]") -> list[str]:
     """The first damage of each file, and how many more of how many tensors it has: a file that is
     cut has one for each chunk behind the cut."""
-    lines: list[str] = []
-    for file in dict.fromkeys(damage.file for damage in damages):
-        group = [damage for damage in damages if damage.file == file]
+    lines, groups = list[str](), defaultdict[str, "list[Damage]"](list)
+    for damage in damages:
+        groups[damage.file].append(damage)
+    for group in groups.values():
         line = str(group[0])
         if len(group) > 1:
             tensors = {damage.tensor for damage in group if damage.tensor is not None}
