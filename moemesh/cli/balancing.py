@@ -52,6 +52,10 @@ class BalanceSettings:
         Literal["hierarchical", "global", "published"] | None,
         "published: DeepSeek's EPLB. Default: hierarchical where groups fit nodes.",
     ] = None
+    svg: Annotated[Path | None, "Draw the load of each GPU.", "FILE"] = None
+    out: Annotated[Path | None, "Write the JSON object there, as --previous reads it.", "FILE"] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +100,7 @@ class Placed:
 
 @app.command(short_help="Place replicas of experts on GPUs.")
 @options_from(BalanceSettings)
-def balance(
-    settings: BalanceSettings,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the load of each GPU.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the JSON object there, as --previous reads it."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 
     Examples:
@@ -125,9 +119,9 @@ def balance(
         except BalanceError as error:  # in the words of the function
             raise BalanceError(re.sub(r"\bnum_(?=[rng])", "--", str(error))) from None
     answer = strict_json(placed.to_json())
-    texts = [] if out is None else [(out, answer)]
-    if svg is not None:
-        texts.append((svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
+    texts = [] if settings.out is None else [(settings.out, answer)]
+    if settings.svg is not None:
+        texts.append((settings.svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
     write_texts(texts)
     if settings.policy is None and settings.groups % settings.nodes:
         _warn(

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,22 +61,18 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     typer.echo(estimate_text(found, cache))
 
 
+@dataclass(frozen=True)
+class PlanOptions(PlanRequest):
+    """The search, and what is written and shown of its answer."""
+
+    html: Annotated[Path | None, "Write the answer as a page, offline.", "FILE"] = None
+    write: Annotated[Path | None, "Write the first layout as a file for train.", "FILE.toml"] = None
+    explain: Annotated[bool, "Also parts of time and memory, limits, assumptions."] = False
+
+
 @app.command(short_help="Find the best layouts of a model on a cluster.")
-@options_from(PlanRequest, settings=completion.settings)
-def plan(
-    request: PlanRequest,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Write the first layout as a file for train."),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Also parts of time and memory, limits, assumptions.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@options_from(PlanOptions, settings=completion.settings)
+def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
     Seconds, tokens a second, MFU and memory with 80 % intervals; with --tokens days and GPU-hours;
@@ -92,6 +88,7 @@ def plan(
     from moemesh.planner.search.command import PLAN_FILE, plan_file, plan_named, to_json
     from moemesh.report.files import check_target, write_texts
 
+    html, write, explain = request.html, request.write, request.explain
     for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
         if path is not None:
             check_target(path, kind)
