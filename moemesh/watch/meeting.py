@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.trace.machine import SHARED_MEMORY, process_namespace, zombie_exit_code
-from moemesh.trace.state import is_locked
+from moemesh.trace.run import is_locked
 from moemesh.watch.peers import ADDRESS, listen
 from moemesh.watch.progress_words import Word, WordFile
 from moemesh.watch.verdict import GONE, Told

@@ -23,7 +23,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import RankModel
-from moemesh.report.esft_scores import relevance_map
+from moemesh.report.heat_maps import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.esft_request import EsftRequest
 from moemesh.train.inference.evaluation import config_on, in_batches, load, on_ranks, open_windows
