@@ -81,20 +81,17 @@ class _PairLines(LedgerLines):
         super().__init__(layout, rank)
         self.pairs: dict[_Key, list[float]] = {}
 
-    def _add(
-        self,
-        axis: str,
-        op: str,
-        phase: str,
-        caller: str,
-        moved: Sequence[float],
-        times: int,
-        sent: Sequence[float] = (),
+    def enter(
+        self, axis: str, op: str, phase: str, caller: str, *amounts: Any, times: int = 1
     ) -> None:
-        super()._add(axis, op, phase, caller, moved, times, sent)
-        row = self.pairs.setdefault((axis, op, phase, caller), [0.0] * self.layout.world_size)
-        for peer, size in zip(self.members(axis), sent, strict=True):
-            row[peer] += size
+        super().enter(axis, op, phase, caller, *amounts, times=times)
+        peers = self.members(axis)
+        if len(peers) > 1:
+            row = self.pairs.setdefault((axis, op, phase, caller), [0.0] * self.layout.world_size)
+            # A gather gives every peer the same block.
+            own = amounts[0][peers.index(self.rank)]
+            for peer, size in zip(peers, amounts[0], strict=True):
+                row[peer] += own if op == "all_gather" else size
 
 
 ROUTINGS = "routings"
@@ -175,7 +172,15 @@ class RoutingExample:
         most = max(map(len, self.choices))
         lines = [_PairLines(layout, rank) for rank in range(layout.world_size)]
         traffic = [
-            DispatchTraffic(own, model, plan, element, most, sent.__getitem__, 1) for own in lines
+            DispatchTraffic(
+                lines=own,
+                model=model,
+                plan=plan,
+                element=element,
+                max_tokens=most,
+                sent_by=sent.__getitem__,
+            )
+            for own in lines
         ]
         for one in traffic:
             one.enter()

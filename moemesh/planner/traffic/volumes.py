@@ -37,11 +37,12 @@ from math import prod
 from typing import NamedTuple
 
 from moemesh.config.context import head_share
-from moemesh.config.dispatchers import packed_bytes, rows_moved
+from moemesh.config.dispatchers import HOPS, packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.ledger_lines import ledger_of
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
@@ -72,21 +73,10 @@ def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> lis
 
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
     """The same as a ledger, bytes of all events together."""
-    ledger = Ledger()
-    for found in step_volumes(shape, layout, rank):
-        axis, op, phase, caller, events, *sizes, _ = found
-        payload, sent, received = (round(events * size) for size in sizes)
-        ledger.record(
-            axis=axis,
-            op=op,
-            phase=phase,
-            caller=caller,
-            count=round(events),
-            payload_bytes=payload,
-            wire_bytes=sent,
-            received_bytes=received,
-        )
-    return ledger
+    return ledger_of(
+        (*found[:5], *(found.events * size for size in found[5:8]))
+        for found in step_volumes(shape, layout, rank)
+    )
 
 
 class _Volumes:
@@ -235,40 +225,20 @@ class _Volumes:
             ranks=layout.ep,
             ranks_per_node=mesh.ep_node,
         )
-        if layout.dispatcher == "all_gather":
-            # Tokens go to every lane of every ep index at once.
-            rows = table["all_gather"].everywhere * layout.etp
-            self._there_and_back("ep_etp", phases, rows, coded, plain, gathered=True)
-            return
-        if layout.dispatcher == "hierarchical":
-            arriving = table["hierarchical"].inside
-            across = table["hierarchical"].across
-            self._there_and_back("ep_rail", phases, across, coded, plain)
-            self._there_and_back("ep_node", phases, arriving, coded, plain)
-        else:
-            arriving = table["all_to_all"].everywhere
-            self._there_and_back("ep", phases, arriving, coded, plain)
-        self._there_and_back("etp", phases, arriving * layout.etp, plain, plain, gathered=True)
-
-    def _there_and_back(
-        self,
-        axis: str,
-        phases: tuple[str, ...],
-        rows: float,
-        coded: float,
-        plain: float,
-        *,
-        gathered: bool = False,
-    ) -> None:
-        """Dispatch and combine of every MoE layer over `axis`, and their pairs in the backward."""
-        mesh, count = self.layout.mesh, self.moe * self.m
-        members = prod(mesh.dimensions(AXES[axis][0])[name] for name in AXES[axis][1])
-        there, back = ("all_gather", "reduce_scatter") if gathered else ("all_to_all",) * 2
-        for phase in phases:
-            self._enter(axis, there, phase, _DISPATCH, count, rows * coded, members)
-            self._enter(axis, back, phase, _COMBINE, count, rows * plain, members)
-        self._enter(axis, back, "backward", _DISPATCH, count, rows * plain, members)
-        self._enter(axis, there, "backward", _COMBINE, count, rows * plain, members)
+        name = layout.dispatcher if layout.dispatcher in table else "all_to_all"
+        arriving = 0.0
+        for axis, _, is_gathered in HOPS[name]:
+            arriving = table[name].by_axis.get(axis, arriving)
+            # All lanes of an ep index gather the rows.
+            rows = arriving * layout.etp if is_gathered else arriving
+            width = plain if axis == "etp" else coded
+            members = prod(mesh.dimensions(AXES[axis][0])[one] for one in AXES[axis][1])
+            there, back = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
+            for phase in phases:
+                self._enter(axis, there, phase, "moe.dispatch", count, rows * width, members)
+                self._enter(axis, back, phase, "moe.combine", count, rows * plain, members)
+            self._enter(axis, back, "backward", "moe.dispatch", count, rows * plain, members)
+            self._enter(axis, there, "backward", "moe.combine", count, rows * plain, members)
 
     # Pipeline.
 
@@ -356,9 +326,6 @@ class _Volumes:
             size, groups = gradient / buckets / shards, replicas // shards
             name = f"{axis}_groups"
             self._enter(name, "all_reduce", "backward", "gradients", count, size, groups)
-
-
-_DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
 
 
 def _copies_of_keys(shape: ModelShape, layout: PlannedLayout) -> float:
