@@ -13,8 +13,13 @@ from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
-    from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
+    from moemesh.planner.dispatches import (
+        DispatchExchanges,
+        DispatchLoad,
+        DispatchTime,
+        Exchange,
+        RoutingExample,
+    )
 
 #: Ranks whose matrices are printed.
 MOST_RANKS = 16
@@ -175,7 +180,7 @@ def _compare(
     from moemesh.config.cluster import load_cluster
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
-    from moemesh.planner.dispatch_times import DISPATCHERS, DispatchLoad, dispatch_times
+    from moemesh.planner.dispatches import DISPATCHERS, DispatchLoad, dispatch_times
 
     wanted = tuple(dispatchers or DISPATCHERS)
     choices = [("payload", payload, ("fp8", "bfloat16"))]

@@ -11,8 +11,7 @@ from typing import Any
 
 from moemesh.config.layout import shard_sizes
 from moemesh.config.stages import balanced_sizes
-from moemesh.planner.flops import attention_matmul, mlp_matmul
-from moemesh.planner.parameters import layer_weights
+from moemesh.planner.parameters import attention_matmul, layer_weights, mlp_matmul
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.step import PipelineStep

@@ -114,18 +114,12 @@ def of_own_run(
 
     def held(crowd: float | None) -> float:
         """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
-        routing, rows = None, float(balanced)
+        routing, rows, here = None, float(balanced), layout.coordinates(rank)["ep"]
         if crowd is not None:
-            here = layout.coordinates(rank)["ep"]
             routing = crowded_routing(model, layout, here, seq_len, crowd)
             rows = crowd * most_rows
-        kinds = predict_activations(
-            placement,
-            global_batch=global_batch,
-            element=element,
-            rank=rank,
-            routing=routing,
-        )
+        settings = {"global_batch": global_batch, "element": element, "rank": rank}
+        kinds = predict_activations(placement, **settings, routing=routing)
         width = model.expert_intermediate_size / plan.etp
         copies = _ROW_COPIES * hops * rows * model.hidden_size
         working = copies + _ROW_WIDTHS * min(rows, at_once) * width

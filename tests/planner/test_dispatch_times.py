@@ -11,7 +11,7 @@ import pytest
 from moemesh import cli
 from moemesh.config.cluster import LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime, dispatch_times
+from moemesh.planner.dispatches import DispatchLoad, DispatchTime, dispatch_times
 
 H800 = load_cluster("hgx_h800")
 PUBLISHED = DispatchLoad()

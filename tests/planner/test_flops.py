@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.planner.flops import (
+from moemesh.planner.parameters import (
     attended_tokens,
     core_flops,
     count_flops,

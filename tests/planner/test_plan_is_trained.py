@@ -21,8 +21,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.config.stages import cut_layers
 from moemesh.planner.estimate import estimate
-from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import plan_of, read_plan
 from moemesh.planner.search.command import not_trained, plan, train_command
 from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import Space

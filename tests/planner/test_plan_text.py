@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.estimate import estimate_named
-from moemesh.planner.layout_sources import from_plan, plan_of
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import from_plan, plan_of, read_plan
 from moemesh.planner.search.command import plan_keys
 
 SHARES = {

@@ -19,7 +19,7 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.dispatchers import rows_moved
+from moemesh.config.dispatchers import RowsMoved, rows_moved
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
@@ -59,6 +59,18 @@ class CallSite:
     ranks_per_node: int
     capacity: int = 0
 
+    @property
+    def rows(self) -> dict[str, RowsMoved]:
+        """Rows of one direction under uniform routing, by dispatcher."""
+        return rows_moved(
+            tokens=self.tokens,
+            chosen=self.experts_per_token,
+            experts=self.num_experts,
+            ranks=self.ranks,
+            ranks_per_node=self.ranks_per_node,
+            slots=self.capacity,
+        )
+
 
 def predict_seconds(
     site: CallSite, inside: Link, across: Link, seconds_per_copied_byte: float
@@ -70,15 +82,7 @@ def predict_seconds(
     both = (here - 1) / ranks, (ranks - here) / ranks
     shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((here - 1) / here, 0.0)}
     seconds: dict[str, float] = {}
-    table = rows_moved(
-        tokens=site.tokens,
-        chosen=site.experts_per_token,
-        experts=site.num_experts,
-        ranks=ranks,
-        ranks_per_node=here,
-        slots=site.capacity,
-    )
-    for name, moved in table.items():
+    for name, moved in site.rows.items():
         # Back and forth twice; coded rows only on the way to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges

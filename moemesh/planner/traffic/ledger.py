@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache, partial
+from typing import Any
 
 from moemesh.config.context import context_sizes, head_share
 from moemesh.config.dispatchers import spare_rows
@@ -43,10 +44,11 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
+from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     GatheredUnits,
+    RankStep,
     StagePlacement,
     data_buckets,
     owned,
@@ -91,7 +93,7 @@ def predict_ledger(
     return _Step(placement, global_batch, dtype, rank, routing, on_accelerator).ledger()
 
 
-class _Step:
+class _Step(RankStep):
     """The lines of one rank."""
 
     def __init__(
@@ -103,16 +105,11 @@ class _Step:
         routing: Routing | None,
         on_accelerator: bool,
     ) -> None:
-        self.placement, self.batch = placement, global_batch
-        self.model, self.plan = model, plan = placement.model, placement.plan
-        self.layout, self.schedule = placement.layout, placement.schedule
-        self.element = ELEMENT_BYTES[dtype]
-        self.wide = max(self.element, 4)
+        super().__init__(placement, global_batch, ELEMENT_BYTES[dtype], rank, routing)
+        model, plan = self.model, self.plan
         exact = plan.combine == "exact"
         self.spare_rows = on_accelerator * spare_rows(model.hidden_size, exact=exact)
         self.is_uniform = routing is None
-        self.routing = routing or uniform_routing(model, self.layout)
-        self.max_tokens = plan.tokens_per_rank(placement.seq_len, global_batch)
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
         again: tuple[str, ...] = ()
@@ -124,16 +121,11 @@ class _Step:
         #: What forwards and backwards enter, and what a step enters once.
         self.lines = LedgerLines(self.layout, rank, forwards=2 if twice else 1, recomputed=again)
         self.once = LedgerLines(self.layout, rank)
-        self.at = self.lines.here["pp"]
+        self.at = self.here["pp"]
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
         #: Losses of extra prediction layers, beside the main and the auxiliary one.
         self.ahead = len(model.mtp_layers)
-
-    def _sequences(self, forward: int) -> int:
-        """Sequences that this rank has a part of, in one forward."""
-        microbatch = forward // self.schedule.num_slices
-        return self.placement.sequences(self.batch, self.lines.here["dp"], microbatch)
 
     def ledger(self) -> Ledger:
         schedule, slices = self.schedule, self.schedule.num_slices
@@ -149,7 +141,7 @@ class _Step:
 
     def _stage(self, stage: int, forward: int) -> None:
         placement = self.placement
-        tokens, _ = placement.tokens(self.batch, self.lines.rank, forward)
+        tokens, _ = placement.tokens(self.batch, self.rank, forward)
         if stage == 0:
             with self.lines.backward(placement.has_backward("embedding")):
                 self._boundary(tokens, "reduce_scatter", "embedding")
@@ -181,7 +173,7 @@ class _Step:
         routed = [index for index in layers if self.model.is_moe_layer(index)]
         self._attention(tokens, len(layers))
         if self.plan.cp > 1:
-            self._context(self._sequences(forward), len(layers))
+            self._context(self.sequences(forward), len(layers))
         shared = len(routed) if self.model.shared_width else 0
         if mlps := len(layers) - len(routed) + shared:
             self._boundary(tokens, "all_gather", "mlp.enter", mlps)
@@ -198,7 +190,7 @@ class _Step:
                 self._experts(forward, layer, len(routed) if self.is_uniform else 1)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
-        width = (self.model.hidden_size if channels is None else channels) * self.element
+        width = (self.model.hidden_size if channels is None else channels) * self.w
         return [float(rows * width) for rows in shard_sizes(tokens, self.plan.tp)]
 
     def _boundary(
@@ -217,12 +209,12 @@ class _Step:
         if exit_form == "reduce_scatter":
             self._boundary(tokens, exit_form, caller, times)
         elif exit_form == "all_reduce":
-            leave(exit_form, "forward", caller, tokens * model.hidden_size, self.element)
+            leave(exit_form, "forward", caller, tokens * model.hidden_size, self.w)
             leave("all_gather", "backward", caller, self._blocks(tokens))
         else:
             width = model.num_heads // self.plan.tp * model.value_head_dim
             out = self._blocks(tokens, width)
-            into = [out[lines.here["tp"]]] * self.plan.tp
+            into = [out[self.here["tp"]]] * self.plan.tp
             lines.paired("tp", "all_to_all", caller, out, into, times=times)
 
     # Ledger entries of context parallelism: keys and values of positions that other ranks hold.
@@ -241,8 +233,8 @@ class _Step:
 
     def _context(self, sequences: int, times: int) -> None:
         """One attention of so many sequences."""
-        plan, model, lines, element = self.plan, self.model, self.lines, self.element
-        ranks, index = plan.cp, lines.here["cp"]
+        plan, model, lines, element = self.plan, self.model, self.lines, self.w
+        ranks, index = plan.cp, self.here["cp"]
         sizes = context_sizes(self.placement.seq_len, ranks)
         num_heads = model.num_heads // plan.tp
         kv_heads = num_heads if model.attention == "mla" else model.num_kv_heads // plan.tp
@@ -308,36 +300,27 @@ class _Step:
         """Sum the experts' counts in each scope, for auxiliary losses; behind the last slice."""
         if (forward + 1) % self.schedule.num_slices == 0:
             axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
-            counts = self._scopes(forward) * self.model.num_experts, _INT64
+            counts = self.scopes(forward) * self.model.num_experts, _INT64
             self.lines.enter(axis, "all_reduce", "forward", "moe.balance", *counts, times=times)
 
-    def _scopes(self, forward: int) -> int:
-        return self._sequences(forward) if self.model.aux_loss_scope == "sequence" else 1
-
     def _experts(self, forward: int, layer: int, times: int) -> None:
-        plan = self.plan
-        if plan.ep * plan.etp == 1:
-            return
-        chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+        plan, chunks = self.plan, self.chunks
         # Fixed slots are planned chunk by chunk.
         together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
-        common = {"lines": self.lines, "model": self.model, "plan": plan, "element": self.element}
+        common: dict[str, Any] = {"lines": self.lines, "model": self.model, "plan": plan}
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1
-
-            @cache
-            def sent_by(rank: int, chunk: int = chunk) -> SentRows:
-                _, tokens = self.placement.tokens(self.batch, rank, forward)
-                return self.routing(rank, forward, layer, tokens, chunk, chunks)
-
-            travels = sent_by
+            travels = sent_by = self.sent_by(forward, layer, chunk)
             if plan.spare_slots > 0 and plan.ep > 1:
-                replicas = ReplicaTraffic(**common, routed=sent_by, is_uniform=self.is_uniform)
+                replicas = ReplicaTraffic(
+                    **common, element=self.w, routed=sent_by, is_uniform=self.is_uniform
+                )
                 with self.lines.backward(self.placement.trains_experts(layer)):
                     replicas.enter(times, counts)
                 travels = cache(replicas.sent)
             DispatchTraffic(
                 **common,
+                element=self.w,
                 max_tokens=self.max_tokens,
                 sent_by=travels,
                 times=times,
@@ -348,7 +331,7 @@ class _Step:
     def _messages(self) -> None:
         """Between the stages: the residual stream's own rows, and their gradients; the same of the
         sums for one auxiliary loss of all layers, a tensor and a message of their own."""
-        width = self.model.hidden_size * self.element
+        width = self.model.hidden_size * self.w
         joint = (2 * self.model.num_experts + 1) * _FLOAT64
         for message in messages(self.schedule).values():
             if self.at not in (message.source, message.destination):
@@ -357,9 +340,9 @@ class _Step:
             sample = self.schedule.sample(producer)
             forward = sample * self.schedule.num_slices + producer.slice
             phase = "forward" if producer.kind == "F" else "backward"
-            sizes = [self.placement.tokens(self.batch, self.once.rank, forward)[1] * width]
+            sizes = [self.placement.tokens(self.batch, self.rank, forward)[1] * width]
             if self.model.has_joint_aux_loss:
-                sizes.append(self._scopes(forward) * joint)
+                sizes.append(self.scopes(forward) * joint)
             for size in sizes:
                 sends = self.at == message.source
                 self.once.message("pp", size, phase, "pipeline", sends=sends)
@@ -443,7 +426,7 @@ class _Step:
             # Of each stage the operations behind which its gradients are summed over ranks.
             ops = self.schedule.ops(self.at)
             backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))
-        for bucket in data_buckets(placement, once.rank, self.element):
+        for bucket in data_buckets(placement, self.rank, self.w):
             axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
             if not bucket.trains:
                 continue
@@ -451,7 +434,7 @@ class _Step:
                 once.enter(axis, "all_reduce", "backward", "gradients", own, size, times=times)
             else:
                 shared, copies = self.layout.sharding_axes(axis)
-                sizes, index = owned(placement, bucket, once.rank)
+                sizes, index = owned(placement, bucket, self.rank)
                 own = sizes[index]
                 sums = times
                 if backwards is not None:
@@ -467,9 +450,9 @@ class _Step:
             if bucket.mirrored:
                 once.enter("mirror", "all_reduce", "backward", "gradients", own, size, times=times)
         if plan.data == "zero3":
-            units = GatheredUnits(placement, once.rank, self.element)
+            units = GatheredUnits(placement, self.rank, self.w)
             for (bucket, phase), count in units.gathers.items():
-                sizes, _ = owned(placement, bucket, once.rank)
+                sizes, _ = owned(placement, bucket, self.rank)
                 weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
                 shared, _ = self.layout.sharding_axes(bucket.axis)
                 once.enter(shared, "all_gather", phase, "weights", weights, times=count)

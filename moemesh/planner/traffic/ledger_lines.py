@@ -67,12 +67,9 @@ class LedgerLines:
         if len(ranks) == 1:
             return
         index = ranks.index(self.rank)
-        if op == "all_reduce":
-            moved = wire.all_reduce(*amounts, len(ranks), index)
-        elif op == "broadcast":
-            moved = wire.broadcast(*amounts, len(ranks), index, 0)
-        else:
-            moved = getattr(wire, op)(*amounts, index)
+        last: dict[str, Any] = {"all_reduce": {"size": len(ranks)}}
+        last["broadcast"] = {"size": len(ranks), "source_index": 0}
+        moved = getattr(wire, op)(*amounts, index=index, **last.get(op, {}))
         self._add(axis, op, phase, caller, moved, times)
 
     def paired(self, axis: str, op: str, caller: str, *amounts: Any, times: int = 1) -> None:
