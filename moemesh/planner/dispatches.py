@@ -20,7 +20,6 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.dispatchers import HOPS, packed_bytes, slots_per_pair
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.section import LARGEST_SIZE
@@ -39,7 +38,7 @@ from moemesh.trace.ledger import Ledger
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exchange:
     """One collective of a dispatch, on all groups of its axis. ``sent[i][j]``: bytes that rank i
     gives rank j; what it keeps for itself stands on the diagonal and crosses no wire."""
@@ -78,26 +77,6 @@ class DispatchExchanges:
         out = [one for one in forward if one.caller == "moe.dispatch"]
         back = [one for one in forward if one.caller == "moe.combine"]
         return (*out, *reversed(back))
-
-
-class _PairLines(LedgerLines):
-    """Ledger lines of one rank that also keep, for each exchange, what each peer is sent."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        super().__init__(layout, rank)
-        self.pairs: dict[tuple[str, str, str, str], list[float]] = {}
-
-    def enter(
-        self, axis: str, op: str, phase: str, caller: str, *amounts: Any, times: int = 1
-    ) -> None:
-        super().enter(axis, op, phase, caller, *amounts, times=times)
-        peers = self.members(axis)
-        if len(peers) > 1:
-            row = self.pairs.setdefault((axis, op, phase, caller), [0.0] * self.layout.world_size)
-            # A gather gives every peer the same block.
-            own = amounts[0][peers.index(self.rank)]
-            for peer, size in zip(peers, amounts[0], strict=True):
-                row[peer] += own if op == "all_gather" else size
 
 
 ROUTINGS = "routings"
@@ -176,7 +155,8 @@ class RoutingExample:
             count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
         ]
         most = max(map(len, self.choices))
-        lines = [_PairLines(layout, rank) for rank in range(layout.world_size)]
+        ranks = range(layout.world_size)
+        lines = [LedgerLines(layout, rank) for rank in ranks]
         traffic = [
             DispatchTraffic(
                 lines=own,
@@ -188,19 +168,20 @@ class RoutingExample:
             )
             for own in lines
         ]
-        for one in traffic:
-            one.enter()
-        nothing = [0.0] * layout.world_size
-        exchanges = tuple(
-            Exchange(
-                axis=key[0],
-                op=key[1],
-                phase=key[2],
-                caller=key[3],
-                sent=tuple(tuple(own.pairs.get(key, nothing)) for own in lines),
-            )
-            for key in dict.fromkeys(key for own in lines for key in own.pairs)
-        )
+        #: Bytes from each rank to each other one, of every exchange.
+        pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
+        for rank, own in enumerate(lines):
+            for one in traffic[rank].exchanges():
+                peers, (out, *_) = own.members(one.axis), one.amounts
+                own.enter(*one[:4], *one.amounts)
+                if len(peers) > 1:
+                    nothing = [[0.0] * len(ranks) for _ in ranks]
+                    matrix = pairs.setdefault(one[:4], nothing)
+                    for place, peer in enumerate(peers):
+                        # A gather gives every peer the same block.
+                        place = peers.index(rank) if one.op == "all_gather" else place
+                        matrix[rank][peer] += out[place]
+        exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
             ledgers=tuple(own.ledger() for own in lines),

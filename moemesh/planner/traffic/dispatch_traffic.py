@@ -16,9 +16,10 @@ Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,23 @@ def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
     return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
+class RowExchange(NamedTuple):
+    """One collective of a dispatch: rows of `width` bytes to and from each member of the axis, or
+    (of a gather, or a scatter of sums) those of each member."""
+
+    axis: str
+    op: str
+    phase: str
+    caller: str
+    rows: tuple[Sequence[float], ...]
+    width: float
+
+    @property
+    def amounts(self) -> list[list[float]]:
+        """Bytes, as :meth:`LedgerLines.enter` takes them."""
+        return [[rows * self.width for rows in side] for side in self.rows]
+
+
 @dataclass(kw_only=True)
 class DispatchTraffic:
     """Plan, dispatch and combine of one chunk, forward and backward."""
@@ -59,7 +77,6 @@ class DispatchTraffic:
     max_tokens: int
     #: Rows that a rank asks for.
     sent_by: Callable[[int], SentRows]
-    times: int = 1
     #: Chunks whose counts are exchanged with those of this one (all_to_all and hierarchical);
     #: 0: they have gone with those of another.
     counts: int = 1
@@ -72,20 +89,18 @@ class DispatchTraffic:
         is_coded = self.plan.payload == "fp8"
         self.coded = packed_bytes(self.model.hidden_size) if is_coded else self.plain
         self._slots = low_latency_slots(self.model, self.plan, self.max_tokens)
-        self._one = partial(self.lines.enter, times=self.times)
         self._rows = cache(self._rows_of)
 
-    def enter(self) -> None:
-        """Everything of one chunk, forward and backward."""
+    def exchanges(self) -> Iterator[RowExchange]:
+        """Everything of one chunk, in the order of the table that shows it."""
         plan, lines, name = self.plan, self.lines, self.plan.dispatcher
         if plan.ep * plan.etp == 1:
             return
         sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
         if name == "low_latency":
-            header = [float((self._slots + 1) * _INT32)] * plan.ep
-            self._one("ep", "all_to_all", "forward", "moe.headers", header, header)
-            lane = [sum(header)] * plan.etp
-            self._one("etp", "all_gather", "forward", "moe.headers", lane)
+            header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
+            yield RowExchange("ep", "all_to_all", *headers, (header, header), _INT32)
+            yield RowExchange("etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32)
             if any(rows > self._slots for item in sent for rows in item.rows):
                 name = "all_to_all"
         elif name not in HOPS:
@@ -94,7 +109,7 @@ class DispatchTraffic:
         # A row that stands for a token has the ids and weights of all its slots.
         peers = lines.members("ep" if name == "hierarchical" else "ep_etp")
         slots = max(self.sent_by(peer).slots for peer in peers)
-        self._plan(name, hops, slots)
+        yield from self._announced(name, hops, slots)
         callers = (_WEIGHTS, _DISPATCH, _COMBINE)
         entries = [(caller, hop) for caller in callers for hop in hops]
         if name == "hierarchical":
@@ -103,38 +118,41 @@ class DispatchTraffic:
         for caller, hop in entries:
             if caller == _WEIGHTS:
                 width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
-                self._there(hop, width, "forward", caller)
-                self._back(hop, width, "backward", caller)
+                yield self._there(hop, width, "forward", caller)
+                yield self._back(hop, width, "backward", caller)
             elif caller == _DISPATCH:
                 width = self.plain if hop.axis == "etp" else self.coded
-                self._there(hop, width, "forward", caller)
+                yield self._there(hop, width, "forward", caller)
                 if not exact:
-                    self._back(hop, self.plain, "backward", caller)
+                    yield self._back(hop, self.plain, "backward", caller)
             elif exact:
                 continue
             elif hop.axis == "ep_etp" and not self._sums_densely(sent, slots):
-                out = [item.visits[lines.here["ep"]] * self.plain for item in sent]
+                out = [item.visits[lines.here["ep"]] for item in sent]
                 mine = self.sent_by(lines.rank).visits
-                into = [mine[place // plan.etp] * self.plain for place in range(len(sent))]
-                lines.paired("ep_etp", "all_to_all", caller, out, into, times=self.times)
+                both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                uneven = "ep_etp", "all_to_all"
+                yield RowExchange(*uneven, "forward", caller, both, self.plain)
+                yield RowExchange(*uneven, "backward", caller, both[::-1], self.plain)
             else:
-                self._back(hop, self.plain, "forward", caller)
-                self._there(hop, self.plain, "backward", caller)
+                yield self._back(hop, self.plain, "forward", caller)
+                yield self._there(hop, self.plain, "backward", caller)
         if exact:
             # Every (token, expert) row by itself: sums over etp, then over ep.
             home = HOPS["all_to_all"][::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
-                    self._back(hop, self.plain, phase, caller)
+                    yield self._back(hop, self.plain, phase, caller)
             for hop in home:
-                self._there(hop, self.plain, "backward", _COMBINE)
+                yield self._there(hop, self.plain, "backward", _COMBINE)
 
-    def _plan(self, name: str, hops: tuple[Hop, ...], slots: int) -> None:
+    def _announced(self, name: str, hops: tuple[Hop, ...], slots: int) -> Iterator[RowExchange]:
         """Messages that say which rows come."""
-        plan, one = self.plan, self._one
+        plan, counts = self.plan, ("forward", _COUNTS)
         if name == "all_gather":
-            one("ep_etp", "all_gather", "forward", _COUNTS, [float(_INT64)] * plan.ep * plan.etp)
-            self._there(hops[0], slots * _INT64, "forward", _COUNTS)
+            each = [1.0] * plan.ep * plan.etp
+            yield RowExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
+            yield self._there(hops[0], slots * _INT64, *counts)
         if name not in ("all_to_all", "hierarchical"):
             return
         # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
@@ -144,14 +162,13 @@ class DispatchTraffic:
         numbers = {"ep": local, "ep_rail": 1 + self.lines.layout.ep_node, "ep_node": 2}
         numbers["etp"] = local * plan.ep if name == "all_to_all" else 2
         for hop in hops:
-            size = float(self.counts * numbers[hop.axis] * _INT64)
-            block = [size] * len(self.lines.members(hop.axis))
+            block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
             if hop.is_gathered and self.counts:
-                one(hop.axis, "all_gather", "forward", _COUNTS, block)
+                yield RowExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
             elif self.counts:
-                one(hop.axis, "all_to_all", "forward", _COUNTS, block, block)
+                yield RowExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
             if hop.is_of_tokens:
-                self._there(hop, _INT32 * (slots + 1), "forward", _COUNTS)
+                yield self._there(hop, _INT32 * (slots + 1), *counts)
 
     def _sums_densely(self, sent: list[SentRows], slots: int) -> bool:
         # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
@@ -159,17 +176,15 @@ class DispatchTraffic:
         visited = self.plan.etp * sum(sum(item.visits) for item in sent)
         return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
 
-    def _there(self, hop: Hop, width: float, phase: str, caller: str) -> None:
+    def _there(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
         """Rows of `width` bytes towards the experts."""
-        amounts = ([rows * width for rows in side] for side in self._rows(hop))
         op = "all_gather" if hop.is_gathered else "all_to_all"
-        self._one(hop.axis, op, phase, caller, *amounts)
+        return RowExchange(hop.axis, op, phase, caller, self._rows(hop), width)
 
-    def _back(self, hop: Hop, width: float, phase: str, caller: str) -> None:
+    def _back(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
         """Rows of `width` bytes from the experts."""
-        amounts = ([rows * width for rows in side] for side in reversed(self._rows(hop)))
         op = "reduce_scatter" if hop.is_gathered else "all_to_all"
-        self._one(hop.axis, op, phase, caller, *amounts)
+        return RowExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
 
     def _rows_of(self, hop: Hop) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; where they are gathered, of each."""

@@ -318,15 +318,16 @@ class _Step(RankStep):
                 with self.lines.backward(self.placement.trains_experts(layer)):
                     replicas.enter(times, counts)
                 travels = cache(replicas.sent)
-            DispatchTraffic(
+            traffic = DispatchTraffic(
                 **common,
                 element=self.w,
                 max_tokens=self.max_tokens,
                 sent_by=travels,
-                times=times,
                 counts=counts,
                 spare_rows=self.spare_rows,
-            ).enter()
+            )
+            for one in traffic.exchanges():
+                self.lines.enter(*one[:4], *one.amounts, times=times)
 
     def _messages(self) -> None:
         """Between the stages: the residual stream's own rows, and their gradients; the same of the
