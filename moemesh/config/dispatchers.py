@@ -68,9 +68,19 @@ def visit_probability(experts: int, chosen: int, part: int) -> float:
     return 1 - comb(experts - part, chosen) / comb(experts, chosen)
 
 
-def expected_distinct(parts: int, experts: int, chosen: int) -> float:
-    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform."""
-    return parts * visit_probability(experts, chosen, experts // parts)
+def expected_distinct(
+    parts: int, experts: int, chosen: int, groups: int = 1, kept: int = 1
+) -> float:
+    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform: its
+    `kept` groups of `groups`, then its experts in them, are drawn evenly. One of `groups` and
+    `parts` must divide the other."""
+    each = max(groups // parts, 1)  # groups that a part holds, or has a piece of
+    reach, size = experts * kept // groups, experts // max(parts, groups)
+    found = 0.0
+    for here in range(1, min(each, kept) + 1):
+        ways = comb(each, here) * comb(groups - each, kept - here) / comb(groups, kept)
+        found += ways * visit_probability(reach, chosen, here * size)
+    return parts * found
 
 
 class Hop(NamedTuple):

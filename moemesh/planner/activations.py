@@ -1,26 +1,13 @@
 """Bytes that a layer keeps for its backward, per token and per microbatch of a rank.
 
-Per token and layer, w bytes an element (2 in the 16-bit formulas of the sources), t tensor ranks,
-s sequence length; "SP" is divided by t only with sequence parallelism:
-
-| kept | bytes | divided by |
-|---|---|---|
-| two residual inputs, two norm outputs | 4 w h | SP |
-| two dropout masks (where there is dropout) | 2 h | SP |
-| q and attention output | w a (d_qk + d_v) | t |
-| k, v | w (h_k + h_v) | t |
-| log-sum-exp (flash) | 4 a | t |
-| scores: softmax, and with dropout its mask and output (no flash) | (2 w + 1) a s, or w a s | t |
-| MLP, GELU: input and output of the activation | 2 w f | t |
-| MLP, SwiGLU: gate, up, product; silu(gate) unless fused | 3 w f or 4 w f | t |
-| norms in fp32 (not fused) | 8 h | SP |
-
-A GPT layer comes to s b h (34 + 5 a s / h) (Korthikanti et al., arXiv:2205.05198, equation 1), a
-modern one to 12 h + 4 h_kv + 8 f a token. An MoE layer replaces the MLP line by router logits 4 E,
-and for each of k copies: the permuted row w h, gate and up 2 w f_e, product w f_e, the result w h;
-shared experts as an MLP. *Expert parallelism divides none of these*: every rank brings its own
-tokens and a balanced exchange conserves them. Expert-tensor parallelism gathers tokens (x) and cuts
-f_e (1/x): the width terms cancel, the terms with h grow.
+Per token and layer, with w bytes an element (2 in the 16-bit formulas of the sources) and t tensor
+ranks; "tokens" are divided by t only with sequence parallelism. Each :class:`KeptTensor` below is a
+row of the sources' tables. A GPT layer comes to s b h (34 + 5 a s / h) (Korthikanti et al.,
+arXiv:2205.05198, equation 1), a modern one to 12 h + 4 h_kv + 8 f a token. An MoE layer replaces
+the MLP line by router logits 4 E, and for each of k copies: the permuted row w h, gate and up 2 w
+f_e, product w f_e, the result w h; shared experts as an MLP. *Expert parallelism divides none of
+these*: every rank brings its own tokens and a balanced exchange conserves them. Expert-tensor
+parallelism gathers tokens (x) and cuts f_e (1/x): the width terms cancel, the terms with h grow.
 """
 
 from __future__ import annotations

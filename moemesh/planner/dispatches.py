@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import comb
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.dispatchers import HOPS, packed_bytes, slots_per_pair
+from moemesh.config.dispatchers import HOPS, expected_distinct, packed_bytes, slots_per_pair
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
@@ -30,9 +29,8 @@ from moemesh.planner.planned_layout import ELEMENT_BYTES
 from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic
+from moemesh.planner.traffic.dispatch_traffic import Choices, DispatchTraffic, count_choices
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.routing import Choices, count_choices
 from moemesh.trace.ledger import Ledger
 
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.
@@ -426,17 +424,10 @@ class DispatchLoad:
         """Nodes, or ranks, out of `places` that a token visits: its groups, then its experts in
         them, are drawn evenly."""
         groups, kept = (self.groups, self.groups_kept) if self.groups else (1, 1)
+        # The closed form of whole groups (or parts of them) in a place, else a smooth one.
         if groups % places and places % groups:
-            smooth = visited_nodes(self.experts, self.experts_per_token, places, groups, kept)
-            return float(smooth)
-        each = max(groups // places, 1)  # groups that a place holds, or has a part of
-        reach, size = self.experts * kept // groups, self.experts // max(places, groups)
-        found = 0.0
-        for here in range(1, min(each, kept) + 1):
-            ways = comb(each, here) * comb(groups - each, kept - here) / comb(groups, kept)
-            missed = comb(reach - here * size, self.experts_per_token)
-            found += ways * (1 - missed / comb(reach, self.experts_per_token))
-        return places * found
+            return float(visited_nodes(self.experts, self.experts_per_token, places, groups, kept))
+        return expected_distinct(places, self.experts, self.experts_per_token, groups, kept)
 
 
 @dataclass(frozen=True)

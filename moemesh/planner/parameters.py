@@ -60,20 +60,16 @@ def attention_products(shape: ModelShape) -> tuple[int, int]:
     return (query or hidden) * shape.query_width + expanded + output, down
 
 
-def attention_matmul(shape: ModelShape) -> int:
-    """All of :func:`attention_products`."""
-    return sum(attention_products(shape))
-
-
-def mlp_matmul(shape: ModelShape, moe: bool) -> int:
-    """Parameters of one feed-forward block that multiply a token, the router among them."""
+def layer_matmul(shape: ModelShape, moe: bool) -> int:
+    """Parameters of one layer that multiply a token, the router among them."""
     hidden, width = shape.hidden_size, shape.intermediate_size
     routed = 0
     if moe:
         width = shape.experts_per_token * shape.expert_intermediate_size
         width += shape.shared_intermediate_size
         routed = shape.num_experts + shape.shared_gate
-    return hidden * ((3 if shape.gated else 2) * width + routed)
+    mlp = hidden * ((3 if shape.gated else 2) * width + routed)
+    return sum(attention_products(shape)) + mlp
 
 
 def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convention) -> float:
@@ -86,8 +82,7 @@ def layer_forward(
     shape: ModelShape, kind: LayerKind, seq_len: int, convention: Convention
 ) -> float:
     """Forward FLOPs of one token in one layer."""
-    matmul = attention_matmul(shape) + mlp_matmul(shape, kind.moe)
-    return 2.0 * matmul + core_flops(shape, seq_len, kind.window, convention)
+    return 2.0 * layer_matmul(shape, kind.moe) + core_flops(shape, seq_len, kind.window, convention)
 
 
 def head_forward(shape: ModelShape) -> float:

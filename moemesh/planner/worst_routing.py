@@ -19,8 +19,8 @@ from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import capacity_of, crowded_routing
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 
 #: More microbatches for each pipeline rank hold no more at the fullest moment.

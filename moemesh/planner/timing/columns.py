@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.parameters import attention_matmul, mlp_matmul
+from moemesh.planner.parameters import layer_matmul
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
@@ -278,10 +278,7 @@ def _rank_columns(
 ) -> tuple[RankColumns, ...]:
     """The first and last rank, and of those between the heaviest (of equal ones the last)."""
     stages = Stages(shape, step, sizes)
-    weigh = (
-        attention_matmul(shape) + mlp_matmul(shape, False),
-        attention_matmul(shape) + mlp_matmul(shape, True),
-    )
+    weigh = layer_matmul(shape, False), layer_matmul(shape, True)
     found = [rank_row(stages, rank) for rank in range(step.ranks)]
 
     def load(rank: int) -> tuple[float, int]:

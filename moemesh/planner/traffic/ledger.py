@@ -33,6 +33,7 @@ everything of the forward happens twice. What a step does once is in `_Step._end
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -42,9 +43,8 @@ from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic
+from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, Routing
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     GatheredUnits,
@@ -89,27 +89,29 @@ def predict_ledger(
     schedule cannot be made. See also `volumes`, and
     :func:`moemesh.planner.layout_sources.exact_plan`.
     """
-    placement = StagePlacement(model, plan, seq_len, tuning)
-    return _Step(placement, global_batch, dtype, rank, routing, on_accelerator).ledger()
+    step = _Step(
+        placement=StagePlacement(model, plan, seq_len, tuning),
+        global_batch=global_batch,
+        w=ELEMENT_BYTES[dtype],
+        rank=rank,
+        given_routing=routing,
+        on_accelerator=on_accelerator,
+    )
+    return step.ledger()
 
 
+@dataclass(kw_only=True, eq=False)
 class _Step(RankStep):
     """The lines of one rank."""
 
-    def __init__(
-        self,
-        placement: StagePlacement,
-        global_batch: int,
-        dtype: str,
-        rank: int,
-        routing: Routing | None,
-        on_accelerator: bool,
-    ) -> None:
-        super().__init__(placement, global_batch, ELEMENT_BYTES[dtype], rank, routing)
+    on_accelerator: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         model, plan = self.model, self.plan
         exact = plan.combine == "exact"
-        self.spare_rows = on_accelerator * spare_rows(model.hidden_size, exact=exact)
-        self.is_uniform = routing is None
+        self.spare_rows = self.on_accelerator * spare_rows(model.hidden_size, exact=exact)
+        self.is_uniform = self.given_routing is None
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
         again: tuple[str, ...] = ()
@@ -119,8 +121,8 @@ class _Step(RankStep):
             # The core of attention: not what only leaves it.
             again = tuple(name for name in CONTEXT_CALLERS if name != "context.positions")
         #: What forwards and backwards enter, and what a step enters once.
-        self.lines = LedgerLines(self.layout, rank, forwards=2 if twice else 1, recomputed=again)
-        self.once = LedgerLines(self.layout, rank)
+        self.lines = LedgerLines(self.layout, self.rank, forwards=1 + twice, recomputed=again)
+        self.once = LedgerLines(self.layout, self.rank)
         self.at = self.here["pp"]
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
@@ -141,7 +143,7 @@ class _Step(RankStep):
 
     def _stage(self, stage: int, forward: int) -> None:
         placement = self.placement
-        tokens, _ = placement.tokens(self.batch, self.rank, forward)
+        tokens, _ = placement.tokens(self.global_batch, self.rank, forward)
         if stage == 0:
             with self.lines.backward(placement.has_backward("embedding")):
                 self._boundary(tokens, "reduce_scatter", "embedding")
@@ -288,7 +290,7 @@ class _Step(RankStep):
             widths.append(model.experts_per_token * _INT64)
         for width in widths:
             blocks = [
-                float(self.placement.tokens(self.batch, rank, forward)[1] * width)
+                float(self.placement.tokens(self.global_batch, rank, forward)[1] * width)
                 for rank in lines.members(self.sharing)
             ]
             choose = self.sharing, "all_gather", "forward", "moe.choose", blocks
@@ -341,7 +343,7 @@ class _Step(RankStep):
             sample = self.schedule.sample(producer)
             forward = sample * self.schedule.num_slices + producer.slice
             phase = "forward" if producer.kind == "F" else "backward"
-            sizes = [self.placement.tokens(self.batch, self.rank, forward)[1] * width]
+            sizes = [self.placement.tokens(self.global_batch, self.rank, forward)[1] * width]
             if self.model.has_joint_aux_loss:
                 sizes.append(self.scopes(forward) * joint)
             for size in sizes:

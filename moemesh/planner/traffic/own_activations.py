@@ -16,8 +16,7 @@ from typing import NamedTuple
 from moemesh.config.context import head_share
 from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import shard_range
-from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
-from moemesh.planner.traffic.routing import Routing, SentRows
+from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, low_latency_slots
 from moemesh.planner.traffic.tensors import RankStep, StagePlacement
 from moemesh.schedule.action import Op
 from moemesh.trace.memory_profile import DEFERRED
@@ -62,15 +61,8 @@ class LayerMemory(RankStep):
     dispatch plan itself holds are not counted.
     """
 
-    def __init__(
-        self,
-        placement: StagePlacement,
-        global_batch: int,
-        element: int,
-        rank: int,
-        routing: Routing | None,
-    ) -> None:
-        super().__init__(placement, global_batch, element, rank, routing)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         model, plan = self.model, self.plan
         self.is_selective = plan.recompute == "selective"
         #: Heads of this rank.
@@ -86,7 +78,7 @@ class LayerMemory(RankStep):
 
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """One forward on one stage: what has a backward."""
-        whole, local = self.placement.tokens(self.batch, self.rank, number)
+        whole, local = self.placement.tokens(self.global_batch, self.rank, number)
         length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
         found: list[SavedTensors] = []
         kept = self.placement.has_backward
@@ -396,7 +388,13 @@ def predict_activations(
 
     `routing` None: uniform. Replicas of experts are priced as if there were none.
     """
-    memory = LayerMemory(placement, global_batch, element, rank, routing)
+    memory = LayerMemory(
+        placement=placement,
+        global_batch=global_batch,
+        w=element,
+        rank=rank,
+        given_routing=routing,
+    )
     schedule, pp_rank = placement.schedule, memory.here["pp"]
     layers = cache(memory.stage)
     walk = _Walk(placement.plan.recompute == "full")

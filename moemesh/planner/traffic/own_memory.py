@@ -5,14 +5,15 @@ Model states are exact, activations near (:mod:`.own_activations`).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
 from moemesh.config.buckets import MOST_UNDER_WAY
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
+from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     GatheredUnits,
@@ -46,19 +47,6 @@ from moemesh.trace.memory_profile import MemoryProfile
 _BIAS = 4
 
 
-class States(NamedTuple):
-    """Bytes of one rank, by the classes of :data:`moemesh.trace.memory_profile.PARTS`."""
-
-    dense_weights: int
-    expert_weights: int
-    gradients: int
-    optimizer: int
-    gathered_weights: int = 0
-    buffers: int = 0
-    weight_versions: int = 0
-    snapshots: int = 0
-
-
 def predict_states(
     placement: StagePlacement,
     *,
@@ -66,8 +54,9 @@ def predict_states(
     optimizer: Literal["adamw", "sgd"] = "adamw",
     momentum: float = 0.0,
     rank: int = 0,
-) -> States:
-    """The part of the model on `rank`, `element` bytes a weight; `momentum` is that of SGD."""
+) -> MemoryProfile:
+    """The part of the model on `rank`, `element` bytes a weight, without activations; `momentum` is
+    that of SGD."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
     kinds = 2 if optimizer == "adamw" else int(momentum > 0)
@@ -105,7 +94,8 @@ def predict_states(
         versions = FORMS[plan.schedule].copies(numbers, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathers = plan.data == "zero3"
-    return States(
+    return MemoryProfile(
+        rank=rank,
         gathered_weights=GatheredUnits(placement, rank, element).most_bytes if gathers else 0,
         buffers=_most_buffers(placement, rank, element),
         dense_weights=weights[False],
@@ -189,10 +179,5 @@ def predict_memory(
     kinds = predict_activations(
         placement, global_batch=global_batch, element=element, rank=rank, routing=routing
     )
-    return MemoryProfile(
-        rank=rank,
-        **states._asdict(),
-        activations=sum(kinds.values()),
-        activation_kinds=kinds,
-        peak=sum(states) + sum(kinds.values()),
-    )
+    profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
+    return replace(profile, peak=profile.total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 
@@ -24,8 +24,8 @@ from moemesh.config.tuning import (
     tuned_tensors,
     units_without_backward,
 )
+from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.ledger_lines import members
-from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
@@ -127,33 +127,34 @@ class StagePlacement:
         return [found for found in self.tensors if self.users(found, pp_rank)]
 
 
+@dataclass(kw_only=True, eq=False)
 class RankStep:
     """One training step of one rank: its forwards, numbered by microbatch and, inside it, by slice
-    of the sequences; and the rows that tokens send to experts (`routing` None: uniform)."""
+    of the sequences; and the rows that tokens send to experts."""
 
-    def __init__(
-        self,
-        placement: StagePlacement,
-        global_batch: int,
-        element: int,
-        rank: int,
-        routing: Routing | None,
-    ) -> None:
-        self.placement, self.batch, self.rank = placement, global_batch, rank
-        self.model, self.plan = placement.model, placement.plan
-        self.layout, self.schedule = placement.layout, placement.schedule
-        self.here = placement.coordinates(rank)
-        #: Bytes of a number of the model, and of one that is at least fp32.
-        self.w, self.wide = element, max(element, 4)
-        self.routing = routing or uniform_routing(self.model, self.layout)
-        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
+    placement: StagePlacement
+    global_batch: int
+    #: Bytes of a number of the model.
+    w: int
+    rank: int
+    #: Rows that tokens ask for; None: uniform routing.
+    given_routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        self.model, self.plan = self.placement.model, self.placement.plan
+        self.layout, self.schedule = self.placement.layout, self.placement.schedule
+        self.here = self.placement.coordinates(self.rank)
+        #: Bytes of a number that is at least fp32.
+        self.wide = max(self.w, 4)
+        self.routing = self.given_routing or uniform_routing(self.model, self.layout)
+        self.max_tokens = self.plan.tokens_per_rank(self.placement.seq_len, self.global_batch)
         is_whole = self.plan.combine == "exact" or self.plan.ep * self.plan.etp == 1
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
 
     def sequences(self, forward: int) -> int:
         """Sequences that this rank has a part of, in one forward."""
         microbatch = forward // self.schedule.num_slices
-        return self.placement.sequences(self.batch, self.here["dp"], microbatch)
+        return self.placement.sequences(self.global_batch, self.here["dp"], microbatch)
 
     def scopes(self, forward: int) -> int:
         """Scopes of the auxiliary losses in one forward."""
@@ -164,7 +165,7 @@ class RankStep:
 
         @cache
         def sent(rank: int) -> SentRows:
-            _, tokens = self.placement.tokens(self.batch, rank, forward)
+            _, tokens = self.placement.tokens(self.global_batch, rank, forward)
             return self.routing(rank, forward, layer, tokens, chunk, self.chunks)
 
         return sent
