@@ -16,7 +16,6 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.dispatchers import HOPS, expected_distinct, packed_bytes, slots_per_pair
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
@@ -31,6 +30,7 @@ from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.traffic.dispatch_traffic import Choices, DispatchTraffic, count_choices
 from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.sharding.dispatchers import HOPS, expected_distinct, packed_bytes, slots_per_pair
 from moemesh.trace.ledger import Ledger
 
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.

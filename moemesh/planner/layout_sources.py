@@ -16,16 +16,14 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 from moemesh.config.data import DataConfig
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.load import build_section, load_run
+from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.stages import cut_layers
 from moemesh.config.suggest import aliases, choices_of, nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
@@ -42,6 +40,9 @@ from moemesh.planner.planned_layout import (
 )
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.schedule.plan_schedule import step_problems
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import tensors
+from moemesh.sharding.stages import cut_layers
 
 #: Keys that a Plan and a layout share, values included.
 _SAME = (

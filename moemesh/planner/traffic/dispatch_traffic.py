@@ -2,7 +2,7 @@
 
 Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
 in fp8: H + 4 ceil(H / 128)). What a rank sends is asked of a :class:`Routing`; what it receives is
-what the others send it. Rows take the hops of :data:`moemesh.config.dispatchers.HOPS`.
+what the others send it. Rows take the hops of :data:`moemesh.sharding.dispatchers.HOPS`.
 
 | dispatcher | plan |
 |---|---|
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
-from moemesh.config.dispatchers import HOPS, Hop, packed_bytes, slots_per_pair, visit_probability
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.sharding.dispatchers import HOPS, Hop, packed_bytes, slots_per_pair, visit_probability
 
 # Token counts per expert and rank, expected or chosen: traffic that depends on them follows.
 #

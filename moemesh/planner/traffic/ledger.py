@@ -37,8 +37,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from moemesh.config.context import context_sizes, head_share
-from moemesh.config.dispatchers import spare_rows
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -54,6 +52,8 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.messages import messages
+from moemesh.sharding.context import context_sizes, head_share
+from moemesh.sharding.dispatchers import spare_rows
 from moemesh.trace.ledger import Ledger
 
 #: Callers that a forward enters, in all layers alike.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from moemesh.config.buckets import MOST_UNDER_WAY
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -22,6 +21,7 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
+from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.trace.memory_profile import MemoryProfile
 
 # Model states: weights to snapshots.
