@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -36,8 +36,7 @@ from moemesh.trace.ledger import Ledger
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One collective of a dispatch, on all groups of its axis. ``sent[i][j]``: bytes that rank i
     gives rank j; what it keeps for itself stands on the diagonal and crosses no wire."""
 
@@ -331,20 +330,12 @@ def _table(source: str) -> dict[str, Any]:
 def to_json(example: RoutingExample) -> dict[str, Any]:
     """Everything as plain values: per dispatcher its exchanges with bytes by pair of ranks."""
     shown: dict[str, Any] = {}
+    keys = ("axis", "op", "phase", "caller", "sent_bytes")
     for name in example.dispatchers:
         found = example.exchanges(name)
         shown[name] = {
             "row_bytes": {"out": found.row_out, "back": found.row_back},
-            "exchanges": [
-                {
-                    "axis": one.axis,
-                    "op": one.op,
-                    "phase": one.phase,
-                    "caller": one.caller,
-                    "sent_bytes": one.sent,
-                }
-                for one in found.exchanges
-            ],
+            "exchanges": [dict(zip(keys, one, strict=True)) for one in found.exchanges],
             "wire_bytes": [ledger.total().wire_bytes for ledger in found.ledgers],
             "received_bytes": [ledger.total().received_bytes for ledger in found.ledgers],
         }

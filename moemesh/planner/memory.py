@@ -47,7 +47,7 @@ from moemesh.planner.parameters import (
 )
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
+from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
@@ -111,12 +111,6 @@ class StageContent:
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = StageContent.of(shape, layout, rank)
-    return _content_weights(shape, layout, content)
-
-
-def _content_weights(
-    shape: ModelShape, layout: PlannedLayout, content: StageContent
-) -> WeightCounts:
     whole = layout.attention_exit == "all_to_all"
     found = kind_weights(shape, content.kinds, whole_output=whole)
     if content.has_embedding:
@@ -230,7 +224,7 @@ def rank_memory(
     layout, where they are known."""
     chunks = chunks or ChunkBytes(shape, layout)
     content, w = StageContent.of(shape, layout, rank), layout.element_bytes
-    weights = _content_weights(shape, layout, content)
+    weights = rank_weights(shape, layout, rank)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
@@ -462,16 +456,14 @@ def _peaks(
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
     """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
     whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
-    return _worst_ranks(shape, pipeline_step(layout, 1), layout.layers_per_stage or ())
+    return _worst_ranks(Stages.of(shape, layout, microbatches=1))
 
 
 @lru_cache(maxsize=4096)
-def _worst_ranks(
-    shape: ModelShape, step: PipelineStep, layers_per_stage: tuple[int, ...]
-) -> tuple[int, ...]:
+def _worst_ranks(stages: Stages) -> tuple[int, ...]:
+    step = stages.step
     if step.ranks == 1:
         return (0,)
-    stages = Stages(shape, step, layers_per_stage or default_cut(shape, step.num_stages))
     contents = [StageContent(stages, rank) for rank in range(step.ranks)]
     many = step.of(step.settled(8 * step.ranks))
     moments = alive(many)
