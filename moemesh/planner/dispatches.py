@@ -16,13 +16,12 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import read_plan, smallest_batch
 from moemesh.planner.planned_layout import ELEMENT_BYTES
 from moemesh.planner.timing.columns import hardware_row

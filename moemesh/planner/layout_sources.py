@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
@@ -22,9 +21,10 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
+from moemesh.config.schema import aliases
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import aliases, choices_of, nearest_choice
+from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
