@@ -283,8 +283,7 @@ def _meant(name: str, options: Iterable[str]) -> str:
     every = f"one of {', '.join(options)}"
     if "--set" not in options:
         return every
-    from moemesh.config.schema import sections_with
-    from moemesh.config.suggest import alias_hint, aliases, resembling_keys
+    from moemesh.config.schema import alias_hint, aliases, resembling_keys, sections_with
 
     leaf = name.lstrip("-").replace("-", "_")
     keys = [leaf] if "." in leaf else [f"{section}.{leaf}" for section in sections_with(leaf)]

@@ -143,7 +143,7 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_loads, scaled
     from moemesh.balance.load_files import gpus_of, load_placement, load_table
-    from moemesh.config.divisors import nearest_divisors
+    from moemesh.config.suggest import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
         # The function, like the published one, passes over nodes under the global policy.

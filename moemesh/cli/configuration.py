@@ -140,15 +140,14 @@ def config_migrate(
 
         moemesh config migrate first.toml --dry-run
     """
-    from moemesh.config.migration import migrate
-    from moemesh.config.sources import read_text
+    from moemesh.config.sources import migrate, read_text
     from moemesh.report.files import write_texts
 
-    found = migrate(read_text(file), str(file))
+    text, changes = migrate(read_text(file), str(file))
     if dry_run:
-        typer.echo(found.text, nl=False)
+        typer.echo(text, nl=False)
         return
-    if found.changes:
-        write_texts([(file, found.text)], replaces=True)
-    for change in found.changes or ("nothing to change",):
+    if changes:
+        write_texts([(file, text)], replaces=True)
+    for change in changes or ("nothing to change",):
         typer.echo(f"{file}: {change}")

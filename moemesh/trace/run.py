@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from moemesh.config.data import loss_unit
-from moemesh.config.paths import nearest_path
 from moemesh.config.shown import Shown
+from moemesh.config.suggest import nearest_path
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles

@@ -52,7 +52,7 @@ def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -
                 request.svg.write_text(picture(table), encoding="utf-8")
         return strict_json(table) if request.as_json else as_text(table, request.out)
 
-    return on_ranks(config, request.arguments(source), overrides, work)
+    return on_ranks(config, work)
 
 
 def score_table(
