@@ -167,7 +167,7 @@ def train_on_rank(
         "weights": owned(parallel, parallel.reducer.held_weights),
         "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
-        "ledger": mesh.ledger.rows(),
+        "ledger": mesh.ledger,
         "choices": choices,
         "memory": memory,
     }

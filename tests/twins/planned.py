@@ -65,7 +65,7 @@ def step_on_rank(
             result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
             update(parallel, optimizer, result, lr=1e-3, clip=1.0)
     return {
-        "ledger": mesh.ledger.rows(),
+        "ledger": mesh.ledger,
         "choices": choices,
         "memory": state_bytes(parallel, optimizer)
         | {"activations": saved.peak_bytes, "kinds": saved.peak_by_kind},

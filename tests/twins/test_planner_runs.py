@@ -15,7 +15,6 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL as ALL
 from moemesh.config.tuning import Tuning
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.trace.ledger import Ledger
 from tests.parity.training import model_of
 from tests.twins.planned import SEQ_LEN, measure
 from tests.twins.predictions import assert_predicted
@@ -221,7 +220,7 @@ def test_uniform_routing_is_near_a_run() -> None:
     """Without the choices of a run, bytes are expected ones: the same lines, the same counts."""
     plan = {"dp": 2, "ep": 2}
     config, checked = ModelConfig(), Plan(**plan)
-    measured = Ledger.from_rows(measure({}, plan, batch=4)[0]["ledger"])
+    measured = measure({}, plan, batch=4)[0]["ledger"]
     expected = predict_ledger(
         config, checked, seq_len=SEQ_LEN, global_batch=4, dtype="float32", rank=0
     )
