@@ -80,8 +80,9 @@ def init(
     else:
         from moemesh.config.cluster import load_cluster
 
-        found = load_cluster(preset or "dgx_h100")
-        heading = f"Started from {preset or 'dgx_h100'}."
+        preset = preset or "dgx_h100"
+        found = load_cluster(preset)
+        heading = f"Started from {preset}."
     changes: dict[str, Any] = {"name": name, "nodes": nodes, "gpus_per_node": gpus_per_node}
     given = {key: value for key, value in changes.items() if value is not None}
     if links is not None and (nodes or gpus_per_node):
@@ -92,8 +93,10 @@ def init(
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
     )
     write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
+    start = preset or device or f"the links of {links}"
     typer.echo(
-        f"wrote {out}: {found.num_devices} devices; `moemesh cluster show {out}` explains it"
+        f"wrote {out}, started from {start}: {found.num_devices} devices; "
+        f"`moemesh cluster show {out}` explains it"
     )
 
 

@@ -70,6 +70,14 @@ def test_a_file_from_a_preset_is_that_preset(run, tmp_path: Path, name: str) -> 
             assert f"({KEYS[key].unit})" in comments, key
 
 
+def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
+    assert ", started from dgx_h100: 8 devices" in run("init", str(tmp_path / "a.toml"))[1]
+    found = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
+    assert ", started from H800-80G: 8 devices" in found
+    with pytest.raises(ConfigError, match="init h800 --from hgx_h800`"):
+        load_cluster("h800")
+
+
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
 def test_a_file_from_a_data_sheet(run, tmp_path: Path, device: str) -> None:
     file = tmp_path / "mine.toml"
