@@ -95,9 +95,8 @@ def init(request: ClusterFileRequest) -> None:
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
     )
     write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
-    typer.echo(
-        f"wrote {out}: {found.num_devices} devices; `moemesh cluster show {out}` explains it\n{origin}"
-    )
+    typer.echo(f"wrote {out}: {found.num_devices} devices; see `moemesh cluster show {out}`")
+    typer.echo(origin)
 
 
 @cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
