@@ -8,26 +8,22 @@
       .trash-step-500-<id>/         being deleted: never loaded
       verified.json                 steps that were read back and found right
 
-Two phases: every rank writes and syncs its own file; when all have and the slices are complete,
-rank 0 writes the manifest and renames. Ranks talk in JSON through the `gather` given by the
-caller, or through an axis of a mesh; the store knows no layouts. A training run saves by
-:mod:`moemesh.checkpoint.saver`, whose ranks talk through files.
+:mod:`moemesh.checkpoint.saver` writes them; here all ranks of an axis save and open them at once.
+The store knows no layouts.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, make_folder, make_folders, remove_folder
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.saver import save
 from moemesh.checkpoint.stored import candidates
-from moemesh.checkpoint.writing import check_shards, check_step, commit, part_name, write_part
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis
 
@@ -45,86 +41,6 @@ __all__ = [
     "save",
     "save_together",
 ]
-
-#: JSON of this rank -> the JSON of all ranks, in rank order.
-Gather = Callable[[object], list[Any]]
-
-
-def save(
-    folder: Path,
-    step: int,
-    shards: Sequence[Shard],
-    state: dict[str, Any],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    gather: Gather = lambda reply: [reply],
-) -> Path:
-    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it,
-    one where nothing is said of ranks.
-
-    Raises CheckpointError on every rank when any of them fails (disk full, a hole or an overlap in
-    a tensor, the step exists); then nothing new is left and older checkpoints are untouched. A
-    process that dies instead leaves a ``.tmp`` folder, which the next :func:`prune` removes.
-    """
-    final = folder / f"step-{step}"
-    identity = uuid.uuid4().hex if rank == 0 else ""
-    temporary = None
-    try:
-        plans, begun = _attempt(lambda: _begin(final, identity, shards, state, rank))
-        replies = _agree(gather, world_size, begun, {"step": step, "identity": identity})
-        if {reply["step"] for reply in replies} != {step}:
-            raise CheckpointError(f"ranks save different steps: {[r['step'] for r in replies]}")
-        temporary = folder / f"{final.name}.tmp-{replies[0]['identity']}"
-        written, problem = _attempt(lambda: write_part(temporary, part_name(rank), plans))
-        reports = _agree(gather, world_size, problem, written)
-        problem = None
-        if rank == 0:
-            _, problem = _attempt(lambda: commit(temporary, final, step, reports, state))
-        _agree(gather, world_size, problem, None)
-    except CheckpointError:
-        # The verdict was exchanged: all ranks are here, and none returns before the folder is gone.
-        if rank == 0:
-            remove_folder(folder / f"{final.name}.tmp-{identity}")
-        gather(None)
-        raise
-    return final
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None) or (None, what went wrong): other ranks must hear of an error, not wait."""
-    try:
-        return work(), None
-    except CheckpointError as error:
-        return None, str(error)
-    except Exception as error:  # whatever it is, the other ranks wait for this one's verdict
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _agree(gather: Gather, world_size: int, problem: str | None, content: object) -> list[Any]:
-    """The contents of all ranks; CheckpointError on all of them when one has a problem."""
-    replies = gather({"problem": problem, "content": content})
-    assert len(replies) == world_size, f"gather gave {len(replies)} replies of {world_size} ranks"
-    problems = [f"rank {i}: {r['problem']}" for i, r in enumerate(replies) if r["problem"]]
-    if problems:
-        more = f" (and {len(problems) - 3} more ranks)" if len(problems) > 3 else ""
-        raise CheckpointError("checkpoint not saved: " + "; ".join(problems[:3]) + more)
-    return [reply["content"] for reply in replies]
-
-
-def _begin(
-    final: Path, identity: str, shards: Sequence[Shard], state: dict[str, Any], rank: int
-) -> dict[str, Shard]:
-    """Checks this rank's shards, and on rank 0 makes the temporary folder. Returns key -> shard."""
-    keyed = check_shards(shards)
-    check_step(final, state if rank == 0 else {})
-    if rank == 0:
-        make_folders(final.parent)
-        make_folder(final.parent / f"{final.name}.tmp-{identity}")
-    return keyed
-
-
-# Checkpoints of several ranks: saved, found and opened by all ranks of an axis at once.
 
 
 class Opened(NamedTuple):

@@ -71,21 +71,15 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
 
-def part_name(rank: int, attempt: str = "") -> str:
-    """The name of a rank's file; `attempt`: 32 hexadecimal digits where names tell attempts."""
-    return f"rank-{rank:05d}{'-' if attempt else ''}{attempt}.safetensors"
-
-
 def write_part(
-    temporary: Place,
-    name: str,
-    keyed: Mapping[str, Shard],
-    before_tensor: Callable[[], None] = lambda: None,
+    path: Place, keyed: Mapping[str, Shard], before_tensor: Callable[[], None] = lambda: None
 ) -> Report:
-    """Writes the file `name` of this rank, if it holds anything, and says what is in it.
+    """Writes the file `path` of this rank, if it holds anything, reads it back, and says what is in
+    it.
 
     `before_tensor` is called before each tensor; what it raises ends the write. CheckpointError
-    with the path, and where the disk is full the bytes needed and free.
+    with the path, and where the disk is full the bytes needed and free, or where the file is not
+    what was written.
     """
     filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
     tensors = {key: shard.deferred() for key, shard in filled.items()}
@@ -106,30 +100,27 @@ def write_part(
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            written = write_file(temporary / name, parts(), look)
-            sync_folder(temporary)
+            written = write_file(path, parts(), look)
+            sync_folder(path.parent)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
-            raise explain(error, temporary / name, needed) from error
+            raise explain(error, path, needed) from error
         file = {"size": written.size, "header": digest_text(header, WRITTEN)}
         digests = dict(zip(order, written.digests[1:], strict=True))
     slices = [
         [s.name, list(s.shape), dtype_of(s), key, list(s.offset), list(s.tensor.shape)]
         for key, s in keyed.items()
     ]
-    return {
-        "name": name,
+    report: Report = {
+        "name": path.name,
         "file": file,
         "slices": [[*one, digests.get(one[3], [])] for one in slices],
         "nonfinite": sorted(nonfinite),
         "hash": WRITTEN,
     }
-
-
-def read_back(temporary: Place, report: Report) -> None:
-    """Reads this rank's part from the disk; CheckpointError where it is not what was written."""
-    if report["file"] is not None:
-        StoredCheckpoint(temporary, _manifest(0, [report], {})).verify()
+    if filled:  # before the commit, not after it: what reads back wrong is written again
+        StoredCheckpoint(path.parent, _manifest(0, [report], {})).verify()
+    return report
 
 
 def commit(

@@ -20,20 +20,18 @@ from tests.checkpoint.test_faults import FaultyOs, Killed
 TENSOR = torch.arange(60.0).reshape(20, 3)
 
 
-def one_rank(folder: Place, *, keep: int = 2, in_background: bool = True) -> Saver:
+def one_rank(folder: Place, *, keep: int = 2) -> Saver:
     return Saver(
         folder,
         rank=0,
         world_size=1,
         gather=lambda value: [value],
         keep=keep,
-        in_background=in_background,
+        in_background=True,
     )
 
 
-def on_ranks(
-    size: int, folder: Place, work: Callable[[int, Saver], Any], *, in_background: bool = True
-) -> list[Any]:
+def on_ranks(size: int, folder: Place, work: Callable[[int, Saver], Any]) -> list[Any]:
     """`work` with the saver of each of `size` ranks, on a thread a rank."""
     ranks = Ranks(size)
 
@@ -44,7 +42,7 @@ def on_ranks(
             world_size=size,
             gather=ranks.gather(rank),
             keep=2,
-            in_background=in_background,
+            in_background=True,
         )
         return work(rank, own)
 

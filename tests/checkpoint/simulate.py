@@ -82,15 +82,7 @@ def save_one(
     folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Any] | None = None
 ) -> Path:
     """Saves as a world of one rank."""
-    return save(
-        folder,
-        step,
-        shards,
-        state if state is not None else {"step": step},
-        rank=0,
-        world_size=1,
-        gather=lambda value: [value],
-    )
+    return save(folder, step, shards, state if state is not None else {"step": step})
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:

@@ -68,7 +68,7 @@ def test_ranks_of_two_minds_save_nothing(tmp_path: Path) -> None:
     tmp = tmp_path / "step-1.tmp-0"
     tmp.mkdir()
     reports = [
-        writing.write_part(tmp, writing.part_name(rank), writing.check_shards([part]))
+        writing.write_part(tmp / f"rank-{rank:05d}.safetensors", writing.check_shards([part]))
         for rank, part in enumerate(parts)
     ]
     reports[1]["hash"] = BLAKE2B

@@ -185,11 +185,11 @@ def test_five_hundred_second_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 FULL_DISK = """
 import os, sys, torch
 from pathlib import Path
-from moemesh.checkpoint import job
+from moemesh.checkpoint import saver
 from moemesh.checkpoint.store import latest
 from tests.checkpoint.simulate import whole
 from tests.checkpoint.savers import one_rank
-job.PAUSES = ()
+saver.PAUSES = ()
 folder, size = Path(sys.argv[1]), 100_000
 tensor = torch.arange(size / 4)
 def save(step, keep=2):
