@@ -24,7 +24,7 @@ import torch
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import LoadSettings
 from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.store import Shard
 from moemesh.checkpoint.tensor_file import DeferredTensor

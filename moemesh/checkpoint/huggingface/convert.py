@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
     LogicalTensor,
     ahead_tensors,
+    logical_shapes,
     logical_tensors,
 )
-from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.write import write_folder, write_json
 from moemesh.checkpoint.remote import Place
@@ -34,47 +35,23 @@ from moemesh.config.model import ModelConfig
 
 #: A stack of experts; a checkpoint has each expert by itself.
 _STACK = re.compile(r"(.*\.experts)\.(\w+)")
-OnFile = Callable[[int, int], None]
 
 
-class LogicalWeights(Protocol):
-    """Weights under logical names: a run's (:class:`CheckpointWeights`), or those of a folder."""
+def checkpoint_weights(checkpoint: Checkpoint) -> Read:
+    """The weights of a checkpoint by logical names, stacks of experts put together."""
 
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer or stack of experts."""
-        ...
-
-
-class NamedWeights(LogicalWeights, Protocol):
-    """Weights whose names and shapes are known, experts also one by one."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Parameter, buffer or stack of experts -> what has its `shape`."""
-        ...
-
-
-class CheckpointWeights:
-    """The weights of a checkpoint, in which every expert stands by itself."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer or stack of experts."""
-        match = _STACK.fullmatch(name)
-        if match is None:
-            return self._part(name, box)
-        experts, *rest = box
-        return torch.stack([self._part(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
-
-    def _part(self, name: str, box: Sequence[range]) -> Tensor:
+    def read(name: str, box: Sequence[range]) -> Tensor:
+        if (match := _STACK.fullmatch(name)) is not None:
+            experts, *rest = box
+            return torch.stack([read(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
         offset, shape = [part.start for part in box], [len(part) for part in box]
-        return self.checkpoint.read(f"model.{name}", offset, shape)
+        return checkpoint.read(f"model.{name}", offset, shape)
+
+    return read
 
 
 def write_huggingface(
-    weights: LogicalWeights,
+    weights: Read,
     model: ModelConfig,
     kind: str,
     out: Path,
@@ -84,17 +61,25 @@ def write_huggingface(
     fused: bool = False,
     origin: WeightFolder | None = None,
     delta: Delta | None = None,
-    on_file: OnFile = lambda done, total: None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write `weights` as a folder of the family `kind` with this `config`.
 
     All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Prediction
-    layers that the folder `origin` has and the model has not are copied from there. With
-    `delta` its tensors take the places of those of `weights`.
+    layers that the folder `origin` has and the model has not are copied from there. With `delta`
+    its tensors take the places of those of `weights`: CheckpointError for one that the folder does
+    not have, or has in another shape.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
-    if delta is not None:
-        tensors = delta.onto(tensors)
+    for name, tensor in delta.tensors.items() if delta is not None else ():
+        there = tensors.get(name)
+        if there is None or there.shape != tensor.shape:
+            has = "no such tensor" if there is None else f"{list(there.shape)}"
+            assert delta is not None
+            raise CheckpointError(
+                f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
+            )
+        tensors[name] = tensor
     if origin is not None:
         num_ahead = first(config, "num_mtp_layers", 0)
         names = ahead_tensors(origin.tensors, model, kind, num_ahead) - tensors.keys()
@@ -107,71 +92,62 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            box = [range(size) for size in stored.shape]
             kept = dtype if origin.is_quantized else stored.dtype
-            make = partial(_converted, origin, name, box, kept)
+            make = partial(_whole, origin.read, name, stored.shape, kept)
             tensors[name] = DeferredTensor(kept, stored.shape, make)
     write_folder(out, tensors, config, on_file=on_file)
 
 
 def stored_tensors(
-    weights: LogicalWeights, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
+    weights: Read, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
 ) -> dict[str, DeferredTensor]:
     """The tensors of a folder that the `logical` ones of `weights` make."""
+
+    def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
+        if tensor.view == tensor.shape:
+            return piece.store(weights(name, piece.box).to(kept))
+        table = _whole(weights, name, tensor.shape, kept).reshape(tensor.view)
+        return piece.store(table[slices(piece.box)])
+
     tensors: dict[str, DeferredTensor] = {}
     for name, tensor in logical.items():
-        kept = torch.float32 if name.endswith("selection_bias") else dtype
+        kept = _kept(name, dtype)
         for piece in tensor.pieces:
-            make = partial(_stored, weights, name, tensor, piece, kept)
-            tensors[piece.source] = DeferredTensor(kept, piece.stored, make)
+            made = partial(make, name, tensor, piece, kept)
+            tensors[piece.source] = DeferredTensor(kept, piece.stored, made)
     return tensors
 
 
 def write_checkpoint(
-    weights: NamedWeights, folder: Path, state: dict[str, Any], dtype: torch.dtype
-) -> Path:
-    """Write the weights of a folder as ``folder/step-0``, in `dtype`; buffers are fp32.
-
-    `state` is that of a run before its first step.
-    """
+    weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Write the `weights` of `model`, experts also one by one, as ``folder/step-0``, in `dtype`;
+    buffers are fp32. `state` is that of a run before its first step."""
     shards: list[Shard] = []
-    for name, tensor in weights.tensors.items():
-        kept = torch.float32 if name.endswith("selection_bias") else dtype
-        match = _STACK.fullmatch(name)
-        for expert in range(tensor.shape[0]) if match else [None]:
-            named = name if match is None else f"{match[1]}.{expert}.{match[2]}"
-            shape = tensor.shape if match is None else tensor.shape[1:]
-            box = [range(size) for size in shape]
-            shards.append(
-                Shard(
-                    name=f"model.{named}",
-                    shape=shape,
-                    offset=(0,) * len(shape),
-                    tensor=torch.empty(shape, dtype=kept, device="meta"),
-                    make=partial(_converted, weights, named, box, kept),
-                )
+    for stack, shape in logical_shapes(model).items():
+        kept, names = _kept(stack, dtype), [stack]
+        if (match := _STACK.fullmatch(stack)) is not None:
+            names = [f"{match[1]}.{expert}.{match[2]}" for expert in range(shape[0])]
+            shape = shape[1:]
+        shards += [
+            Shard(
+                name=f"model.{name}",
+                shape=shape,
+                offset=(0,) * len(shape),
+                tensor=torch.empty(shape, dtype=kept, device="meta"),
+                make=partial(_whole, weights, name, shape, kept),
             )
-    return store.save(folder, 0, shards, state)
+            for name in names
+        ]
+    store.save(folder, 0, shards, state)
 
 
-def _converted(
-    weights: LogicalWeights, name: str, box: Sequence[range], dtype: torch.dtype
-) -> Tensor:
-    return weights.read(name, box).to(dtype)
+def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith("selection_bias") else dtype
 
 
-def _stored(
-    weights: LogicalWeights,
-    name: str,
-    tensor: LogicalTensor,
-    piece: TensorPiece,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The tensor of a folder that `piece` stands for."""
-    if tensor.view == tensor.shape:
-        return piece.store(weights.read(name, piece.box).to(dtype))
-    table = weights.read(name, [range(size) for size in tensor.shape]).reshape(tensor.view)
-    return piece.store(table[slices(piece.box)].to(dtype))
+def _whole(weights: Read, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return weights(name, [range(size) for size in shape]).to(dtype)
 
 
 def newest(folder: Place) -> Checkpoint:
@@ -266,19 +242,7 @@ class Delta:
             name: DeferredTensor(
                 stored.dtype,
                 stored.shape,
-                partial(folder.read, name, [range(size) for size in stored.shape]),
+                partial(_whole, folder.read, name, stored.shape, stored.dtype),
             )
             for name, stored in folder.tensors.items()
         }
-
-    def onto(self, whole: Mapping[str, DeferredTensor]) -> dict[str, DeferredTensor]:
-        """The tensors of a folder with those of the delta in their places. Raises CheckpointError
-        for one that the folder does not have, or has in another shape."""
-        for name, tensor in self.tensors.items():
-            there = whole.get(name)
-            if there is None or there.shape != tensor.shape:
-                has = "no such tensor" if there is None else f"{list(there.shape)}"
-                raise CheckpointError(
-                    f"{self.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
-                )
-        return {name: self.tensors.get(name, tensor) for name, tensor in whole.items()}
