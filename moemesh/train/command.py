@@ -24,7 +24,7 @@ from moemesh.config.load import load_run, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
-from moemesh.data.token_cache import cache_beside
+from moemesh.data.tokenizing import cache_beside
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train.console import Console
 from moemesh.train.preflight import refuse_full_disk, refuse_too_large, untrainable

@@ -21,8 +21,8 @@ from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
-from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizing import cache_beside
 from moemesh.train.preflight import (
     DiskNeed,
     disk_need,

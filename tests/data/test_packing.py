@@ -11,8 +11,7 @@ import pytest
 from moemesh.comm.mesh import Mesh
 from moemesh.data import samples
 from moemesh.data.corpus import Corpus
-from moemesh.data.packing import packed
-from moemesh.data.samples import Samples, Windows
+from moemesh.data.samples import Samples, Windows, packed
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
 from moemesh.train.opening import own_batches

@@ -59,7 +59,7 @@ def test_the_cache_is_written_once_and_follows_the_files(
         raise AssertionError("tokenized again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("moemesh.data.token_cache._write", never)
+        patch.setattr("moemesh.data.tokenizing.write_tokens", never)
         assert opened(data, cache).fingerprint() == first.fingerprint()
     lines(tmp_path / "text" / "0.jsonl", "word", 41)
     changed = opened(data, cache)

@@ -20,9 +20,8 @@ import pytest
 from moemesh.data import indexed
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens
-from moemesh.data.parts import TokenPart, TokenSettings
 from moemesh.data.tokenizer import DataError
-from moemesh.data.tokenizing import TokenizeJob, output_prefix
+from moemesh.data.tokenizing import TokenizeJob, TokenPart, TokenSettings, output_prefix
 
 TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!"}]
 
