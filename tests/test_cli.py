@@ -14,7 +14,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.cli.application import app
-from moemesh.train.preparation import Preparation
+from moemesh.train.preparation import Preparation, RunRequest
 from tests.waiting import PATIENCE
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
@@ -158,15 +158,10 @@ def test_train_passes_on_what_it_was_told(
 ) -> None:
     calls: list[object] = []
 
-    def command(
-        *given: object,
-        prepared: Preparation,
-        stop_after: int | None,
-        takeover: bool,
-        profile_steps: int | None,
-    ) -> int:
-        calls.append((*given, stop_after, takeover, profile_steps))
-        assert prepared.folder.path == (given[2] or Path("runs/tiny"))
+    def command(request: RunRequest, prepared: Preparation) -> int:
+        given = (request.config_file, request.overrides, request.out, request.allowed_changes)
+        calls.append((*given, request.stop_after, request.takeover, request.profile_steps))
+        assert prepared.folder.path == (request.out or Path("runs/tiny"))
         return 3
 
     fake(monkeypatch, "moemesh.train", "command", train=command)

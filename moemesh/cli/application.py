@@ -186,7 +186,7 @@ def load(config: Path | None, overrides: list[str] | None) -> "Resolved":
     Raises ConfigError with every problem found.
     """
     from moemesh.comm.slurm import rank_of
-    from moemesh.config.load import load_run
+    from moemesh.sharding.load_run import load_run
 
     resolved = load_run([config] if config else [], overrides or [])
     if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:

@@ -65,8 +65,14 @@ def config_check(
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError, UserError
-    from moemesh.train.preflight import preflight_warnings, untrainable, warnings_before_ranks
-    from moemesh.train.preparation import check_inputs, check_room, check_sources
+    from moemesh.train.preparation import (
+        check_inputs,
+        check_room,
+        check_sources,
+        preflight_warnings,
+        untrainable,
+        warnings_before_ranks,
+    )
 
     resolved = load(config, overrides)
     if here:

@@ -99,7 +99,7 @@ def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) ->
 def _read(folder: Path, cluster: str | None) -> "Run":
     """The run, and the planner's price of its step on the cluster, or else on train.cluster."""
     from moemesh.config.errors import UserError
-    from moemesh.config.load import load_run
+    from moemesh.sharding.load_run import load_run
     from moemesh.trace.run import Run
 
     run = Run.load(folder)
@@ -143,13 +143,20 @@ def profile(
     while out is None and path.exists():  # the first number that no folder has
         number += 1
         path = path.with_name(f"{name}-{number}")
-    from moemesh.train.preparation import prepare
+    from moemesh.train.preparation import RunRequest, prepare
 
-    prepared = prepare(load(config, chosen), config, path)
+    request = RunRequest(
+        resolved=load(config, chosen),
+        config_file=config,
+        overrides=chosen,
+        out=path,
+        profile_steps=steps,
+    )
+    prepared = prepare(request)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
-    if code := command.train(config, chosen, path, prepared=prepared, profile_steps=steps):
+    if code := command.train(request, prepared):
         raise typer.Exit(code)
     found = read_profile(path / FOLDER)
     trace = path / "profile.json"

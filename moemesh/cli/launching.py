@@ -91,12 +91,14 @@ def launch(
         typer.echo(text, nl=False)
         return
     if launcher == "local":
-        from moemesh.train.preparation import prepare
+        from moemesh.train.preparation import RunRequest, prepare
 
-        prepared = prepare(resolved, config, folder)  # before torch is imported
+        given = overrides or []
+        request = RunRequest(resolved=resolved, config_file=config, overrides=given, out=folder)
+        prepared = prepare(request)  # before torch is imported
         from moemesh.train import command
 
-        code = command.train(config, overrides or [], folder, prepared=prepared)
+        code = command.train(request, prepared)
         raise typer.Exit(code)
     from moemesh.report.files import write_texts
 

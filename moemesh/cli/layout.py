@@ -62,7 +62,7 @@ def show_layout(
             if value is not None
         ]:
             raise typer.BadParameter(f"{', '.join(given)} goes with --plan")
-        from moemesh.config.load import load_run
+        from moemesh.sharding.load_run import load_run
 
         run = load_run([] if config is None else [config], overrides or []).config
         held = Holdings(

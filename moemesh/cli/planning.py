@@ -72,8 +72,8 @@ def estimate(
         }
         if twice := [name for name, value in own.items() if value is not None]:
             raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
-        from moemesh.config.load import load_run
         from moemesh.planner.estimate import estimate_run
+        from moemesh.sharding.load_run import load_run
 
         with progress("estimating", quiet=as_json):
             run = load_run([config]).config

@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from moemesh.config.data import DataConfig
 from moemesh.data.input_files import find
 from moemesh.data.sources import name_of, token_files, validation_source
-from moemesh.train.preflight import MOST_RANKS, predicted_memory, warnings_before_ranks
-from moemesh.train.preparation import Preparation
+from moemesh.train.preparation import (
+    MOST_RANKS,
+    Preparation,
+    predicted_memory,
+    warnings_before_ranks,
+)
 
 
 def preparation_text(prepared: Preparation) -> str:
     """The plan, what is found and what would be written, one fact a line."""
     from moemesh.trace.memory_profile import format_bytes
-    from moemesh.train.preflight import disk_warning
+    from moemesh.train.preparation import disk_warning
 
-    config, folder, need = prepared.config, prepared.folder, prepared.disk
+    config, folder, need = prepared.request.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data
     disk_note = disk_warning(config, folder.checkpoints)
     resume = "nothing there: a new run"
@@ -42,7 +46,10 @@ def preparation_text(prepared: Preparation) -> str:
         f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(_files(prepared))}",
-        *(f"note: {warning}" for warning in warnings_before_ranks(prepared.readable)),
+        *(
+            f"note: {warning}"
+            for warning in warnings_before_ranks(prepared.request.readable.config)
+        ),
         *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]
@@ -52,11 +59,11 @@ def preparation_text(prepared: Preparation) -> str:
 def _memory(prepared: Preparation) -> str:
     from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
 
-    plan = prepared.config.plan
+    plan, kept = prepared.request.config.plan, prepared.request.readable.config
     per_stage = plan.world_size // plan.pp
     few = plan.world_size <= MOST_RANKS
     ranks = range(0, plan.world_size, 1 if few else per_stage)
-    worst = max((predicted_memory(prepared.readable, rank) for rank in ranks), key=lambda p: p.peak)
+    worst = max((predicted_memory(kept, rank) for rank in ranks), key=lambda p: p.peak)
     states = worst.peak - worst.activations
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     return (
@@ -85,9 +92,9 @@ def _data(data: DataConfig) -> Iterator[str]:
 
 def _samples(prepared: Preparation) -> Iterator[str]:
     """How many samples the data makes, where it was read."""
-    if prepared.opened is None:
+    samples, config = prepared.samples, prepared.request.config
+    if samples is None:
         return
-    samples, config = prepared.opened.samples, prepared.config
     drawn = config.train.steps * config.data.global_batch
     times = max(samples.epochs(drawn)) if config.train.epochs is None else config.train.epochs
     text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
@@ -95,13 +102,13 @@ def _samples(prepared: Preparation) -> Iterator[str]:
     if (learned := samples.num_learned) is not None:
         yield f"chat     conversations by the template of {config.data.tokenizer}"
         yield f"         {learned:,} tokens bear loss"
-    yield from prepared.opened.notes
+    yield from prepared.notes
 
 
 def _files(prepared: Preparation) -> Iterator[str]:
     from moemesh.train.records.kept_schedules import has_name
 
-    config = prepared.config
+    config = prepared.request.config
     yield from FILES
     if not has_name(config.plan):
         yield "schedule.txt"

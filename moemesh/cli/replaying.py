@@ -32,7 +32,7 @@ def replay(
     It prints where the first value that is not finite comes from: rank, microbatch, layer, expert,
     parameter and samples.
     """
-    from moemesh.train.numerics.bundle import replay as run
+    from moemesh.train.numerics.repro_bundle import replay as run
 
     raise typer.Exit(run(bundle, overrides or (), alone=alone, as_json=as_json))
 

@@ -100,22 +100,25 @@ def train(
             resolved = load(config, overrides)
             if fitted.is_told:
                 typer.echo(fitted.text())
+    from moemesh.train.preparation import RunRequest, finished, prepare
+
+    request = RunRequest(
+        resolved=resolved,
+        config_file=config,
+        overrides=overrides or [],
+        out=out,
+        allowed_changes=allow_change or [],
+        takeover=takeover,
+        stop_after=stop_after,
+        profile_steps=profile,
+    )
     prepared = None
     if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
-        from moemesh.train.preparation import finished, prepare
-
         quiet = dry_run or allow_change or profile is not None
-        if not quiet and (text := finished(resolved, config, out)) is not None:
+        if not quiet and (text := finished(request)) is not None:
             typer.echo(text)
             return
-        prepared = prepare(
-            resolved,
-            config,
-            out,
-            allow_change or [],
-            takeover=takeover,
-            say=(lambda text: None) if dry_run else _say,
-        )
+        prepared = prepare(request, (lambda text: None) if dry_run else _say)
     if dry_run:
         from moemesh.cli.preparation_text import preparation_text
 
@@ -126,16 +129,7 @@ def train(
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
-    code = command.train(
-        config,
-        overrides or [],
-        out,
-        allow_change or [],
-        prepared=prepared,
-        stop_after=stop_after,
-        takeover=takeover,
-        profile_steps=profile,
-    )
+    code = command.train(request, prepared)
     raise typer.Exit(code)
 
 

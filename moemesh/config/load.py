@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,13 +15,12 @@ from pydantic_core import ErrorDetails
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
-from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
 from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.run import DEFAULT_PRESET, RunConfig
+from moemesh.config.run import DEFAULT_PRESET, RunCheck, RunConfig
 from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
 from moemesh.config.section import Section
 from moemesh.config.sources import (
@@ -59,8 +58,8 @@ FOLLOWING = {
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
-
-
+#: (the folder of ``model.path``, given keys, broken keys) -> problems of keys beside the folder.
+FolderCheck = Callable[[ConfigSource, Mapping[str, Leaf], Collection[str]], Iterable[Problem]]
 S = TypeVar("S", bound=Section)
 
 
@@ -74,15 +73,15 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def load_run(
-    files: Sequence[Path] = (),
-    overrides: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+def resolve(
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    folder_checks: Sequence[FolderCheck],
+    run_checks: Sequence[RunCheck],
 ) -> Resolved:
-    """Merge defaults, preset, `files`, environment and `overrides` (weakest first) and check all.
-
-    `environ` None reads the process environment. Raises ConfigError with every problem found.
-    """
+    """As :func:`moemesh.sharding.load_run.load_run`, which adds the checks: `folder_checks` of
+    ``model.path``, `run_checks` of sections that are right by themselves."""
     given = [
         *(read_file(path) for path in files),
         # The one place where the configuration reads the environment.
@@ -118,13 +117,15 @@ def load_run(
         problems += section_problems
         broken |= {problem.key for problem in section_problems}
     if path is not None and not base.problems:
-        contradicting = list(contradictions(base, chosen, broken))
-        problems += contradicting
-        broken |= {problem.key for problem in contradicting}
+        found = [one for check in folder_checks for one in check(base, chosen, broken)]
+        problems += found
+        broken |= {problem.key for problem in found}
     config = _run_config(sections, preset, path).with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
-    problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
+    problems += [
+        _with_origins(item, origins) for item in independent(config.check(run_checks), broken)
+    ]
     if problems:
         raise ConfigError(_as_the_model(problem, base) for problem in problems)
     sources = given if "data.tokenizer" in leaves else [base, *given]
@@ -132,15 +133,10 @@ def load_run(
     return Resolved(config=config, origins=origins, notes=notes)
 
 
-def load_recorded(
-    path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
+def read_recorded(
+    path: Path, overrides: Sequence[str], sections: Sequence[str], run_checks: Sequence[RunCheck]
 ) -> RunConfig:
-    """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
-    with `overrides`: every key is there, so neither presets nor the folder that the run started
-    from are read again.
-
-    Raises ConfigError with every problem found.
-    """
+    """As :func:`moemesh.sharding.load_run.load_recorded`, with its checks."""
     source, given = read_file(path), read_overrides(overrides)
     problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
     kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
@@ -156,7 +152,7 @@ def load_recorded(
         built[name], wrong = build_section(SECTIONS[name], leaves)
         problems += wrong
     config = _run_config(built, preset or DEFAULT_PRESET, folder)
-    if problems := problems or config.check():
+    if problems := problems or config.check(run_checks):
         raise ConfigError(problems)
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.train import TrainConfig, usual_rate
-from moemesh.config.tuning import Tuning, tuning_problems
+from moemesh.config.tuning import Tuning
 
 # The projections of a model by transformers' names, and what [lora] may ask of them.
 
@@ -149,8 +150,9 @@ class RunConfig(Shown):
         """The peak learning rate of such a run."""
         return usual_rate(loads_weights=self.model_path is not None, lora_rank=self.lora.rank)
 
-    def check(self) -> list[Problem]:
-        """Every problem inside the sections and between them; an empty list is a good run."""
+    def check(self, further: Sequence[RunCheck] = ()) -> list[Problem]:
+        """Every problem inside the sections and between them, and those that the `further` checks
+        find where sections are right by themselves; an empty list is a good run."""
         model = self.model.check()
         own = model + self.data.check() + self.train.check() + self.lora.check()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):
@@ -186,7 +188,7 @@ class RunConfig(Shown):
             )
         own += adapter_rules(self.model) + self._cluster_problems()
         if not own:
-            own += self._table_problems() or tuning_problems(self.tuning, self.model, self.plan)
+            own += self._table_problems() or [one for check in further for one in check(self)]
         return own + independent(rules, {problem.key for problem in own})
 
     def _cluster_problems(self) -> list[Problem]:
@@ -215,3 +217,7 @@ class RunConfig(Shown):
             return []
         message = f"{self.train.esft} {reason}: it is a table of another model"
         return [self.train.problem("conflict", "esft", message, "moemesh esft scores")]
+
+
+#: A check of a whole configuration, on a floor above this one.
+RunCheck = Callable[[RunConfig], list[Problem]]

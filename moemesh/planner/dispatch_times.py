@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.dispatchers import packed_bytes, slots_per_pair
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
+from moemesh.sharding.dispatchers import packed_bytes, slots_per_pair
 
 #: Names of the dispatchers, in the order of the table.
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")

@@ -15,7 +15,6 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
-from moemesh.config.tuning import num_trained
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import exact_plan, from_plan, trained_shares
@@ -39,6 +38,7 @@ from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.planner.worst_routing import WorstRouting, worst_routing
+from moemesh.sharding.parameters import num_trained
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import PlannedStep

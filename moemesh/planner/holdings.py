@@ -1,7 +1,7 @@
 """Shares of ranks under a plan: groups of every axis; layers, heads, experts and tokens.
 
 Everything here is asked of the functions that place parameters and cut batches in a run
-(:mod:`moemesh.config.layout`, :mod:`moemesh.config.context`,
+(:mod:`moemesh.config.layout`, :mod:`moemesh.sharding.context`,
 :mod:`moemesh.planner.traffic.tensors`), so that the answer is what `moemesh train` does.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeAlias, cast
 
-from moemesh.config.context import context_runs
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.plan_text import read_plan, smallest_batch
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.sharding.context import context_runs
+from moemesh.sharding.parameters import ParameterTensor
 
 _Held: TypeAlias = (
     "tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool, bool, list[ParameterTensor]]"

@@ -9,14 +9,11 @@ from typing import Any, get_args
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.load import load_run
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import DEGREES, Plan, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
-from moemesh.config.stages import cut_layers
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
     DATA,
@@ -28,6 +25,9 @@ from moemesh.planner.planned_layout import (
 )
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.schedule.plan_schedule import step_problems
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import tensors
+from moemesh.sharding.stages import cut_layers
 
 #: Keys that a Plan and a layout share, values included.
 _SAME = (

@@ -10,12 +10,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from moemesh.config.layout import shard_sizes
-from moemesh.config.stages import balanced_sizes
 from moemesh.planner.flops import attention_matmul, mlp_matmul
 from moemesh.planner.parameters import layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.step import PipelineStep
+from moemesh.sharding.stages import balanced_sizes
 
 
 @lru_cache(maxsize=4096)

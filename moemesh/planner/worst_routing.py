@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.layout_sources import exact_plan
@@ -22,6 +21,7 @@ from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.routing import capacity_of, crowded_routing
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
+from moemesh.sharding.dispatchers import rows_at_once
 
 #: More microbatches for each pipeline rank hold no more at the fullest moment.
 _ENOUGH = 4

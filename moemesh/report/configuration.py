@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import config_values, load_run
+from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
 from moemesh.config.toml import format_value
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run, median_of
 
 _MAX_VALUE = 300

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.page import command_of
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes

@@ -1,8 +1,8 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
 It is a process beside the ranks of its node, which the first of them starts
-(`moemesh.watch.node`). After a verdict it writes the report, tells the cause and ends the ranks, so
-that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
+(`moemesh.watch.meeting`). After a verdict it writes the report, tells the cause and ends the ranks,
+so that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from typing import Any
 from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
-from moemesh.watch.meeting import WORDS, lock, torchrun_file
-from moemesh.watch.node import Guests, Node
-from moemesh.watch.observer import Observer
+from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
-from moemesh.watch.signs import Seen
-from moemesh.watch.slow_rank import SlowRanks
-from moemesh.watch.supervisor import describe, python_command
-from moemesh.watch.verdict import Judge, Limits, Verdict
-from moemesh.watch.word_file import WordFile
+from moemesh.watch.progress_words import WordFile
+from moemesh.watch.supervisor import Observer, SlowRanks, describe, python_command
+from moemesh.watch.verdict import Judge, Limits, Seen, Verdict
 
 #: Signals with which a job is asked to end; ranks see to them.
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -63,13 +59,9 @@ class WatcherSpec:
     limits: Limits
     command: list[str]
 
-    def text(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
-
     @staticmethod
     def of(text: str) -> WatcherSpec:
-        """The inverse of :meth:`text`."""
+        """From the JSON of its fields, as the command line has it."""
         found: dict[str, Any] = json.loads(text)
         found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
         return WatcherSpec(**found)
@@ -81,7 +73,7 @@ def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> 
     spec = WatcherSpec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
     )
-    return python_command("moemesh.train.watcher", spec.text())
+    return python_command("moemesh.train.watcher", json.dumps(asdict(spec)))
 
 
 class Watcher:
@@ -89,9 +81,8 @@ class Watcher:
 
     def __init__(self, spec: WatcherSpec, listener: socket.socket | None = None) -> None:
         """`listener`: for the watchers of other nodes."""
-        self._spec, self._path = spec, Path(spec.path)
+        self._spec, self._path, self._folder = spec, Path(spec.path), Path(spec.folder)
         self._guests, self._judge, self._slow = Guests(), Judge(spec.limits), SlowRanks()
-        self._folder = Path(spec.folder)
         self._earlier = report_id(self._path)
         self._peers = Peers(spec.node.first, listener, self._folder)
 
@@ -149,31 +140,22 @@ class Watcher:
             self._guests.send(one.rank, signal.SIGKILL)
 
     def _report(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        logs = self._path / LOGS
+        path, node, logs = self._path, self._spec.node, self._path / LOGS
         ended = observer.failed(verdict, seen, logs)
         with suppress(OSError):
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
-        spec = self._spec
-        advice = advice_on(verdict, self._path, spec.command)
-        again = _STARTS_AGAIN.get(spec.node.launcher)
+        advice = advice_on(verdict, path, self._spec.command)
+        again = _STARTS_AGAIN.get(node.launcher)
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
-        lines = [describe(ended, logs, kept=logs if self._path.is_dir() else None)]
-        if self._path.is_dir():
-            is_first = write_node_verdict(
-                self._path,
-                ended,
-                spec.node.first,
-                epoch=read_epoch(self._path),
-                earlier=self._earlier,
-                action=action,
-                advice=advice,
-            )
-            if is_first:
-                at = verdict.seen.word.step if verdict.seen.word is not None else None
-                self._events().add("failed", verdict.message, at)
-            lines.append(f"moemesh: {action}; {details(self._path)}")
+        lines = [describe(ended, logs, kept=logs if path.is_dir() else None)]
+        if path.is_dir():
+            told = {"epoch": read_epoch(path), "action": action, "advice": advice}
+            if write_node_verdict(path, ended, node.first, earlier=self._earlier, **told):
+                word = verdict.seen.word
+                self._events().add("failed", verdict.message, word.step if word else None)
+            lines.append(f"moemesh: {action}; {details(path)}")
         # The message that torchrun's own report shows of the rank at fault.
         with suppress(OSError):
             if name := torchrun_file(self._folder, verdict.rank).read_text():

@@ -1,4 +1,7 @@
-"""Causes of failed runs: a table, matched against the failure report of a run."""
+"""Causes of failed runs: one table of kinds and advice, for the console and for reports.
+
+The judge of ranks (:mod:`moemesh.watch.verdict`) and exceptions give a kind, the table the advice.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +58,15 @@ CAUSES: tuple[FailureCause, ...] = (
         "network cut",
         r"^NetworkCut",
         r"",
-        "Look at the host that does not answer first, then at the links and switches on the way.",
+        "The network between the hosts was cut, or the other host died or froze: nobody here can "
+        "tell which; look at that host first, then at the links and switches between.",
     ),
     FailureCause(
         "hang",
         r"Hung|Busy|Timeout|DistBackend|DistStore",
         r"timed out|timeout|waited longer",
-        "Find out what the rank that did not come was doing: its stack and its log say.",
+        "Find out what the rank that did not come was doing: its log says, and rank-*.stacks where "
+        "every rank was (in logs/; in failures/EPOCH/ once the run has gone on).",
     ),
     FailureCause(
         "stopped from outside",

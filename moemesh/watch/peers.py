@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from moemesh.watch.signs import LostHost
+from moemesh.watch.verdict import LostHost
 
 #: Files of the folder in which the ranks of a node meet: where its watcher listens, and the others.
 ADDRESS, PEERS = "address", "peers"

@@ -13,11 +13,11 @@ import torch
 
 from moemesh import cli
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.data.preview import previews
 from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import document_starts
+from moemesh.sharding.load_run import load_run
 from moemesh.train.opening import own_batches
 from tests.test_cli import run_guarded
 

@@ -10,10 +10,10 @@ import pytest
 
 from moemesh.config import migration as renames
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.config.migration import migrate
 from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
+from moemesh.sharding.load_run import load_run
 from tests.test_cli import run
 
 OLD = """# My run.

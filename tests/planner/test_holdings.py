@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.config import parameters
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.holdings import Holdings
 from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.sharding import parameters
+from moemesh.sharding.parameters import ParameterTensor
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
 

@@ -15,12 +15,13 @@ from moemesh.cli.insight import explain as explain_verb
 from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.planner.estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import explain, lower_rate
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord

@@ -16,8 +16,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch, Context
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.numerics.examination import examine, first_look
-from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine, nonfinite_gradients
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches
@@ -236,7 +235,7 @@ class Outcome(NamedTuple):
 
     skipped: bool
     is_unchanged: bool
-    finding: Finding
+    finding: NonfiniteOrigin
     hits: list[Hit]
 
 
@@ -267,7 +266,7 @@ def inject_on_rank(
         before = _state(parallel, optimizer)
         with injected(parallel, batches, where) as hits:
             skipped = step(number, batches)
-            finding = examine(parallel, optimizer, batches, IDS, first_look(parallel))
+            finding = examine(parallel, optimizer, batches, IDS, nonfinite_gradients(parallel))
         after = _state(parallel, optimizer)
         same = before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.load import load_run
-from moemesh.train.preflight import untrainable
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import untrainable
 from tests.train.runs import losses, metrics, train
 
 KEYS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run
 from moemesh.train.inference.esft_request import EsftRequest
 from tests.commands import python

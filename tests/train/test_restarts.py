@@ -16,12 +16,11 @@ import torch
 
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
 from moemesh.train.records import failure
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.restarts import CAME_TWICE, Budget, limits_of, train_supervised
-from moemesh.watch.observer import Ended
-from moemesh.watch.signs import Seen, Told
-from moemesh.watch.verdict import Kind, Verdict
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import Kind, Seen, Told, Verdict
 from tests.train.runs import arguments, metrics, start
 from tests.waiting import PATIENCE, until
 from tests.watch.looks import word

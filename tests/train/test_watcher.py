@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,21 @@ import pytest
 from moemesh.train import watcher
 from moemesh.train.records.failure import report_id, write_node_verdict
 from moemesh.train.watcher import Watcher, WatcherSpec
-from moemesh.watch import node as nodes
-from moemesh.watch import observer
+from moemesh.watch import meeting, supervisor
 from moemesh.watch.lease import read_epoch
-from moemesh.watch.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
-from moemesh.watch.node import Guests, Node, meet
-from moemesh.watch.observer import Ended, Observer
-from moemesh.watch.signs import GONE, Seen
-from moemesh.watch.verdict import Limits, Verdict
-from moemesh.watch.word_file import Word, WordFile
+from moemesh.watch.meeting import (
+    WORDS,
+    Guests,
+    Node,
+    has_supervisor,
+    lock,
+    meet,
+    shared_memory,
+    torchrun_file,
+)
+from moemesh.watch.progress_words import Word, WordFile
+from moemesh.watch.supervisor import Ended, Observer
+from moemesh.watch.verdict import GONE, Limits, Seen, Verdict
 from tests.drill.rank import Spec as FaultSpec
 from tests.train.runs import arguments, losses, metrics, moemesh
 from tests.waiting import PATIENCE, until
@@ -37,11 +45,11 @@ RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """Of ranks 4 and 5, as no other test has them; its folder goes with the test."""
-    monkeypatch.setattr(observer, "_FOLLOW_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "_FOLLOW_SECONDS", 0.1)
     monkeypatch.setattr(watcher, "_CULPRIT_FIRST_SECONDS", 0.05)
     node = Node.of(RANK | {"MASTER_ADDR": str(tmp_path)})
     yield node
-    nodes.shutil.rmtree(shared_memory() / node.name, ignore_errors=True)
+    shutil.rmtree(shared_memory() / node.name, ignore_errors=True)
 
 
 def test_a_node_has_a_name_of_its_own_at_each_start() -> None:
@@ -86,11 +94,11 @@ def test_nobody_watches_where_the_kernel_gives_no_handles(
 def test_ranks_that_do_not_see_each_other_do_not_meet(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_EARLIER_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "_EARLIER_SECONDS", 0.1)
     folder = meet(node, lambda folder: ["true"])
     assert folder is not None
     handle = lock(folder)
-    monkeypatch.setattr(nodes, "process_namespace", lambda: "another container")
+    monkeypatch.setattr(meeting, "process_namespace", lambda: "another container")
     assert meet(node, lambda folder: ["true"]) is None
     os.close(handle)
 
@@ -163,7 +171,7 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
-    assert WatcherSpec.of(spec.text()) == spec
+    assert WatcherSpec.of(json.dumps(asdict(spec))) == spec
     try:
         Watcher(spec).run()
         assert not folder.exists()
@@ -361,10 +369,10 @@ def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
     looks = Observer(folder, words, [4], guests)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert [one.state for one in looks.look()] == [""] and looks.pause > observer.LOOK_SECONDS
-    assert [one.state for one in looks.look()] == ["T"] and looks.pause == observer.LOOK_SECONDS
+    assert [one.state for one in looks.look()] == [""] and looks.pause > supervisor.LOOK_SECONDS
+    assert [one.state for one in looks.look()] == ["T"] and looks.pause == supervisor.LOOK_SECONDS
     child.kill()
     guests.wait(5)
     assert [(one.exit_code, one.state) for one in looks.look()] == [(-9, "")]
-    assert looks.pause == observer.LOOK_SECONDS
+    assert looks.pause == supervisor.LOOK_SECONDS
     child.wait()

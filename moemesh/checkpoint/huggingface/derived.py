@@ -18,9 +18,9 @@ from moemesh.checkpoint.huggingface.pieces import Read
 from moemesh.checkpoint.huggingface.weight_folder import EXPERT
 from moemesh.config.lora import factor_name, parts_of
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
 from moemesh.model.initialization import normal_slice
+from moemesh.sharding.parameters import tensors
 
 
 def merged(weights: Read, model: ModelConfig) -> Read:

@@ -21,8 +21,8 @@ from moemesh.config.huggingface.model import family_of, trained_families
 from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """`dispatcher = auto`: predict each dispatcher from its bytes, the measured links and memory.
 
 Rows that a rank sends in one direction under uniform routing, and rows that it copies, are those of
-:mod:`moemesh.config.dispatchers`. MoE layers are timed as dispatch and combine, forward and
+:mod:`moemesh.sharding.dispatchers`. MoE layers are timed as dispatch and combine, forward and
 backward: four directions. The copy from received rows into the experts is the same for all and left
 out. Costs of a link and of a copied byte are measured on the real groups, once, at start, by all
 ranks at a time, since ranks of one machine share its memory and cores.
@@ -19,8 +19,8 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.dispatchers import RowsMoved, rows_moved
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
+from moemesh.sharding.dispatchers import RowsMoved, rows_moved
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
 PROBE_BYTES = 1 << 19

@@ -35,7 +35,6 @@ from moemesh.config import experts as keys
 from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import check_kind, public
 from moemesh.config.layout import Layout
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
@@ -60,6 +59,7 @@ from moemesh.parallel.expert.spread import (
     expert_parameters,
 )
 from moemesh.parallel.tensor import ShardedTokens
+from moemesh.sharding.load_run import load_run
 
 # The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
 

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
-from moemesh.config.dispatchers import packed_bytes, slots_per_pair
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines, members
 from moemesh.planner.traffic.routing import SentRows
+from moemesh.sharding.dispatchers import packed_bytes, slots_per_pair
 
 _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
     "moe.counts",

@@ -35,11 +35,8 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from moemesh.config.context import context_sizes, head_share
-from moemesh.config.dispatchers import spare_rows
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic
@@ -53,6 +50,9 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.messages import messages
+from moemesh.sharding.context import context_sizes, head_share
+from moemesh.sharding.dispatchers import spare_rows
+from moemesh.sharding.parameters import ParameterTensor
 from moemesh.trace.ledger import Ledger
 
 #: Callers that a forward enters, in all layers alike.

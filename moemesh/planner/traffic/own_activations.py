@@ -13,13 +13,13 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
-from moemesh.config.context import head_share
-from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import shard_range
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
+from moemesh.sharding.context import head_share
+from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.trace.memory_profile import DEFERRED
 
 

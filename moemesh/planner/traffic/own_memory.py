@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from moemesh.config.buckets import MOST_UNDER_WAY
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -21,6 +20,7 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
+from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.trace.memory_profile import MemoryProfile
 
 # Model states: weights to snapshots.

@@ -13,9 +13,9 @@ from fractions import Fraction
 from functools import cache
 from math import ceil, floor
 
-from moemesh.config.dispatchers import visit_probability
 from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
+from moemesh.sharding.dispatchers import visit_probability
 
 
 @dataclass(frozen=True, kw_only=True)

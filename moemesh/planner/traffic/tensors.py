@@ -7,26 +7,24 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 
-from moemesh.config.buckets import Bucket, Member, buckets, owned_sizes
-from moemesh.config.context import context_sizes
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers
-from moemesh.config.tuning import (
-    FULL,
-    STACKS,
-    Tuning,
+from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.plan_schedule import build_step
+from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
+from moemesh.sharding.context import context_sizes
+from moemesh.sharding.parameters import (
+    ParameterTensor,
     first_stage,
     first_unit,
     tuned_tensors,
     units_without_backward,
 )
-from moemesh.planner.traffic.ledger_lines import members
-from moemesh.schedule.action import Schedule
-from moemesh.schedule.plan_schedule import build_step
-from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.stages import cut_layers
 
 #: Of a number of a weight, by dtype of a run.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

@@ -36,12 +36,12 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from moemesh.config.context import head_share
-from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.sharding.context import head_share
+from moemesh.sharding.dispatchers import packed_bytes, rows_moved
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 

@@ -26,8 +26,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.report.esft_scores import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.esft_request import EsftRequest
-from moemesh.train.inference.evaluation import config_on, in_batches, open_windows
-from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.inference.evaluation import config_on, in_batches, load, on_ranks, open_windows
 from moemesh.train.opening import own_batches
 from moemesh.train.records.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses

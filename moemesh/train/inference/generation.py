@@ -26,7 +26,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import was_tuned_on_conversations
 from moemesh.train.weights.weight_sources import config_of
 

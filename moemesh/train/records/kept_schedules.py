@@ -32,8 +32,7 @@ def has_name(plan: Plan) -> bool:
 def readable(plan: Plan, folder: Path) -> Plan:
     """`plan` with the copy in the run folder in place of a file, or of measured costs, that are
     gone."""
-    kept = folder / SCHEDULE
-    source = _source(plan)
+    kept, source = folder / SCHEDULE, _source(plan)
     if source is None or Path(source).expanduser().exists() or not kept.is_file():
         return plan
     own = {"schedule": str(kept), "schedule_costs": "estimated", "schedule_memory_cap": None}

@@ -12,7 +12,12 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import parallelize
-from moemesh.train.numerics.vote import CopiesDiffer, Mismatch, Vote, digest
+from moemesh.train.numerics.replica_checksums import (
+    CopiesDiffer,
+    Mismatch,
+    ReplicaChecksums,
+    digest,
+)
 from moemesh.train.optimizer import Optimizer
 from tests.ranks import mesh_on_ranks
 from tests.train.injecting import MODEL, SHAPE
@@ -35,7 +40,7 @@ def flip_on_rank(
         tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
     )
     optimizer = Optimizer.of(parallel, TrainConfig())
-    vote = Vote(parallel, optimizer, TrainConfig(), lambda text, kind: None)
+    vote = ReplicaChecksums(parallel, optimizer, TrainConfig(), lambda text, kind: None)
     assert not vote.compare(), "copies differ from the start"
     entries = mesh.ledger.entries()
     found: list[tuple[list[Mismatch], bool, list[Mismatch]]] = []

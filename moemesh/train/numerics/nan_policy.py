@@ -22,18 +22,8 @@ from typing import Any
 
 from moemesh.config.train import TrainConfig
 from moemesh.trace.run import JUMPED
-from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
-
-# Loss spikes: a robust z-score of each loss against those of the last steps.
-#
-# The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
-# differences of neighbouring losses, so that the slope of a loss that falls does not count: for
-# independent losses of standard deviation s differences have s times the square root of two, and
-# the median of their absolute values, times 1.4826, estimates it whatever a few outliers are
-# (the median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the
-# centre is a spike.
-
 
 #: Losses that the spread is taken of, and the newest of them, that the centre is taken of.
 WINDOW, CENTRE = 128, 32
@@ -45,7 +35,16 @@ _LEAST_SPREAD = 1e-6
 
 
 class Spikes:
-    """Judges one loss after the other, alike wherever it is told the same losses."""
+    """Loss spikes: a robust z-score of each loss against the last ones, alike wherever the same
+    losses are told.
+
+    The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
+    differences of neighbouring losses, so that the slope of a loss that falls does not count: for
+    independent losses of standard deviation s differences have s times the square root of two, and
+    the median of their absolute values, times 1.4826, estimates it whatever a few outliers are (the
+    median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the centre is
+    a spike.
+    """
 
     def __init__(self, sigma: float) -> None:
         """`sigma`: the z-score from which on a loss is a spike; 0: none is."""
@@ -92,10 +91,10 @@ class Diverged(RuntimeError):
 
 #: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
 #: wanted, and returns its path.
-Examine = Callable[[int, bool], tuple[Finding, str | None]]
+Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 
-class Guard:
+class NaNPolicy:
     """Judges each step once, in order, the same on every rank."""
 
     def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
@@ -106,7 +105,7 @@ class Guard:
         #: steps in a row up to it.
         self._faults: list[tuple[int, bool, int]] = []
         self._skipped = self._spiked = 0
-        self._finding: Finding | None = None
+        self._finding: NonfiniteOrigin | None = None
         self._bundle: str | None = None
         #: Step of a checkpoint -> how often the run has gone back to it.
         self._returns: Counter[int] = Counter()
@@ -175,7 +174,7 @@ class Guard:
             self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
 
-    def damaged(self, step: int, found: Finding) -> str:
+    def damaged(self, step: int, found: NonfiniteOrigin) -> str:
         """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.
         Raises Diverged unless that is the policy."""
         text = f"the state of step {step} is not finite and is not saved: {found}"
@@ -206,14 +205,16 @@ class Guard:
             "rollback",
         )
 
-    def _failure(self, text: str, found: Finding, reason: str, finite_step: int) -> Diverged:
+    def _failure(
+        self, text: str, found: NonfiniteOrigin, reason: str, finite_step: int
+    ) -> Diverged:
         """`finite_step`: the last whose loss and gradients were finite."""
         bundle = {} if self._bundle is None else {"bundle": self._bundle}
         facts = found.facts() | bundle | {"advice": self._advice(found)}
         facts["finite_step"] = finite_step
         return Diverged(f"{text}; {reason}", facts)
 
-    def _advice(self, found: Finding) -> str:
+    def _advice(self, found: NonfiniteOrigin) -> str:
         """Advice, which is never to give the same command where it would end here again."""
         if found.is_damage:
             return (

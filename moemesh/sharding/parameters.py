@@ -11,18 +11,25 @@ without torch; tests hold the two together.
 | other norms, router, output bias | - | stage (dp, cp, tp) |
 | down to latents (MLA), whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
 | routed experts | ep, etp | edp |
+
+What of them trains (:mod:`moemesh.config.tuning`) stands below. The units of the model, in the
+order of its forward, are the embedding, the layers, the head with its norms, and extra prediction
+layers. The backward ends at the first unit in which anything trains (:func:`first_unit`): those
+before it keep nothing, compute no gradient and send none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
-from moemesh.config.layout import EXPERT_AXES, Layout, shard_sizes
+from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
 from moemesh.config.lora import factors_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import STACKS, Tuning
+from moemesh.sharding.buckets import unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,10 @@ class ParameterTensor:
     @property
     def is_expert(self) -> bool:
         return self.summed_over in EXPERT_AXES
+
+    def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
+        """The experts of a stack that train; of another parameter (0,) where it does, else ()."""
+        return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
@@ -209,3 +220,97 @@ def _factors(model: ModelConfig, weights: Iterable[ParameterTensor]) -> Iterator
                 shards=factor.shards,
                 summed_over=factor.summed_over,
             )
+
+
+def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
+    """The names that patterns are matched with: of every parameter in a checkpoint, and of the
+    routers' selection biases."""
+    for tensor in tensors(model, plan):
+        module, _, leaf = tensor.name.rpartition(".")
+        if tensor.is_expert:
+            yield from (f"{module}.{expert}.{leaf}" for expert in range(tensor.shape[0]))
+            continue
+        yield tensor.name
+        if tensor.name.endswith(".router.weight") and model.router_selection_bias:
+            yield f"{module}.selection_bias"
+
+
+def units(model: ModelConfig) -> list[str]:
+    """The units in the order of the forward, as :func:`unit_of` names them; the head comes again
+    behind each extra prediction layer."""
+    layers = [f"layers.{index}" for index in range(model.num_layers)]
+    return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
+
+
+def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
+    """Of every rank of ep, in the order of its places: its experts of `chosen`, and its others."""
+    found: list[tuple[list[int], list[int]]] = []
+    for index in range(ep):
+        own = shard_range(num_experts, ep, index)
+        mine = [expert for expert in own if expert in chosen]
+        found.append((mine, [expert for expert in own if expert not in chosen]))
+    return found
+
+
+def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
+    """The parameters of the whole model, in the order of its list, with what trains.
+
+    Where some experts of a layer train, they are stacks of their own, and the others are stacks
+    below ``rest``, behind them.
+    """
+    behind: list[ParameterTensor] = []
+    for tensor in tensors(model, plan):
+        module, _, leaf = tensor.name.rpartition(".")
+        if behind and not tensor.name.startswith(behind[0].name.partition("rest.")[0]):
+            yield from behind
+            behind = []
+        chosen = None
+        if tensor.is_expert and leaf in STACKS:
+            chosen = tuning.chosen(int(module.split(".")[1]), tensor.shape[0])
+        if chosen is None:
+            yield replace(tensor, trains=bool(tensor.trained_rows(tuning)))
+            continue
+        shares = places(chosen, tensor.shape[0], plan.ep)
+        counts = [tuple(len(part[i]) for part in shares) for i in range(2)]
+        rest = f"{module}.rest.{leaf}"
+        shapes = [(sum(one), *tensor.shape[1:]) for one in counts]
+        yield replace(
+            tensor, shape=shapes[0], per_rank=counts[0], trains=bool(tensor.trained_rows(tuning))
+        )
+        behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
+    yield from behind
+
+
+def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:
+    """The units before `first`, at whose input the backward ends."""
+    order = units(model)
+    return frozenset(order[: order.index(first)])
+
+
+def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
+    """The first unit in which any parameter trains; the last one where none does."""
+    if tuning.is_full:
+        return "embedding"
+    found = {unit_of(tensor.name) for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
+    return next((unit for unit in units(model) if unit in found), units(model)[-1])
+
+
+def first_stage(unit: str, layers: Sequence[range]) -> int:
+    """The pipeline stage of a unit, of a model whose stages have these `layers`: the backward ends
+    there."""
+    last = len(layers) - 1
+    if unit == "embedding":
+        return 0
+    if unit == "head":
+        return last
+    index = int(unit.partition(".")[2])
+    return next((stage for stage, part in enumerate(layers) if index in part), last)
+
+
+def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:
+    """How many numbers train, of the whole model."""
+    total = 0
+    for tensor in tensors(model, plan):
+        stack = tensor.shape[0] if tensor.is_expert else 1
+        total += prod(tensor.shape) * len(tensor.trained_rows(tuning)) // stack
+    return total

@@ -27,32 +27,27 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_recorded, resolved_toml
+from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
+from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.numerics.examination import examine
-from moemesh.train.numerics.finding import Finding
+from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.weights import saving
 
-FOLDER, BODY, CONFIG, BATCH, WEIGHTS = (
-    "failures",
-    "bundle.json",
-    "config.toml",
-    "batch.safetensors",
-    "weights",
-)
+FOLDER, BODY, CONFIG = "failures", "bundle.json", "config.toml"
+BATCH, WEIGHTS = "batch.safetensors", "weights"
 #: So many bundles of a run are kept, the newest ones.
 MOST_KEPT = 2
 _NAME = re.compile(r"step-(\d+)")
 _FORMAT = 1
 
 
-class Bundles:
+class ReproBundles:
     """The bundles of a run; all ranks call its methods together."""
 
     def __init__(
@@ -106,12 +101,14 @@ class Bundles:
             return None
         if has_weights:
             try:
-                saving.save_weights(folder / WEIGHTS, step, self._parallel, self._optimizer, {})
+                model, optimizer = self._parallel, self._optimizer
+                shards, _ = saving.contents(model, optimizer, {}, moments=False)
+                store.save_together(folder / WEIGHTS, step, shards, {}, model.mesh.control)
             except CheckpointError:
                 return None
         return folder
 
-    def finish(self, folder: Path, found: Finding, *, num_updates: int) -> None:
+    def finish(self, folder: Path, found: NonfiniteOrigin, *, num_updates: int) -> None:
         """Add what was found, and how many updates the weights had seen."""
         if self._parallel.mesh.rank == 0:
             body = json.loads((folder / BODY).read_text(encoding="utf-8"))
@@ -120,7 +117,7 @@ class Bundles:
         barrier(self._parallel.mesh.control)
 
 
-class BundleSamples(Windows):
+class BundledSamples(Windows):
     """The samples of one bundle, in place of a run's data."""
 
     def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
@@ -128,24 +125,26 @@ class BundleSamples(Windows):
         self._row = {int(sample): row for row, sample in enumerate(ids)}
         self.num_samples = len(ids)
 
+    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(self._batch[name][[self._row[int(one)] for one in ids]])
+
+    def _mask(self, name: str, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows(name, ids) if name in self._batch else None
+
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._rows("tokens", ids), self._rows("targets", ids)
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("documents", ids) if "documents" in self._batch else None
+        return self._mask("documents", ids)
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("valid", ids) if "valid" in self._batch else None
+        return self._mask("valid", ids)
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows("loss_mask", ids) if "loss_mask" in self._batch else None
-
-    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        rows = [self._row[int(sample)] for sample in ids]
-        return np.ascontiguousarray(self._batch[name][rows])
+        return self._mask("loss_mask", ids)
 
 
-class Bundle:
+class ReproBundle:
     """A bundle that was read: its configuration (with `overrides`), its samples, and what the run
     had found."""
 
@@ -170,7 +169,7 @@ class Bundle:
         self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
         sections = ("model", "plan", "data", "train", "lora")
         self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
-        self.samples = BundleSamples(batch, self.ids)
+        self.samples = BundledSamples(batch, self.ids)
 
 
 # `moemesh replay`: a step that was not finite is run again from its bundle.
@@ -194,10 +193,10 @@ def replay(
     """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
     exit code. Raises UserError when it is no bundle."""
     # Late: no rank of a run needs what reads and converts other weights.
-    from moemesh.train.inference.loading import on_ranks
+    from moemesh.train.inference.evaluation import on_ranks
 
     given = [*(ALONE if alone else ()), *overrides]
-    bundle = Bundle(folder, given)
+    bundle = ReproBundle(folder, given)
     if problems := refusals(bundle.config):
         raise ConfigError(problems)
     arguments = ["replay", str(folder), *(["--alone"] if alone else [])]
@@ -213,7 +212,7 @@ def replay(
     return on_ranks(bundle.config, arguments, overrides, work)
 
 
-def replay_step(bundle: Bundle, mesh: Mesh) -> Finding:
+def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     """Run the step again; all ranks call."""
     config = bundle.config
     train = config.train

@@ -14,7 +14,7 @@ The exchange is no part of what a plan predicts and is not entered in the ledger
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,12 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepBoundary
 from moemesh.watch import progress_words
-from moemesh.watch.word_file import CHECK
+from moemesh.watch.progress_words import CHECK
 
 #: Integers as wide as the elements of a tensor.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Axes whose ranks hold copies, in the same order on every rank.
+_AXES = ("stage", "dp_cp", "edp", "edp_etp", "mirror")
 #: So many parameters are named in a message.
 _MOST_NAMED = 4
 
@@ -74,7 +76,7 @@ class CopiesDiffer(RuntimeError):
             self.facts["rank"] = culprits[0]
 
 
-class Vote:
+class ReplicaChecksums:
     """Compares the copies of this rank's weights; all ranks call its methods together."""
 
     def __init__(
@@ -86,28 +88,24 @@ class Vote:
     ) -> None:
         """`say`: text and kind of an event."""
         self._parallel, self._optimizer, self._train, self._say = parallel, optimizer, train, say
-        names = dict(parallel.model.named_parameters())
-        buffers = dict(parallel.model.named_buffers())
+        found: dict[str, dict[str, Tensor]] = {axis: {} for axis in _AXES}
+        for name, parameter in parallel.model.named_parameters():
+            where = parallel.placements[name]
+            if parallel.reducer.data != "zero3" and parameter.numel():
+                found[where.summed_over][name] = parameter
+                if len(where.holders) > 1:
+                    found["mirror"][name] = parameter
+        found["stage"] |= dict(parallel.model.named_buffers())
         #: Axis -> what its ranks hold copies of, in the order of the model.
-        self._held: dict[str, dict[str, Tensor]] = {}
-        if parallel.reducer.data != "zero3":
-            for name, parameter in names.items():
-                where = parallel.placements[name]
-                if parameter.numel():
-                    self._held.setdefault(where.summed_over, {})[name] = parameter
-                if len(where.holders) > 1 and parameter.numel():
-                    self._held.setdefault("mirror", {})[name] = parameter
-        if buffers:
-            self._held.setdefault("stage", {}).update(buffers)
         self._held = {
-            axis: held for axis, held in self._held.items() if parallel.mesh[axis].size > 1
+            axis: held for axis, held in found.items() if held and parallel.mesh[axis].size > 1
         }
 
     def compare(self) -> list[Mismatch]:
         """The copies that differ, the same list on every rank."""
         found: list[Mismatch] = []
         with self._parallel.mesh.ledger.paused():
-            for axis_name, held in self._sorted():
+            for axis_name, held in self._held.items():
                 axis = self._parallel.mesh[axis_name]
                 own = torch.stack([digest(tensor) for tensor in held.values()])
                 # The greatest x, and the greatest ~x, which is the least x: equal where all are.
@@ -116,12 +114,17 @@ class Vote:
                 places = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
                 if not places:
                     continue
-                digests = gather_json([int(own[place]) for place in places], axis)
+                of_ranks = gather_json([int(own[place]) for place in places], axis)
                 names = list(held)
-                found += [
-                    _verdict(names[place], axis.ranks, [of_rank[number] for of_rank in digests])
-                    for number, place in enumerate(places)
-                ]
+                for place, digests in zip(places, zip(*of_ranks, strict=True), strict=True):
+                    common, votes = Counter(digests).most_common(1)[0]
+                    odd, majority = (), None
+                    if 2 * votes > axis.size:
+                        odd = tuple(
+                            r for r, own in zip(axis.ranks, digests, strict=True) if own != common
+                        )
+                        majority = axis.ranks[digests.index(common)]
+                    found.append(Mismatch(names[place], axis.ranks, odd, majority))
         told = gather_json([list(one) for one in found], self._parallel.mesh.control)
         unique = {
             (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
@@ -129,13 +132,6 @@ class Vote:
             for name, ranks, culprits, majority in mismatches
         }
         return list(unique.values())
-
-    def _sorted(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Axes with their tensors, in the same order on every rank."""
-        for axis in ("stage", "dp_cp", "edp", "edp_etp", "mirror"):
-            if axis in self._held:
-                yield axis, self._held[axis]
-        assert self._held.keys() <= {"stage", "dp_cp", "edp", "edp_etp", "mirror"}
 
     def after(self, behind: StepBoundary) -> None:
         """Compare before a checkpoint, and where ``train.vote_every`` steps have passed. Raises
@@ -158,30 +154,24 @@ class Vote:
         if any(one.majority is None for one in found):
             return False
         rank = self._parallel.mesh["world"].ranks[self._parallel.mesh.rank]
+        optimizer = self._optimizer
         with self._parallel.mesh.ledger.paused():
-            for axis_name, held in self._sorted():
+            for axis_name, held in self._held.items():
                 axis = self._parallel.mesh[axis_name]
                 for one in found:
-                    if one.parameter in held and one.ranks == axis.ranks and rank in one.ranks:
-                        assert one.majority is not None
-                        source = axis.ranks.index(one.majority)
-                        for tensor in self._states(one.parameter, held[one.parameter]):
-                            sent = broadcast(
-                                tensor.detach().clone(),
-                                axis,
-                                source,
-                                phase="control",
-                                caller="vote",
-                            )
-                            tensor.data.copy_(sent)
+                    name = one.parameter
+                    if name not in held or one.ranks != axis.ranks or rank not in one.ranks:
+                        continue
+                    assert one.majority is not None
+                    source, states = axis.ranks.index(one.majority), [held[name]]
+                    if self._parallel.reducer.data == "replicate" and name in optimizer.masters:
+                        kinds = optimizer.state().values()
+                        states += [optimizer.masters[name], *(k[name] for k in kinds if name in k)]
+                    for tensor in states:
+                        copy = tensor.detach().clone()
+                        sent = broadcast(copy, axis, source, phase="control", caller="vote")
+                        tensor.data.copy_(sent)
         return True
-
-    def _states(self, name: str, tensor: Tensor) -> list[Tensor]:
-        states = [tensor]
-        if self._parallel.reducer.data == "replicate" and name in self._optimizer.masters:
-            states.append(self._optimizer.masters[name])
-            states += [kind[name] for kind in self._optimizer.state().values() if name in kind]
-        return states
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -189,14 +179,6 @@ def digest(tensor: Tensor) -> Tensor:
     integers of its width, modulo 2 to the 64."""
     words = tensor.detach().view(_WORDS[tensor.element_size()])
     return words.sum(dtype=torch.int64)
-
-
-def _verdict(name: str, ranks: tuple[int, ...], digests: Sequence[int]) -> Mismatch:
-    common, votes = Counter(digests).most_common(1)[0]
-    if 2 * votes <= len(ranks):
-        return Mismatch(name, ranks, (), None)
-    culprits = tuple(r for r, own in zip(ranks, digests, strict=True) if own != common)
-    return Mismatch(name, ranks, culprits, ranks[list(digests).index(common)])
 
 
 def what_is_compared(config: RunConfig) -> str:

@@ -18,24 +18,23 @@ from torch import Tensor
 from moemesh.checkpoint.saver import SaveJob
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
-from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
+from moemesh.sharding.load_run import load_run
 from moemesh.train import session as sessions
-from moemesh.train.command import open_samples
+from moemesh.train.command import open_samples, train_rank
 from moemesh.train.console import Console
-from moemesh.train.numerics.bundle import ALONE, Bundle, replay_step
-from moemesh.train.numerics.finding import Finding
-from moemesh.train.numerics.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
-from moemesh.train.numerics.vote import CopiesDiffer
+from moemesh.train.numerics.nan_check import NonfiniteOrigin
+from moemesh.train.numerics.nan_policy import CENTRE, LEAST, WINDOW, Diverged, NaNPolicy, Spikes
+from moemesh.train.numerics.replica_checksums import CopiesDiffer
+from moemesh.train.numerics.repro_bundle import ALONE, ReproBundle, replay_step
 from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
-from moemesh.train.trainer import train
-from moemesh.watch.signals import StopRequest
+from moemesh.watch.supervisor import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, text_file
 
@@ -143,7 +142,7 @@ def run_on_rank(
         try:
             events = Events(run if mesh.rank == 0 else None)
             console = Console(silent=True, events=events)
-            train(
+            train_rank(
                 config=config,
                 mesh=mesh,
                 folder=run,
@@ -213,8 +212,8 @@ def test_a_run_stops_with_facts(tmp_path: Path, plan: str) -> None:
         assert "lower train.lr" in rank.facts["advice"]
 
 
-def replay_on_rank(mesh: Mesh, folder: Path, overrides: list[str]) -> Finding:
-    return replay_step(Bundle(folder, overrides), mesh)
+def replay_on_rank(mesh: Mesh, folder: Path, overrides: list[str]) -> NonfiniteOrigin:
+    return replay_step(ReproBundle(folder, overrides), mesh)
 
 
 def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path) -> None:
@@ -239,11 +238,11 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
         assert (found.phase, found.name) == (body["found"]["phase"], rank.facts["module"])
         assert found.microbatch == body["found"]["microbatch"]
     with pytest.raises(UserError, match="not a replay bundle"):
-        Bundle(tmp_path, [])
+        ReproBundle(tmp_path, [])
 
 
 def test_no_sample_is_blamed_where_all_are_alike() -> None:
-    some = Finding(phase="loss", rank=0, ranks=(0,), value="NaN", samples=(7, 8))
+    some = NonfiniteOrigin(phase="loss", rank=0, ranks=(0,), value="NaN", samples=(7, 8))
     assert "; samples 7, 8)" in str(some)
     text = str(replace(some, num_alike=2))
     assert "all 2 sequences alike" in text and "7, 8" not in text
@@ -251,12 +250,14 @@ def test_no_sample_is_blamed_where_all_are_alike() -> None:
 
 def test_each_step_in_a_row_names_its_own_samples() -> None:
     said: list[str] = []
-    guard = Guard(TrainConfig(max_skips=3), lambda text, kind: said.append(text))
+    guard = NaNPolicy(TrainConfig(max_skips=3), lambda text, kind: said.append(text))
     asked: list[tuple[int, bool]] = []
 
-    def examine(step: int, wants_bundle: bool) -> tuple[Finding, str | None]:
+    def examine(step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
         asked.append((step, wants_bundle))
-        found = Finding(phase="loss", rank=0, ranks=(0,), value="NaN", samples=(100 + step,))
+        found = NonfiniteOrigin(
+            phase="loss", rank=0, ranks=(0,), value="NaN", samples=(100 + step,)
+        )
         return found, "failures/step-4" if wants_bundle else None
 
     nothing = torch.zeros(0, 0, dtype=torch.int64)
@@ -285,7 +286,7 @@ def test_bundles_are_bounded(tmp_path: Path) -> None:
     bundle = Path(rank.facts["bundle"])
     assert not (bundle / "weights").exists() and (bundle / "batch.safetensors").exists()
     with pytest.raises(UserError, match="written without weights"):
-        Bundle(bundle, [])
+        ReproBundle(bundle, [])
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

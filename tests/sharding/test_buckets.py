@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from moemesh.config import buckets as rules
-from moemesh.config.buckets import Bucket, Member, buckets, owned_sizes, unit_of
 from moemesh.config.layout import SHARDED_AXES, Layout
+from moemesh.sharding import buckets as rules
+from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes, unit_of
 
 
 def member(
