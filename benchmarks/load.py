@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import LoadSettings
+from moemesh.checkpoint.huggingface.convert import write_folder
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
-from moemesh.checkpoint.huggingface.write import write_folder
+from moemesh.checkpoint.load import DeferredTensor
 from moemesh.checkpoint.store import Shard
-from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.export import config_json

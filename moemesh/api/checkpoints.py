@@ -19,8 +19,10 @@ from torch.distributed import ProcessGroup
 from moemesh.api.training import ParallelModel
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.store import Checkpoint, Shard
-from moemesh.checkpoint.tree import (
+from moemesh.checkpoint.remote import Place, place_of
+from moemesh.checkpoint.store import (
+    Checkpoint,
+    Shard,
     Sharded,
     flatten,
     is_tensor,
@@ -44,8 +46,9 @@ def save_checkpoint(
     step: int = 0,
     group: ProcessGroup | None = None,
     check_replicas: bool = True,
-) -> Path:
+) -> Place:
     """Write ``folder/step-<step>``, atomically and with digests; all ranks of `group` call it.
+    `folder`: a path, or the address of an object store (``s3://bucket/prefix``).
 
     `state`: nested dicts and lists of tensors, DTensors, :class:`Sharded` parts, numbers, texts and
     None; also modules, models of :func:`moemesh.parallelize`, and optimizers of their parameters
@@ -66,9 +69,8 @@ def save_checkpoint(
     shards = [shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)]
     values = {path: leaf for path, leaf in leaves.items() if not is_tensor(leaf)}
     own = own_shards(shards, axis, check_replicas=check_replicas)
-    return store.save_together(
-        Path(folder), step, own, {"values": merged_values(values, axis)}, axis
-    )
+    values = merged_values(values, axis)
+    return store.save_together(place_of(folder), step, own, {"values": values}, axis)
 
 
 @public
@@ -92,7 +94,7 @@ def load_checkpoint(
     for names that differ, and for tensors of another shape or dtype.
     """
     axis = _axis(group)
-    checkpoint, skipped = store.open_together(Path(folder), axis, step)
+    checkpoint, skipped = store.open_together(place_of(folder), axis, step)
     for number, why in skipped if axis.index == 0 else ():
         warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
     if checkpoint is None:

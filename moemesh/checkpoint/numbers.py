@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading
-from moemesh.checkpoint.header import read_places
+from moemesh.checkpoint.files import CheckpointError, read_chunks, reading
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import ITEM_BYTES
 from moemesh.checkpoint.stored import StoredCheckpoint
 
@@ -80,7 +80,7 @@ def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     result = np.empty(entry.shape, np.dtype(f"<u{ITEM_BYTES[entry.dtype]}"))
     for piece in entry.slices:
         path = stored.path / piece.file
-        _, start = read_places(path, file_size(path))[piece.key]
+        start = read_header(path)[piece.key].start
         size = prod(piece.shape) * ITEM_BYTES[entry.dtype]
         with reading(path) as file:
             file.seek(start)

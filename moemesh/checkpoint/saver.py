@@ -188,7 +188,7 @@ class Saver:
         try:
             keyed = check_shards(shards)
             check_step(self.folder / f"step-{step}", state if self.rank == 0 else {})
-            missing = self._staging.missing(keyed) if self._in_background else None
+            missing = self._staging.reserve(keyed) if self._in_background else None
         except (CheckpointError, OSError) as error:
             problem = str(error)
         identity = uuid.uuid4().hex if self.rank == 0 else ""
@@ -496,69 +496,53 @@ class Staging:
         """Size of the buffer in bytes."""
         return 0 if self._buffer is None else self._buffer.numel()
 
-    def missing(self, keyed: Mapping[str, Shard]) -> str | None:
-        """Why the copies do not fit, or None where there is a buffer for them."""
-        needed = _num_bytes(keyed)
+    def reserve(self, keyed: Mapping[str, Shard]) -> str | None:
+        """Make room for the copies; why there is none, or None.
+
+        Copies of a device are faster from pages that are locked, but not by ``pin_memory``: torch
+        takes pinned memory in powers of two, up to twice of what was asked for, and keeps it when
+        it is given back.
+        """
+        needed = sum(map(_num_bytes, keyed.values()))
         if needed <= self.num_bytes:
             return None
         bound = int(available_bytes() * LARGEST_SHARE / self._ranks) + self.num_bytes
         if needed > bound:
             return f"{needed:,} bytes to stage, at most {bound:,} are left to this rank"
-        try:
-            self._reserve(needed, pins=any(shard.tensor.is_cuda for shard in keyed.values()))
-        except RuntimeError:  # torch's word for no memory
-            return f"{needed:,} bytes to stage, which cannot be allocated"
-        return None
-
-    def _reserve(self, needed: int, *, pins: bool) -> None:
-        """Make room for so many bytes; `pins`: lock its pages, for copies at the speed of the bus.
-
-        Not by ``pin_memory``: torch takes pinned memory in powers of two, up to twice of what was
-        asked for, and keeps it when it is given back. Where they cannot be locked, copies are
-        slower.
-        """
-        if needed <= self.num_bytes:
-            return
         self._unpin()
         self._buffer = None  # first, so that there are never two
-        self._buffer = buffer = torch.empty(needed, dtype=torch.uint8)
-        if not pins:
-            return
-        cuda: Any = torch.cuda.cudart()
-        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
-            # Before the memory is given back, or its next owner could not lock it.
-            self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
-            return
-        with suppress(RuntimeError):  # CUDA would give the error to the next kernel of a step
-            torch.zeros(1, device="cuda")
+        try:
+            self._buffer = buffer = torch.empty(needed, dtype=torch.uint8)
+        except RuntimeError:  # torch's word for no memory
+            return f"{needed:,} bytes to stage, which cannot be allocated"
+        if any(shard.tensor.is_cuda for shard in keyed.values()):
+            cuda: Any = torch.cuda.cudart()
+            if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
+                # Before the memory is given back, or its next owner could not lock it.
+                self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
+            else:
+                with suppress(RuntimeError):  # else the next kernel of a step gets the error
+                    torch.zeros(1, device="cuda")
+        return None
 
     def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The shards with copies of their tensors, until the next call."""
+        """The shards with copies of their tensors, for which there is room, until the next call."""
         on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
-        self._reserve(_num_bytes(keyed), pins=on_cuda)
-        copies: dict[str, Shard] = {}
-        end = 0
+        copies, end = dict(keyed), 0
         with torch.no_grad():
             for key, shard in keyed.items():
-                tensor = shard.tensor
-                if not tensor.numel() or shard.make is not None:
-                    copies[key] = shard
-                    continue
-                assert self._buffer is not None
-                part = self._buffer[end : end + tensor.nbytes].view(tensor.dtype)
-                target = part.view(tensor.shape)
-                target.copy_(tensor, non_blocking=on_cuda)
-                copies[key] = replace(shard, tensor=target)
-                end += _padded(tensor.nbytes)
+                if (size := _num_bytes(shard)) and self._buffer is not None:
+                    tensor, start = shard.tensor, end
+                    part = self._buffer[start : start + tensor.nbytes].view(tensor.dtype)
+                    target = part.view(tensor.shape)
+                    target.copy_(tensor, non_blocking=on_cuda)
+                    copies[key], end = replace(shard, tensor=target), start + size
         if on_cuda:
             torch.cuda.synchronize()
         return copies
 
 
-def _num_bytes(keyed: Mapping[str, Shard]) -> int:
-    made = (shard for shard in keyed.values() if shard.make is None)
-    return sum(_padded(shard.tensor.nbytes) for shard in made)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _num_bytes(shard: Shard) -> int:
+    """Bytes of the copy of a shard; none of one that is made when it is written."""
+    size = shard.tensor.nbytes if shard.make is None else 0
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -20,7 +20,7 @@ from moemesh.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from moemesh.checkpoint.load import Shard
+from moemesh.checkpoint.load import Shard, in_order, safetensors_bytes
 from moemesh.checkpoint.manifest import (
     DTYPES,
     FORMAT,
@@ -35,7 +35,6 @@ from moemesh.checkpoint.manifest import (
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import StoredCheckpoint, read_manifest
-from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
 
 #: What a rank says of its part: JSON.
 Report = dict[str, Any]

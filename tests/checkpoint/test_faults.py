@@ -24,37 +24,7 @@ from moemesh.checkpoint.store import (
     open_checkpoint,
     prune,
 )
-from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
-
-CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
-
-
-class Killed(BaseException):
-    """The process died here."""
-
-
-class FaultyOs:
-    """`os`, whose n-th call of CALLS fails instead of (or after half of) being done."""
-
-    def __init__(self, fail_at: int, error: Callable[[], BaseException]) -> None:
-        self.fail_at, self.error, self.count = fail_at, error, 0
-        self.log: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name not in CALLS:
-            return real
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            self.log.append(name)
-            if self.count == self.fail_at:
-                if name == "write":  # half of it reaches the disk
-                    real(args[0], args[1][: len(args[1]) // 2])
-                raise self.error()
-            return real(*args, **kwargs)
-
-        return call
+from tests.checkpoint.simulate import FaultyOs, Killed, cut, never, save_as_ranks, save_one, whole
 
 
 def shards(value: float) -> list[Shard]:
@@ -69,10 +39,6 @@ def count_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         save_one(tmp_path / "count", 1, shards(1))
         assert set(faulty.log) == {"mkdir", "open", "write", "fsync", "rename"}
         return faulty.count
-
-
-def never(step: int, reason: str) -> None:
-    raise AssertionError(f"step {step} was skipped: {reason}")
 
 
 def test_everything_is_durable_before_the_rename(

@@ -24,8 +24,7 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import candidates, latest
 from moemesh.checkpoint.stored import examine
 from moemesh.watch.lease import RunFolderError
-from tests.checkpoint.savers import TENSOR, one_rank, shards
-from tests.checkpoint.test_faults import never
+from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
 
 
 @pytest.fixture(autouse=True)

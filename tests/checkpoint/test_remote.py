@@ -15,6 +15,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+import moemesh
 from moemesh.checkpoint import remote, saver
 from moemesh.checkpoint.files import CheckpointError, put_aside
 from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
@@ -22,9 +23,7 @@ from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import Shard, candidates, latest
 from moemesh.checkpoint.stored import examine, unfinished
 from moemesh.train.records.failure import newest_step
-from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
-from tests.checkpoint.simulate import cut, whole
-from tests.checkpoint.test_faults import Killed, never
+from tests.checkpoint.simulate import TENSOR, Killed, cut, never, on_ranks, one_rank, shards, whole
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +95,13 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
     found.load_into([Shard(name="scale", shape=(), offset=(), tensor=into)])
     assert into.item() == 2.5
     assert folder.names() == ["step-2", "step-3", "verified.json"]
+
+
+def test_a_program_saves_and_loads_there(folder: RemotePath) -> None:
+    saved = moemesh.save_checkpoint(str(folder), {"w": TENSOR, "epoch": 3}, step=2)
+    assert saved == folder / "step-2" and folder.names() == ["step-2"]
+    found = moemesh.load_checkpoint(str(folder))
+    assert torch.equal(found["w"], TENSOR) and found["epoch"] == 3
 
 
 def test_a_report_that_is_being_written_is_waited_for(

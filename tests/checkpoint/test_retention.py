@@ -14,20 +14,12 @@ from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.retention import plan_pruning, prune
 from moemesh.checkpoint.store import candidates, latest, open_checkpoint
-from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
+from tests.checkpoint.simulate import as_format_1, cut, flip, save_as_ranks, save_one, whole
 
 
 def save(folder: Path, step: int, value: float = 1.0) -> None:
     bad = torch.full((3,), value)
     save_one(folder, step, [whole("bad", bad), whole("w", torch.arange(5.0) + step)])
-
-
-def flip(checkpoint: Path) -> None:
-    """The last bit of its only file of tensors."""
-    file = checkpoint / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 def newest(folder: Path) -> tuple[int, list[int]]:
@@ -103,7 +95,7 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
     }
     (tmp_path / "verified.json").write_text(json.dumps(digests))
     # known to be verified: not read again, so that a flipped bit is not seen
-    flip(tmp_path / "step-2")
+    flip(tmp_path / "step-2/rank-00000.safetensors")
     assert prune(tmp_path, 2) == [1]
     (tmp_path / "verified.json").unlink()
     assert [one.step for one in plan_pruning(tmp_path, 1).kept] == [3]
@@ -115,7 +107,7 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_takes_the_place_of_none(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    flip(tmp_path / "step-3")
+    flip(tmp_path / "step-3/rank-00000.safetensors")
     assert prune(tmp_path, 1) == [1] and candidates(tmp_path) == [3, 2]
     assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-2"]
 
@@ -126,7 +118,7 @@ def test_another_checkpoint_of_a_step_that_was_verified_is_read_back(tmp_path: P
     prune(tmp_path, 2)  # both are remembered
     shutil.rmtree(tmp_path / "step-2")
     save(tmp_path, 2, 5.0)
-    flip(tmp_path / "step-2")
+    flip(tmp_path / "step-2/rank-00000.safetensors")
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2, 1]
     assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-1"]
 

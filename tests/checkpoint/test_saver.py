@@ -19,8 +19,7 @@ from moemesh.checkpoint import files, saver, writing
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
 from tests import commands
-from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
-from tests.checkpoint.simulate import save_as_ranks, whole
+from tests.checkpoint.simulate import on_ranks, one_rank, save_as_ranks, shards, tree, whole
 from tests.waiting import PATIENCE, until
 
 
@@ -152,7 +151,7 @@ def test_a_process_that_fails_leaves_its_save_complete(tmp_path: Path) -> None:
 import time, torch
 from pathlib import Path
 from moemesh.checkpoint import writing
-from tests.checkpoint.savers import one_rank
+from tests.checkpoint.simulate import one_rank
 from tests.checkpoint.simulate import whole
 real = writing.write_file
 writing.write_file = lambda *args: (time.sleep(0.3), real(*args))[1]
@@ -240,6 +239,7 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "cudart", Cudart)
         own = saver.Staging()
         for rows in (1000, 3000, 2000):
+            assert own.reserve(shard(rows)) is None
             copied = own.copy(shard(rows))["x"].tensor
             assert copied.tolist() == list(range(rows))
             assert list(locked.values()) == [own.num_bytes]
@@ -247,5 +247,5 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
         del own
         assert not locked
         codes[0] = 1  # the driver refuses: slower copies, and nothing to unlock
-        saver.Staging().copy(shard(10))
+        assert saver.Staging().reserve(shard(10)) is None
         assert len(locked) == 1

@@ -15,16 +15,18 @@ import torch
 from moemesh.checkpoint import files, saver, writing
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import latest, open_checkpoint, prune
-from tests.checkpoint.savers import (
+from tests.checkpoint.simulate import (
     TENSOR,
+    FaultyOs,
+    Killed,
     count,
+    never,
     on_ranks,
     one_rank,
     prepared,
     save_third,
     shards,
 )
-from tests.checkpoint.test_faults import FaultyOs, Killed, never
 
 
 @pytest.fixture(autouse=True)

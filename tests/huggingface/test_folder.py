@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
+from moemesh.checkpoint.huggingface.convert import carry_along, write_folder
 from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensors
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
-from moemesh.checkpoint.huggingface.write import carry_along, write_folder
-from moemesh.checkpoint.tensor_file import DeferredTensor
+from moemesh.checkpoint.load import DeferredTensor
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 from moemesh.train.weights.weight_sources import check_folder

@@ -25,8 +25,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
-from moemesh.checkpoint.header import read_places
+from moemesh.checkpoint.files import CheckpointError, check_folder, read_start
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
 from moemesh.config.huggingface.folder import INDEX, SINGLE, once
 from moemesh.config.huggingface.quantization import Quantization
@@ -89,7 +89,7 @@ class FolderContents:
         files = sorted(set(index.values())) if index is not None else [SINGLE]
         for file in files:
             there = plain_file(path, file)
-            for name, (entry, start) in read_places(there, file_size(there)).items():
+            for name, entry in read_header(there).items():
                 if entry.dtype not in _NAMES:
                     raise CheckpointError(
                         f"{there}: {name} has the dtype {entry.dtype}, not known here"
@@ -105,7 +105,7 @@ class FolderContents:
                         f"{there}: holds {name}, which {INDEX} places in "
                         f"{index.get(name, 'no file')}"
                     )
-                self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
+                self.stored[name] = StoredTensor(file, dtype, entry.shape, entry.start)
         if index is not None and (missing := sorted(index.keys() - self.stored.keys())):
             raise CheckpointError(
                 f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from moemesh.checkpoint.huggingface.contents import (
     GROUP_BYTES,
     FolderContents,
     Packed,
+    StoredTensor,
     plain_file,
 )
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
@@ -48,14 +49,6 @@ _BUFFER_BYTES = 1 << 20
 _SHORTEST_RUN_BYTES = 4096
 
 
-class Place(NamedTuple):
-    """The place of a tensor: its first byte in the file, its dtype and shape."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class SliceReader:
     """Opened files; not for several threads."""
 
@@ -64,20 +57,25 @@ class SliceReader:
         self.bytes_read = 0
         self._handles: dict[Path, int] = {}
         self._buffer: Tensor | None = None
+        #: The file, and the dtype, of the tensor that is being read.
+        self._path, self._dtype = Path(), torch.float32
 
-    def read_into(self, path: Path, place: Place, box: Sequence[range], out: Tensor) -> None:
-        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
+    def read_into(
+        self, path: Path, tensor: StoredTensor, box: Sequence[range], out: Tensor
+    ) -> None:
+        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor of the file
+        `path`."""
         if 0 not in out.shape:
             if path not in self._handles:
                 try:
                     self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 except OSError as error:
                     raise CheckpointError(f"{path}: {error.strerror}") from error
-            source = _Source(path, self._handles[path], place.dtype)
-            if not place.shape:
-                self._run(source, place.start, out.view(1))
+            self._path, self._dtype = path, torch_dtype(tensor.dtype)
+            if not tensor.shape:
+                self._run(tensor.start, out.view(1))
             else:
-                self._fill(source, place.start, place.shape, box, out)
+                self._fill(tensor.start, tensor.shape, box, out)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -87,72 +85,59 @@ class SliceReader:
     def __del__(self) -> None:
         self.close()
 
-    def _fill(
-        self,
-        source: _Source,
-        start: int,
-        shape: Sequence[int],
-        box: Sequence[range],
-        out: Tensor,
-    ) -> None:
+    def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
         rows, *rest = box
-        row_bytes = prod(shape[1:]) * source.dtype.itemsize
+        row_bytes = prod(shape[1:]) * self._dtype.itemsize
         start += rows.start * row_bytes
         if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
-            self._run(source, start, out)
+            self._run(start, out)
             return
         at_once = _BUFFER_BYTES // row_bytes
         if (
             at_once
             and len(rows) > 1
-            and _run_length(shape[1:], rest) * source.dtype.itemsize < _SHORTEST_RUN_BYTES
+            and _run_length(shape[1:], rest) * self._dtype.itemsize < _SHORTEST_RUN_BYTES
         ):
             inner = tuple(slice(part.start, part.stop) for part in rest)
             for row in range(0, len(rows), at_once):
                 part = out[row : row + at_once]
-                whole = self._numbers(source, start + row * row_bytes, (len(part), *shape[1:]))
+                whole = self._numbers(start + row * row_bytes, (len(part), *shape[1:]))
                 part.copy_(whole[(slice(None), *inner)])
             return
         for index in range(len(rows)):
-            self._fill(source, start + index * row_bytes, shape[1:], rest, out[index])
+            self._fill(start + index * row_bytes, shape[1:], rest, out[index])
 
-    def _run(self, source: _Source, start: int, out: Tensor) -> None:
+    def _run(self, start: int, out: Tensor) -> None:
         """Numbers that lie one behind the other in the file."""
-        if out.dtype == source.dtype and out.device.type == "cpu" and out.is_contiguous():
+        if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
             flat = out.detach().reshape(-1).view(torch.uint8)
-            self._read(source, start, memoryview(flat.numpy()))
+            self._read(start, memoryview(flat.numpy()))
             return
-        row_bytes = prod(out.shape[1:]) * source.dtype.itemsize
+        row_bytes = prod(out.shape[1:]) * self._dtype.itemsize
         at_once = _BUFFER_BYTES // row_bytes
         if not at_once:
             for index in range(len(out)):
-                self._run(source, start + index * row_bytes, out[index])
+                self._run(start + index * row_bytes, out[index])
             return
         for row in range(0, len(out), at_once):
             part = out[row : row + at_once]
-            part.copy_(self._numbers(source, start + row * row_bytes, tuple(part.shape)))
+            part.copy_(self._numbers(start + row * row_bytes, tuple(part.shape)))
 
-    def _numbers(self, source: _Source, start: int, shape: tuple[int, ...]) -> Tensor:
+    def _numbers(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """Numbers that fit the buffer, valid until the next are read."""
         if self._buffer is None:
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        raw = self._buffer[: prod(shape) * source.dtype.itemsize]
-        self._read(source, start, memoryview(raw.numpy()))
-        return raw.view(source.dtype).view(shape)
+        raw = self._buffer[: prod(shape) * self._dtype.itemsize]
+        self._read(start, memoryview(raw.numpy()))
+        return raw.view(self._dtype).view(shape)
 
-    def _read(self, source: _Source, start: int, into: memoryview) -> None:
+    def _read(self, start: int, into: memoryview) -> None:
         self.bytes_read += len(into)
         while into:
-            count = os.preadv(source.handle, [into], start)
+            count = os.preadv(self._handles[self._path], [into], start)
             if not count:
-                raise CheckpointError(f"{source.path}: became shorter while it was read")
+                raise CheckpointError(f"{self._path}: became shorter while it was read")
             into, start = into[count:], start + count
-
-
-class _Source(NamedTuple):
-    path: Path
-    handle: int
-    dtype: torch.dtype
 
 
 def _run_length(shape: Sequence[int], box: Sequence[range]) -> int:
@@ -207,33 +192,18 @@ def _blocks(part: range, size: int) -> range:
     return range(part.start // size, -(-part.stop // size))
 
 
-class FolderTensor(NamedTuple):
-    """A tensor of a folder as torch knows it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class WeightFolder:
-    """The tensors of a folder. Raises CheckpointError as :class:`FolderContents`.
-
-    With `quantization`, `tensors` are those that stored ones of fewer bits stand for, and all are
-    read as float32.
-    """
+class WeightFolder(FolderContents):
+    """The tensors of a folder, and their numbers, with `quantization` all in float32. Raises
+    CheckpointError as :class:`FolderContents`."""
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
-        self.contents = FolderContents(path, quantization)
-        self.path = path
+        super().__init__(path, quantization)
         self._reader = SliceReader()
-        self.tensors = {
-            name: FolderTensor(_dtype(tensor.dtype), tensor.shape)
-            for name, tensor in self.contents.tensors.items()
-        }
 
     @property
     def is_quantized(self) -> bool:
         """Whether tensors are stored in fewer bits than they are read as."""
-        return bool(self.contents.packed)
+        return bool(self.packed)
 
     @property
     def bytes_read(self) -> int:
@@ -245,35 +215,34 @@ class WeightFolder:
         tensors in float32)."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
-        if (packed := self.contents.packed.get(name)) is not None:
+        if (packed := self.packed.get(name)) is not None:
             return _unpacked(packed, box, self._read)
         found = self._read(name, box)
         return found.float() if self.is_quantized else found
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
-        if name in self.contents.packed or name not in self.contents.stored:
+        if name in self.packed or name not in self.stored:
             out.copy_(self.read(name, box))
         else:
             self._fill(name, box, out)
 
     def _read(self, name: str, box: Sequence[range]) -> Tensor:
-        dtype = _dtype(self.contents.stored[name].dtype)
-        found = torch.empty([len(part) for part in box], dtype=dtype)
+        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
         self._fill(name, box, found)
         return found
 
     def _fill(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        stored = self.contents.stored[name]
-        place = Place(stored.start, _dtype(stored.dtype), stored.shape)
-        self._reader.read_into(plain_file(self.path, stored.file), place, box, out)
+        stored = self.stored[name]
+        self._reader.read_into(plain_file(self.path, stored.file), stored, box, out)
 
     def close(self) -> None:
         """Let go of the files; a later read opens them again."""
         self._reader.close()
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch's name."""
     return cast("torch.dtype", getattr(torch, name))
 
 
@@ -296,7 +265,7 @@ class HuggingFaceWeights:
         self.folder = WeightFolder(path, quantization)
         self.quantization = quantization
         self._experts: dict[str, list[LogicalTensor]] = {}
-        self.tensors = checked_tensors(self.folder.contents, config, kind, num_ahead)
+        self.tensors = checked_tensors(self.folder, config, kind, num_ahead)
 
     @staticmethod
     def open(path: Path, config: ModelConfig) -> HuggingFaceWeights:

@@ -14,6 +14,7 @@ from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapter
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
+    carry_along,
     checkpoint_weights,
     fingerprint,
     newest,
@@ -28,7 +29,6 @@ from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.pieces import Read
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
-from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
