@@ -12,19 +12,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moemesh.checkpoint.files import CheckpointError, explain
-from moemesh.checkpoint.header import HEADER_LIMIT, read_header
-from moemesh.checkpoint.manifest import DTYPES, Manifest
+from moemesh.checkpoint.header import HEADER_LIMIT
+from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.retention import nonfinite
 from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored
-
-_TORCH_DTYPES = {stored: name for name, stored in DTYPES.items()}
 
 
 class DeferredTensor(NamedTuple):
@@ -71,22 +68,6 @@ def safetensors_bytes(
         yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
 
 
-class RemoteTensors:
-    """A safetensors file in an object store, of which tensors are read one at a time."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path, self._header = path, read_header(path)
-
-    def get_slice(self, key: str) -> torch.Tensor:
-        """The whole tensor, of which safetensors would read parts."""
-        entry = self._header[key]
-        content = bytearray(self._path.read(entry.start, entry.start + entry.num_bytes))
-        if len(content) != entry.num_bytes:
-            raise CheckpointError(f"{self._path}: ends within {key}")
-        dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
-        return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
     """The rectangle ``offset .. offset + tensor.shape`` of the logical tensor `name` of `shape`.
@@ -110,10 +91,6 @@ class Shard:
 class Checkpoint(StoredCheckpoint):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
-    def __init__(self, path: Place, manifest: Manifest) -> None:
-        super().__init__(path, manifest)
-        self._open: dict[str, Any] = {}
-
     def dtype(self, name: str) -> torch.dtype:
         """The dtype it was saved with."""
         return getattr(torch, self.entry(name).dtype)
@@ -131,39 +108,9 @@ class Checkpoint(StoredCheckpoint):
         Reads the needed parts of however many files hold them. Raises CheckpointError for an
         unknown name, a rectangle outside the tensor, or a `dtype` other than the saved one.
         """
-        entry = self.entry(name)
-        offset = tuple(offset) if offset is not None else (0,) * len(entry.shape)
-        shape = tuple(shape) if shape is not None else entry.shape
-        self._check_rectangle(name, offset, shape, dtype)
-        result = torch.empty(shape, dtype=self.dtype(name))
-        for piece in entry.slices:
-            starts = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
-            ends = [
-                min(a + size_a, b + size_b)
-                for a, size_a, b, size_b in zip(
-                    offset, shape, piece.offset, piece.shape, strict=True
-                )
-            ]
-            if any(start >= end for start, end in zip(starts, ends, strict=True)):
-                continue
-            source, target = (
-                tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
-                for origin in (piece.offset, offset)
-            )
-            if piece.file not in self._open:
-                there = self.path / piece.file
-                try:
-                    self._open[piece.file] = (
-                        RemoteTensors(there)
-                        if isinstance(there, RemotePath)
-                        else safe_open(there, framework="pt", device="cpu")
-                    )
-                except SafetensorError as error:  # stricter than our own reading of the header
-                    raise CheckpointError(f"{there}: {error}") from error
-            stored = self._open[piece.file].get_slice(piece.key)
-            # An empty index means "all" for a scalar tensor, in both libraries.
-            result[target or ...] = stored[source or ...]
-        return result
+        self._check_dtype(name, dtype)
+        bits = self.read_bits(name, offset, shape)
+        return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Copies the saved values into every shard's tensor, in place, whatever its device.
@@ -177,37 +124,17 @@ class Checkpoint(StoredCheckpoint):
                     f"{self.path}: {shard.name} has shape {list(saved)}, the model has "
                     f"{list(shard.shape)}"
                 )
-            self._check_rectangle(
-                shard.name, tuple(shard.offset), tuple(shard.tensor.shape), shard.tensor.dtype
-            )
+            self._check_dtype(shard.name, shard.tensor.dtype)
+            self.check_rectangle(shard.name, shard.offset, shard.tensor.shape)
         with torch.no_grad():
             for shard in shards:
                 shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
 
-    def close(self) -> None:
-        """Lets go of the files; a later read opens them again."""
-        self._open.clear()
-
-    def _check_rectangle(
-        self,
-        name: str,
-        offset: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-    ) -> None:
-        entry = self.entry(name)
+    def _check_dtype(self, name: str, dtype: torch.dtype | None) -> None:
         if dtype is not None and dtype != self.dtype(name):
             raise CheckpointError(
-                f"{self.path}: {name} is {entry.dtype}, asked for as "
+                f"{self.path}: {name} is {self.entry(name).dtype}, asked for as "
                 f"{str(dtype).removeprefix('torch.')}; dtypes are not cast on loading"
-            )
-        if not len(offset) == len(shape) == len(entry.shape) or any(
-            start < 0 or size < 0 or start + size > whole
-            for start, size, whole in zip(offset, shape, entry.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"{self.path}: {name} {list(entry.shape)} has no part of shape {list(shape)} at "
-                f"{list(offset)}"
             )
 
 

@@ -7,9 +7,11 @@ sizes and headers, digests. Nothing is ever unpickled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
@@ -26,7 +28,7 @@ from moemesh.checkpoint.files import (
     read_start,
     reading,
 )
-from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.header import HeaderEntry, read_header
 from moemesh.checkpoint.manifest import (
     DTYPES,
     ITEM_BYTES,
@@ -40,6 +42,8 @@ from moemesh.checkpoint.manifest import (
     decode,
 )
 from moemesh.checkpoint.remote import Place, RemotePath
+
+Bits = np.ndarray[Any, np.dtype[Any]]
 
 
 class Damage(NamedTuple):
@@ -67,6 +71,7 @@ class StoredCheckpoint:
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest
+        self._headers: dict[str, dict[str, HeaderEntry]] = {}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -92,6 +97,51 @@ class StoredCheckpoint:
             return self.manifest.tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
+
+    def check_rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> None:
+        """Raises CheckpointError for a rectangle outside the tensor."""
+        whole = self.shape(name)
+        if not len(offset) == len(shape) == len(whole) or any(
+            start < 0 or size < 0 or start + size > extent
+            for start, size, extent in zip(offset, shape, whole, strict=True)
+        ):
+            raise CheckpointError(
+                f"{self.path}: {name} {list(whole)} has no part of shape {list(shape)} at "
+                f"{list(offset)}"
+            )
+
+    def read_bits(
+        self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Bits:
+        """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, put together of
+        its slices, as unsigned integers of the bits of its numbers. Raises CheckpointError for an
+        unknown name, or a rectangle outside the tensor."""
+        entry = self.entry(name)
+        offset = (0,) * len(entry.shape) if offset is None else offset
+        shape = entry.shape if shape is None else shape
+        self.check_rectangle(name, offset, shape)
+        ends = [start + size for start, size in zip(offset, shape, strict=True)]
+        result = np.empty(tuple(shape), f"<u{ITEM_BYTES[entry.dtype]}")
+        for piece in entry.slices:
+            piece_ends = zip(piece.offset, piece.shape, strict=True)
+            starts = [max(pair) for pair in zip(offset, piece.offset, strict=True)]
+            stops = [min(a, b + size) for a, (b, size) in zip(ends, piece_ends, strict=True)]
+            common = list(zip(starts, stops, strict=True))
+            if any(start >= stop for start, stop in common):
+                continue
+            source, target = (
+                tuple(
+                    slice(start - o, stop - o)
+                    for (start, stop), o in zip(common, origin, strict=True)
+                )
+                for origin in (piece.offset, offset)
+            )
+            path = self.path / piece.file
+            if piece.file not in self._headers:
+                self._headers[piece.file] = read_header(path)
+            held = self._headers[piece.file][piece.key]
+            result[target] = read_array(path, held.start, result.dtype, piece.shape)[source]
+        return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Checks the digests of every `parts`-th file from `part` on: ranks can share the work.
@@ -138,6 +188,22 @@ class StoredCheckpoint:
             if piece.file == file
         ]
         return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
+
+
+def read_array(path: Place, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Bits:
+    """The array in a file from byte `start` on: of a disk a view of the file, of which only what is
+    used is read. Raises CheckpointError for a file that ends within it."""
+    size = prod(shape) * dtype.itemsize
+    if isinstance(path, RemotePath):
+        content = path.read(start, start + size)
+        if len(content) != size:
+            raise CheckpointError(f"{path}: ends at byte {start + len(content)}, within a tensor")
+        return np.frombuffer(content, dtype).reshape(shape)
+    with reading(path) as file:
+        try:
+            return np.memmap(file, dtype, "r", start, shape)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: ends within a tensor at byte {start}") from error
 
 
 class SliceInFile(NamedTuple):

@@ -14,6 +14,7 @@ from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.retention import plan_pruning, prune
 from moemesh.checkpoint.store import candidates, latest, open_checkpoint
+from moemesh.checkpoint.stored import StoredCheckpoint
 from tests.checkpoint.simulate import as_format_1, cut, flip, save_as_ranks, save_one, whole
 
 
@@ -176,3 +177,33 @@ def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)
     assert not aside.exists() and candidates(tmp_path)[0] == 3
+
+
+def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step)
+    for name in (f"step-11.tmp-{'0' * 32}", f".trash-step-0-{'0' * 32}", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "verified.json").write_text("{broken")
+    assert prune(tmp_path, 3) == [1]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-2", "step-3", "step-10", "notes", "verified.json"}
+
+
+def test_prune_reads_each_checkpoint_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = StoredCheckpoint.verify
+
+    def verify(self: StoredCheckpoint, part: int = 0, parts: int = 1) -> None:
+        read.append(self.path.name.partition(".")[0])
+        real(self, part, parts)
+
+    monkeypatch.setattr(StoredCheckpoint, "verify", verify)
+    for step in (1, 2, 3):
+        save_one(tmp_path, step, [whole("a", torch.arange(3.0))])
+        prune(tmp_path, 2)
+    # by the save, and by the first pruning behind it
+    assert read == [f"step-{step}" for step in (1, 2, 3) for _ in range(2)]
+    assert candidates(tmp_path) == [3, 2]
