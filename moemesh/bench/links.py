@@ -25,8 +25,8 @@ from moemesh.bench.link_cluster import fit
 from moemesh.bench.settings import BenchError, HostSettings, LinksSettings, Settings
 from moemesh.comm import collectives, cuda, launch, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.divisors import divisors
 from moemesh.config.layout import Layout
+from moemesh.config.suggest import divisors
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.watch.supervisor import python_command
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moemesh.config.errors import UserError
-from moemesh.config.migration import SCHEMA_KEY
-from moemesh.config.schema import SECTIONS
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]
@@ -48,8 +48,6 @@ TRAINING = frozenset(
         "plan.payload",
     }
 )
-#: Schedules that train on stale weights: moving to or from one changes more than the layout.
-ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw", "ampnet"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +113,8 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
         return "free"  # the run folder's copy of the table tells whether it trains the same
     if key == "train.esft":
         return "model"
-    if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
-        return "training"
+    if key == "plan.schedule" and {old, new} & {*ASYNCHRONOUS_SCHEDULES}:
+        return "training"  # moving to or from stale weights changes more than the layout
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):
         return "model"  # a checkpoint has the moments of what trains, and of nothing else
     section = key.partition(".")[0]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import textwrap
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import NotNegative, Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value, unreadable
@@ -103,8 +102,8 @@ class LinkCurve(Section):
     operation: LinkOperation
     ranks: int
     members_per_node: int
-    bytes: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
-    seconds: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
 
     def mistake(self) -> str:
         """The problem of the curve; "" for nothing."""
@@ -129,16 +128,16 @@ class Cluster(Section):
     section: ClassVar[str] = "cluster"
 
     name: str
-    nodes: int
-    gpus_per_node: int
+    nodes: Size
+    gpus_per_node: Size
     #: Memory of one device.
-    memory_bytes: int
-    memory_bandwidth: float
+    memory_bytes: Annotated[int, Range(1)]
+    memory_bandwidth: Positive
     peak_flops: dict[str, float]
-    intra_node_bandwidth: float
-    intra_node_latency: float
-    inter_node_bandwidth: float
-    inter_node_latency: float
+    intra_node_bandwidth: Positive
+    intra_node_latency: NotNegative
+    inter_node_bandwidth: Positive
+    inter_node_latency: NotNegative
     #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
@@ -146,18 +145,7 @@ class Cluster(Section):
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
-    links: Annotated[tuple[LinkCurve, ...], BeforeValidator(as_tuple)] = ()
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "nodes": SIZE,
-        "gpus_per_node": SIZE,
-        "memory_bytes": Range(1),
-        "memory_bandwidth": POSITIVE,
-        "intra_node_bandwidth": POSITIVE,
-        "intra_node_latency": NOT_NEGATIVE,
-        "inter_node_bandwidth": POSITIVE,
-        "inter_node_latency": NOT_NEGATIVE,
-    }
+    links: tuple[LinkCurve, ...] = ()
 
     @property
     def num_devices(self) -> int:

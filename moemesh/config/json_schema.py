@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
-from moemesh.config.schema import SECTIONS
+from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names
 

@@ -17,11 +17,18 @@ from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import DEFAULT_PRESET, RunCheck, RunConfig
-from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
+from moemesh.config.schema import (
+    PATH_KEY,
+    PRESET_KEY,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    SECTIONS,
+    all_keys,
+    explain_unknown_key,
+)
 from moemesh.config.section import Section
 from moemesh.config.sources import (
     ConfigSource,
@@ -33,7 +40,7 @@ from moemesh.config.sources import (
     read_overrides,
     read_preset,
 )
-from moemesh.config.suggest import choices_of, explain_unknown_key, nearest_choice
+from moemesh.config.suggest import choices_of, nearest_choice
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 

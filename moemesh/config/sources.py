@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import cast
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION, later_version
-from moemesh.config.paths import nearest_path
-from moemesh.config.schema import SECTIONS
+from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
+from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
@@ -81,7 +80,7 @@ def read_file(path: Path) -> ConfigSource:
                 wrong = Problem.of("wrong-type", SCHEMA_KEY, content, message, fix)
                 problems.append(replace(wrong, origin=origin(section)))
             elif content > SCHEMA_VERSION:
-                problems.append(later_version(content, origin(section)))
+                problems.append(_later_version(content, origin(section)))
         elif section not in SECTIONS:
             leaves[section] = Leaf(value=content, origin=origin(section))
         elif isinstance(content, dict):
@@ -90,6 +89,43 @@ def read_file(path: Path) -> ConfigSource:
         else:
             problems.append(_not_a_section(section, content, origin(section)))
     return ConfigSource(leaves=leaves, problems=tuple(problems))
+
+
+def _later_version(version: int, origin: str) -> Problem:
+    """A file whose keys are of a version that is not known yet."""
+    return Problem(
+        code="too-large",
+        key=SCHEMA_KEY,
+        value=version,
+        origin=origin,
+        message=f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}",
+        fix="a newer moemesh",
+    )
+
+
+def migrate(text: str, name: str = "") -> tuple[str, list[str]]:
+    """`text`, a TOML file called `name`, with its `schema_version`, and a sentence for each change.
+
+    Raises ConfigError for what is no TOML, and for a file of a later version.
+    """
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([Problem.of("syntax", name, None, unreadable(error))]) from None
+    version = document.get(SCHEMA_KEY)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ConfigError([_later_version(version, name)])
+    if version == SCHEMA_VERSION:
+        return text, []
+    lines, given = text.splitlines(), f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
+    if number := key_lines(text).get((SCHEMA_KEY,)):
+        lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
+    else:  # behind the comment that the file begins with
+        first = next((i for i, line in enumerate(lines) if line[:1] != "#"), len(lines))
+        gap = [] if lines[first : first + 1] in ([""], []) else [""]
+        lines[first:first] = [given, *gap]
+    ending = "\n" if text.endswith("\n") or not text else ""
+    return "\n".join(lines) + ending, [given]
 
 
 def _mended(text: str) -> str:

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
+from moemesh.config.suggest import nearest_divisors
 from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing

@@ -10,13 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
 from moemesh.config.plan import DEGREES, Plan, Recompute
+from moemesh.config.schema import aliases
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import aliases, choices_of, nearest_choice
+from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import unreadable
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.planned_layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown

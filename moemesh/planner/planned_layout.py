@@ -178,7 +178,7 @@ class PlannedLayout(Shown):
                 low.append(plan_problem(self, "out-of-range", key, message, f"{key} = 1"))
         if low:
             return low
-        return degree_problems(self, sizes, copied_kv_heads=True) + list(self._own_problems())
+        return [*degree_problems(self, sizes, copied_kv_heads=True), *self._own_problems()]
 
     def _own_problems(self) -> Iterator[Problem]:
         """Problems of the fields that a Plan does not have."""

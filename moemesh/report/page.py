@@ -11,11 +11,10 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.report import boxes, svg, timeline_picture
+from moemesh.report.chapters import CHAPTERS
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter
-from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.trace.run import Run, median_of
-from moemesh.trace.state import State, state_of
+from moemesh.trace.run import Run, State, median_of, state_of
 
 NAME = "report.html"
 
@@ -55,7 +54,7 @@ def write_page(path: Path, text: str) -> Path:
 def render(run: Run) -> str:
     """The page as a text, the same bytes for the same run."""
     state = state_of(run)
-    sections = [make(run) for make in SECTIONS]
+    sections = [make(run) for make in CHAPTERS]
     # When, where and by which command the run was started, as far as its folder tells.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]

@@ -20,7 +20,7 @@ before it keep nothing, compute no gradient and send none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -74,83 +74,76 @@ class ParameterTensor:
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
     hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
-    rows = {"shards": {"tp": 0}, "summed_over": "dp_cp"}
-    yield ParameterTensor(name="embedding.weight", shape=table, **rows)  # type: ignore[arg-type]
+    yield _over_tp("embedding.weight", table)
     for index in range(model.num_layers):
         yield from _layer(model, plan, index)
     for index in model.mtp_layers:
-        hidden, prefix = model.hidden_size, f"layers.{index}"
-        yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
+        prefix = f"layers.{index}"
+        yield _whole(f"{prefix}.projection", hidden, 2 * hidden)
         yield from _layer(model, plan, index)
-        for norm in ("embedding_norm", "stream_norm"):
-            yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
-    yield ParameterTensor(name="norm.weight", shape=(hidden,))
+        yield _whole(f"{prefix}.embedding_norm.weight", hidden)
+        yield _whole(f"{prefix}.stream_norm.weight", hidden)
+    yield _whole("norm.weight", hidden)
     for index in model.mtp_layers:
-        yield ParameterTensor(name=f"ahead_norms.{index}.weight", shape=(hidden,))
+        yield _whole(f"ahead_norms.{index}.weight", hidden)
     if not model.tied_embeddings:
-        yield ParameterTensor(name="head.weight", shape=table, **rows)  # type: ignore[arg-type]
+        yield _over_tp("head.weight", table)
+
+
+def _whole(name: str, *shape: int) -> ParameterTensor:
+    return ParameterTensor(name=name, shape=shape)
+
+
+def _over_tp(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterTensor:
+    return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
 
 
 def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
     hidden, prefix = model.hidden_size, f"layers.{index}"
-    yield ParameterTensor(name=f"{prefix}.attention_norm.weight", shape=(hidden,))
-    yield from _attention(model, plan, f"{prefix}.attention")
-    yield ParameterTensor(name=f"{prefix}.feed_forward_norm.weight", shape=(hidden,))
+    yield _whole(f"{prefix}.attention_norm.weight", hidden)
+    own = list(attention_tensors(model, plan, f"{prefix}.attention"))
+    norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
+    yield from _adapted(model, own[: len(own) - len(norms)])
+    yield from norms
+    yield _whole(f"{prefix}.feed_forward_norm.weight", hidden)
     prefix += ".feed_forward"
     if not model.is_moe_layer(index):
         yield from _mlp(model, prefix, model.intermediate_size)
         return
     experts, width = model.num_experts, model.expert_intermediate_size
     if model.shared_gate:
-        yield ParameterTensor(name=f"{prefix}.shared_gate", shape=(1, hidden))
-    yield ParameterTensor(name=f"{prefix}.router.weight", shape=(experts, hidden))
+        yield _whole(f"{prefix}.shared_gate", 1, hidden)
+    yield _whole(f"{prefix}.router.weight", experts, hidden)
     if model.router_logit_bias:
-        yield ParameterTensor(name=f"{prefix}.router.bias", shape=(experts,))
-    shards = {"ep": 0, "etp": 2}
-    weights = [
+        yield _whole(f"{prefix}.router.bias", experts)
+    stacks = [
         ParameterTensor(
-            name=f"{prefix}.experts.{leaf}", shape=shape, shards=shards, summed_over="edp"
+            name=f"{prefix}.experts.{leaf}",
+            shape=(experts, *shape),
+            shards={"ep": 0, "etp": dim},
+            summed_over="edp",
         )
-        for leaf, shape in (
-            ("gate_up", (experts, 2, width, hidden)),
-            ("down", (experts, hidden, width)),
+        for leaf, shape, dim in (
+            ("gate_up", (2, width, hidden), 2),
+            ("down", (hidden, width), 2),
+            ("gate_up_bias", (2, width), 2),
+            ("down_bias", (hidden,), 1),
         )
     ]
-    yield from weights
-    if model.expert_bias:
-        for leaf, shape, dim in (
-            ("gate_up_bias", (experts, 2, width), 2),
-            ("down_bias", (experts, hidden), 1),
-        ):
-            yield ParameterTensor(
-                name=f"{prefix}.experts.{leaf}",
-                shape=shape,
-                shards={"ep": 0, "etp": dim},
-                summed_over="edp",
-            )
-    yield from _factors(model, weights)
+    yield from stacks if model.expert_bias else stacks[:2]
+    yield from _factors(model, stacks[:2])
     if model.shared_width:
         yield from _mlp(model, f"{prefix}.shared", model.shared_width)
 
 
-def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
-    own = list(_attention_weights(model, plan, prefix))
-    norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
-    weights = own[: len(own) - len(norms)]
-    yield from weights
-    yield from _factors(model, weights)
-    yield from norms
-
-
-def _attention_weights(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
-    """Those of the block itself, then its norms."""
+def attention_tensors(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
+    """The parameters of an attention block without adapters, its norms behind the others."""
 
     def whole(leaf: str, *shape: int) -> ParameterTensor:
-        return ParameterTensor(name=f"{prefix}.{leaf}", shape=shape)
+        return _whole(f"{prefix}.{leaf}", *shape)
 
     def cut(leaf: str, *shape: int, dim: int = 0) -> ParameterTensor:
-        name = f"{prefix}.{leaf}"
-        return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
+        return _over_tp(f"{prefix}.{leaf}", shape, dim)
 
     hidden, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
     size, values = model.query_head_dim, model.value_head_dim
@@ -193,33 +186,23 @@ def _attention_weights(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[
 
 
 def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTensor]:
-    hidden = model.hidden_size
-    weights = [
-        ParameterTensor(name=f"{prefix}.{leaf}", shape=shape, shards={"tp": 1}, summed_over="dp_cp")
-        for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width)))
-    ]
+    gate_up = _over_tp(f"{prefix}.gate_up", (2, width, model.hidden_size), 1)
+    yield from _adapted(model, [gate_up, _over_tp(f"{prefix}.down", (model.hidden_size, width), 1)])
+
+
+def _adapted(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
+    """The weights of a block, and behind all of them their adapter parameters."""
     yield from weights
     yield from _factors(model, weights)
 
 
-def _factors(model: ModelConfig, weights: Iterable[ParameterTensor]) -> Iterator[ParameterTensor]:
-    """The adapter parameters of the weights of a block, behind all of them."""
+def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
     for weight in weights:
         block, _, leaf = weight.name.rpartition(".")
-        for factor in factors_of(
-            model.lora,
-            leaf,
-            weight.shape,
-            weight.shards,
-            weight.summed_over,
-            is_stack=weight.is_expert,
-        ):
-            yield ParameterTensor(
-                name=f"{block}.{factor.leaf}",
-                shape=factor.shape,
-                shards=factor.shards,
-                summed_over=factor.summed_over,
-            )
+        own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
+        for name, shape, shards, axis in factors_of(model.lora, leaf, *own, is_stack=is_stack):
+            name = f"{block}.{name}"
+            yield ParameterTensor(name=name, shape=shape, shards=shards, summed_over=axis)
 
 
 def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 
 from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import attention_tensors
 
 
 def layer_costs(model: ModelConfig) -> list[int]:
@@ -14,20 +17,8 @@ def layer_costs(model: ModelConfig) -> list[int]:
 
     Attention scores are left out: they weigh the same in every layer.
     """
-    if model.attention == "mla":
-        rank, heads = model.q_lora_rank or 0, model.num_heads
-        query_size = heads * (model.qk_nope_head_dim + model.qk_rotary_head_dim)
-        query = (
-            model.hidden_size * rank + rank * query_size
-            if rank
-            else (model.hidden_size * query_size)
-        )
-        latent = model.hidden_size * (model.kv_lora_rank + model.qk_rotary_head_dim)
-        expanded = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-        attention = query + latent + expanded + heads * model.v_head_dim * model.hidden_size
-    else:
-        heads = 2 * model.num_heads + 2 * model.num_kv_heads
-        attention = model.hidden_size * heads * model.head_dim
+    own = attention_tensors(model, Plan(), "attention")
+    attention = sum(prod(tensor.shape) for tensor in own if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
     width = model.experts_per_token * model.expert_intermediate_size + model.shared_width
     routed = model.hidden_size * (3 * width + model.num_experts + model.shared_gate)

@@ -49,8 +49,8 @@ from moemesh.train.records.failure import (
     hint_on,
     keep_failure,
     kept_in,
+    kind_of,
     newest_step,
-    same_failure,
     say,
     write_failure,
     write_verdict,
@@ -99,13 +99,22 @@ class Budget:
             return "the same would happen again"
         if before is not None and start > self._from:
             self.left = self.restarts
-        elif before is not None and same_failure(before, verdict):
+        elif before is not None and _place(before) == _place(verdict) is not None:
             return CAME_TWICE
         self._from = start
         if not self.left:
             return "no progress between restarts" if self.restarts else "train.restarts is 0"
         self.left -= 1
         return None
+
+
+def _place(verdict: Verdict) -> tuple[object, ...] | None:
+    """Where an exception, an exit or a mismatch came: from the same place a third one would. None
+    for other kinds. A rank that told of its exception may or may not have ended by then."""
+    if verdict.kind not in ("exception", "exited", "mismatch"):
+        return None
+    word, code = verdict.seen.word, verdict.kind == "exited" and verdict.seen.exit_code
+    return kind_of(verdict), verdict.rank, word.step if word is not None else None, code
 
 
 def limits_of(config: RunConfig) -> Limits:

@@ -498,6 +498,11 @@ def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None)
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
     look = disk_need if is_done else refuse_full_disk
     kept = request.readable
+    read = [sources.name_of(source) for source in config.data.all_sources]
+    read += [config.data.validation] if config.data.validation is not None else []
+    read += [f"the weights in {config.model_path}"] if config.model_path is not None else []
+    ranks = config.plan.world_size
+    processes = "trains in this process" if ranks == 1 else f"starts {ranks} processes"
     samples, notes = check_inputs(
         kept,
         request.config_file,
@@ -509,7 +514,7 @@ def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None)
             partial(refuse_unrecorded, config, None if steps else 0),
             partial(look, config, folder.checkpoints),
         ),
-        before_data=lambda: say(starting(config)),
+        before_data=lambda: say(f"starting reads {', '.join(read)}; then {processes}"),
         folder=path,
     )
     return Preparation(
@@ -538,18 +543,6 @@ def finished(request: RunRequest) -> str | None:
     except CheckpointError:
         return None
     return already_trained(path, steps[0], config.train.steps)
-
-
-def starting(config: RunConfig) -> str:
-    """The first line of a run, long before its header: what it reads and which processes start."""
-    read = [sources.name_of(source) for source in config.data.all_sources]
-    if config.data.validation is not None:
-        read.append(config.data.validation)
-    if config.model_path is not None:
-        read.append(f"the weights in {config.model_path}")
-    ranks = config.plan.world_size
-    processes = "trains in this process" if ranks == 1 else f"starts {ranks} processes"
-    return f"starting reads {', '.join(read)}; then {processes}"
 
 
 def already_trained(path: Path, done: int, last: int) -> str:
@@ -597,7 +590,19 @@ def check_inputs(
     data = sources.check(config.data, config.model.vocab_size)
     if not found and not data:
         before_data()
-    found += [_placed(error, config, config_file) for error in data] or found_by(open_small)
+    home = Path() if config_file is None else config_file.parent
+    named = [source.path for source in config.data.all_sources]
+    named += [config.data.validation, config.data.tokenizer]
+    for error in data:
+        # Of a file that stands beside the configuration and not where the path points.
+        for name in filter(None, named):
+            is_beside = not Path(name).expanduser().exists() and (home / name).exists()
+            if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):
+                where = f"{home / name} is there, but paths do not count from the folder of"
+                error = DataError(f"{error}; {where} {config_file}")
+                break
+        found.append(error)
+    found += [] if data else found_by(open_small)
     refuse_together(found)
     return next(iter(opened), None), notes
 
@@ -614,19 +619,3 @@ def check_sources(config: RunConfig) -> None:
         check_folder(Path(config.model_path))
     if config.lora.path is not None:
         check_adapters(Path(config.lora.path))
-
-
-def _placed(error: Exception, config: RunConfig, config_file: Path | None) -> Exception:
-    """`error`; of a file that stands beside the configuration and not where the path points, the
-    message says so."""
-    data = config.data
-    home = Path() if config_file is None else config_file.parent
-    named = [source.path for source in data.all_sources] + [data.validation, data.tokenizer]
-    for name in filter(None, named):
-        is_beside = not Path(name).expanduser().exists() and (home / name).exists()
-        if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):
-            return DataError(
-                f"{error}; {home / name} is there, but paths do not count from the folder of "
-                f"{config_file}"
-            )
-    return error

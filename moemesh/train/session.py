@@ -194,7 +194,7 @@ class Session:
             behind.stopping = steps.is_stopping() or behind.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
             is_due = behind.is_due(self.config.train.checkpoint_every)
-            wanted = is_due and (behind.is_last or not self.nan_policy.is_skipping)
+            wanted = is_due and (behind.is_last or not self.nan_policy.skipped)
             behind.saves = behind.stopping or wanted
 
         def save(behind: StepBoundary) -> str | None:

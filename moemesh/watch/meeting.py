@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.trace.machine import SHARED_MEMORY, process_namespace, zombie_exit_code
-from moemesh.trace.state import is_locked
+from moemesh.trace.run import is_locked
 from moemesh.watch.peers import ADDRESS, listen
 from moemesh.watch.progress_words import Word, WordFile
 from moemesh.watch.verdict import GONE, Told
@@ -82,11 +82,6 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def told_file(folder: Path, rank: int) -> Path:
-    """The file in which a rank tells of its exception."""
-    return folder / f"told-{rank}.json"
-
-
 def stack_file(folder: Path, rank: int) -> Path:
     """The file into which a rank writes its stacks."""
     return folder / f"stacks-{rank}"
@@ -99,7 +94,7 @@ def torchrun_file(folder: Path, rank: int) -> Path:
 
 def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
     """Tell of an exception, once; the supervisor may look while this is written."""
-    file = told_file(folder, rank)
+    file = folder / f"told-{rank}.json"
     if file.exists():
         return
     temporary = file.with_suffix(".tmp")
@@ -111,7 +106,7 @@ def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
 def read_told(folder: Path, rank: int) -> Told | None:
     """The exception that a rank has told of, if it has."""
     try:
-        return Told(**json.loads(told_file(folder, rank).read_text()))
+        return Told(**json.loads((folder / f"told-{rank}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

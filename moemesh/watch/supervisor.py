@@ -234,14 +234,23 @@ class Ended:
     traces: dict[int, str] = field(default_factory=dict[int, str])
 
 
-class Observer:
-    """Looks at `ranks` that meet in `folder`."""
+class RankWatcher:
+    """Watches the `ranks` that meet in `folder`, whoever has started them: looks at them, judges
+    what it has seen, and collects what is known of a failure."""
 
     def __init__(
-        self, folder: Path, words: WordFile, ranks: Sequence[int], processes: Processes
+        self,
+        folder: Path,
+        words: WordFile,
+        ranks: Sequence[int],
+        processes: Processes,
+        limits: Limits,
+        notice: Callable[[SlowRank], None] = lambda slow: None,
     ) -> None:
+        """`notice` gets slow ranks."""
         self.folder, self.words, self.ranks = folder, words, ranks
-        self._processes = processes
+        self.judge = Judge(limits)
+        self._processes, self._slow, self._notice = processes, SlowRanks(), notice
         self._changes: dict[int, int] = {}
         self._is_still = True
 
@@ -271,6 +280,14 @@ class Observer:
             at_work = {"state": state, "cpu_seconds": cpu_seconds}
             seen.append(Seen(rank=rank, exit_code=code, word=word, told=told, **at_work))
         return seen
+
+    def verdict(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
+        """The verdict on what was seen at `now` (monotonic seconds), once there is one."""
+        verdict = self.judge.look(now, seen)
+        if verdict is None:
+            for slow in self._slow.look([one.word for one in seen if one.word is not None]):
+                self._notice(slow)
+        return verdict
 
     def failed(self, verdict: Verdict, seen: Sequence[Seen], logs: Path) -> Ended:
         """The end of ranks that `verdict` speaks of: with the stacks of every rank that is alive,
@@ -364,9 +381,8 @@ class Supervisor:
         `still_ours`: whether the run may go on; asked once a second. `notice` gets slow ranks.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
-        self._judge, self._slow = Judge(limits), SlowRanks()
-        self._grace, self._answer = grace_seconds, answer
-        self._still_ours, self._notice = still_ours, notice
+        self._limits, self._notice = limits, notice
+        self._grace, self._answer, self._still_ours = grace_seconds, answer, still_ours
         self._signals: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -380,7 +396,10 @@ class Supervisor:
                     if self._signals:
                         break
                     self._processes.append(self._start(rank, folder))
-                return self._watch(Observer(folder, words, range(len(self._processes)), self))
+                ranks = range(len(self._processes))
+                return self._watch(
+                    RankWatcher(folder, words, ranks, self, self._limits, self._notice)
+                )
             finally:
                 self._kill(words)
                 words.close()
@@ -404,17 +423,17 @@ class Supervisor:
                 self._command, env=environment, start_new_session=True, **outputs
             )
 
-    def _watch(self, observer: Observer) -> Ended:
+    def _watch(self, watcher: RankWatcher) -> Ended:
         stopped_by: int | None = None
         asked_at, checked_at = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
-            seen = observer.look()
+            seen = watcher.look()
             numbers, self._signals = self._signals, []
             is_cut = stopped_by is not None and now - asked_at > self._grace
             for number in numbers:
                 if stopped_by is None:
-                    stopped_by, asked_at, self._judge.stopping = number, now, number
+                    stopped_by, asked_at, watcher.judge.stopping = number, now, number
                     if number == signal.SIGINT:
                         say(self._answer)
                     # Nothing is there yet that could be saved, or every rank is to save it.
@@ -430,7 +449,7 @@ class Supervisor:
                     break
             if is_cut:
                 return self._ended(seen, stopped_by, is_cut=True)
-            verdict = self._judge.look(now, seen)
+            verdict = watcher.verdict(now, seen)
             if verdict is None and now - checked_at > 1.0:
                 checked_at = now
                 if not self._still_ours():
@@ -438,13 +457,11 @@ class Supervisor:
                     told = Told(kind="RunFolderError", message=text, at=now, is_final=True)
                     one = Seen(rank=0, exit_code=2, word=seen[0].word, told=told)
                     verdict = Verdict(kind="exception", rank=0, message=text, seen=one)
-            for slow in self._slow.look([one.word for one in seen if one.word is not None]):
-                self._notice(slow)
             if verdict is not None:
-                return observer.failed(verdict, seen, self._logs)
-            if all(one.has_left(now) for one in seen) and not self._judge.is_deciding:
+                return watcher.failed(verdict, seen, self._logs)
+            if all(one.has_left(now) for one in seen) and not watcher.judge.is_deciding:
                 return self._ended(seen, stopped_by)
-            time.sleep(observer.pause)
+            time.sleep(watcher.pause)
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""

@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moemesh.trace import machine
 from moemesh.watch import progress_words
 from moemesh.watch.supervisor import python_command
 
@@ -104,7 +104,7 @@ def _act(spec: Spec) -> None:
         _call_alone()
     elif spec.action == "sockets":
         pids = (os.getpid(), _launcher(folder)["pid"])
-        found = machine.open_sockets(pids)
+        found = open_sockets(pids)
         (folder / FOUND).write_text("not shown" if found is None else "\n".join(found))
     else:
         second = python_command("moemesh", *_launcher(folder)["arguments"])
@@ -112,6 +112,26 @@ def _act(spec: Spec) -> None:
         done = subprocess.run(second, capture_output=True, text=True, env=environment)
         is_refused = done.returncode == 2 and "in use by another run" in done.stderr
         (folder / FOUND).write_text("" if is_refused else f"{done.returncode}: {done.stderr}")
+
+
+def open_sockets(pids: Iterable[int]) -> list[str] | None:
+    """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
+    sockets: set[str] = set()
+    found: list[str] = []
+    try:
+        for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(FileNotFoundError):  # the listing itself has one
+                sockets.add(os.readlink(file))
+    except OSError:
+        return None
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[i] for i in (1, 3, 9))
+            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
+            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
+            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
+                found.append(f"{table} {address}")
+    return found
 
 
 def _weights(folder: Path, dimensions: int = 2) -> list[Any]:

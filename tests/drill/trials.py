@@ -22,20 +22,13 @@ from typing import Any, NamedTuple
 from moemesh.watch.supervisor import python_command
 from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
+from tests.train.runs import SMALL
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
-SETTINGS: dict[str, Any] = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.head_dim": 4,
-    "model.intermediate_size": 32,
-    "model.expert_intermediate_size": 16,
-    "data.seq_len": 16,
+SETTINGS: dict[str, Any] = SMALL | {
     "data.global_batch": 12,
     "train.steps": 8,
-    "train.warmup_steps": 2,
     "train.checkpoint_every": 2,
-    "train.validation_batches": 1,
     "train.timeout_seconds": 60,
     "train.device": "cpu",
 }
@@ -111,11 +104,17 @@ class Drill:
             self._oracles[plan] = ending(out)
         return self._oracles[plan]
 
+    def begin(self, plan: str = "") -> tuple[str, Ending, Path, Path]:
+        """A plan (given or drawn), how its run without a fault ends, and the folders of a trial
+        and of the run in it."""
+        plan = plan or self.random.choice(list(PLANS))
+        whole, folder = self.oracle(plan), self.new_folder()
+        return plan, whole, folder, folder / "run"
+
     def rank_fault(self, row: RankFault) -> Outcome:
         """One trial of the action of `row` on a random rank and step."""
         plan, place = self.random.choice(row.plans), self.random.choice(row.places)
-        whole, folder = self.oracle(plan), self.new_folder()
-        out = folder / "run"
+        _, whole, folder, out = self.begin(plan)
         world = 4 if plan.startswith("tp") else 2
         # Behind the first steps, which have more time; in a save: of an even step; in a
         # validation: of the last one.

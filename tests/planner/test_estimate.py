@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.cli.planning_text import estimate_text
+from moemesh.cli.plan_text import estimate_text
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.plan_text import read_plan

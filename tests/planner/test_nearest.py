@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.cli.planning_text import estimate_text
+from moemesh.cli.plan_text import estimate_text
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.planner.estimate import estimate, estimate_named
 from moemesh.planner.plan_text import read_plan

@@ -27,7 +27,7 @@ from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord
 from moemesh.train.records.run_folder import refuse_changes
 from moemesh.watch.failures import CAUSES, OTHER
-from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
+from tests.report.fake_run import CONFIG, entry, metrics_row, write_fake_run
 
 
 def timeline(
@@ -305,8 +305,7 @@ def test_a_lower_rate_is_at_most_the_usual_one(tmp_path, more, rate):
 def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
     folder = folder_of(tmp_path / "run", timeline(reduce=8.0))
     book = Ledger()
-    book.record(axis="dp_cp", op="all_reduce", phase="backward", caller="gradients", count=1,
-                payload_bytes=8, wire_bytes=2**30, received_bytes=8)  # fmt: skip
+    book.record(**entry("dp_cp", "all_reduce", "backward", "gradients", 1, 8, 2**30, 8))
     (folder / "ledger.json").write_text(json.dumps(ledgers_to_json({0: book})))
     found = explain(Run.load(folder))
     assert "global_batch" not in found.command and "and learns otherwise" in found.text

@@ -25,8 +25,8 @@ from moemesh.train.step import gradients_of_step
 from tests.parity.training import microbatches
 from tests.ranks import mesh_on_ranks
 from tests.trace.test_load_bins import step_loads
-from tests.train.injecting import MODEL, SHAPE
 from tests.train.runs import arguments, moemesh
+from tests.train.test_numerical_faults import MODEL, SHAPE
 
 
 def run(

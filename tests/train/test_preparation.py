@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.cli.preparation_text import FILES
+from moemesh.cli.train import FILES
 from moemesh.config.load import resolved_toml
 from moemesh.sharding.load_run import load_run
 from moemesh.train import preparation

@@ -34,20 +34,11 @@ from moemesh.train.weights.conversion import open_weights, to_stderr
 from moemesh.train.weights.weight_sources import config_of
 
 
-def on_ranks(
-    config: RunConfig,
-    arguments: Sequence[str],
-    overrides: Sequence[str],
-    work: Callable[[Mesh], str],
-) -> int:
-    """Print what `work` gives on the first rank, unless it is empty; returns the exit code.
-
-    Starts the ranks of the plan, each ``moemesh`` with these `arguments` and `overrides` of the
-    configuration, or is one of them.
-    """
-    arguments = [*arguments, *(word for one in overrides for word in ("--set", one))]
+def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
+    """Print what `work` gives on the first rank, unless it is empty; returns the exit code. Starts
+    the ranks of the plan, each with the arguments of this command and `more`, or is one of them."""
     if not launch.joined() and config.plan.world_size > 1:
-        return launch.launch(config.plan.world_size, arguments)
+        return launch.launch(config.plan.world_size, [*sys.argv[1:], *more])
     ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
     alone = ranks.world_size == 1
     mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
@@ -115,14 +106,12 @@ def evaluate(
         notes.append("windows go over the ends of documents: data.documents = mask is for training")
     for note in notes if not launch.launched() and launch.own_rank() == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
-    arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
-    arguments += ["--json"] if as_json else []
 
     def work(mesh: Mesh) -> str:
         found = run(config, mesh, source)
         return strict_json(found._asdict()) if as_json else found.text()
 
-    return on_ranks(config, arguments, overrides, work)
+    return on_ranks(config, work)
 
 
 def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:

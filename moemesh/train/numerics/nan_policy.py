@@ -95,7 +95,8 @@ Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 
 class NaNPolicy:
-    """Judges each step once, in order, the same on every rank."""
+    """Judges each step once, in order, the same on every rank. ``skipped``: the last steps in a row
+    that were not finite; the weights are those of a step before, which may be what ruins them."""
 
     def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
         """`say`: text and kind of an event."""
@@ -104,7 +105,7 @@ class NaNPolicy:
         #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the skipped
         #: steps in a row up to it.
         self._faults: list[tuple[int, bool, int]] = []
-        self._skipped = self._spiked = 0
+        self.skipped = self._spiked = 0
         self._finding: NonfiniteOrigin | None = None
         self._bundle: str | None = None
         #: Step of a checkpoint -> how often the run has gone back to it.
@@ -113,10 +114,10 @@ class NaNPolicy:
     def judge(self, step: int, result: StepResult) -> StepResult:
         """`result`, as skipped where no rank shall update; all ranks call."""
         if result.skipped:
-            self._skipped += 1
-            self._faults.append((step, False, self._skipped))
+            self.skipped += 1
+            self._faults.append((step, False, self.skipped))
             return result
-        self._skipped = 0
+        self.skipped = 0
         score = self._spikes.score(result.loss)
         if not self._spikes.is_spike(score):
             self._spiked = 0
@@ -135,12 +136,6 @@ class NaNPolicy:
             self._faults.append((step, True, 1))
             self._say(loss, "alarm")
         return replace(result, skipped=True)
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the last steps were not finite: the weights are those of a step before, which may
-        be what ruins them."""
-        return self._skipped > 0
 
     def settle(self, examine: Examine) -> str | None:
         """Decide on the steps judged since the last call: None to go on, else why to go back to a
@@ -198,7 +193,7 @@ class NaNPolicy:
                 f"{reason}, after {times - 1} returns to the checkpoint of step {step}",
                 found | {"advice": self._change()},
             )
-        self._skipped = self._spiked = 0
+        self.skipped = self._spiked = 0
         self._say(
             f"{reason}: back to the checkpoint of step {step}; the samples {bad.start} to "
             f"{bad.stop - 1} of the data order, read since, are left out",

@@ -199,8 +199,6 @@ def replay(
     bundle = ReproBundle(folder, given)
     if problems := refusals(bundle.config):
         raise ConfigError(problems)
-    arguments = ["replay", str(folder), *(["--alone"] if alone else [])]
-    arguments += ["--json"] if as_json else []
 
     def work(mesh: Mesh) -> str:
         found = replay_step(bundle, mesh)
@@ -209,7 +207,7 @@ def replay(
         before = f"the run found   {bundle.text}\n" if bundle.text else ""
         return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
 
-    return on_ranks(bundle.config, arguments, overrides, work)
+    return on_ranks(bundle.config, work)
 
 
 def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:

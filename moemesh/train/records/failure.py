@@ -216,17 +216,6 @@ def go_on(folder: Path, command: Sequence[str]) -> str:
     return f"checkpoints are untouched; the same command goes on from step {step}: {shown}"
 
 
-def same_failure(one: Verdict, other: Verdict) -> bool:
-    """Whether an exception, an exit or a mismatch came again at the same place: a third would."""
-    if one.kind not in ("exception", "exited", "mismatch") or kind_of(one) != kind_of(other):
-        return False
-    # A rank that told of its exception may or may not have ended when it was looked at.
-    codes = [verdict.kind == "exited" and verdict.seen.exit_code for verdict in (one, other)]
-    words = [verdict.seen.word for verdict in (one, other)]
-    steps = [word.step if word is not None else None for word in words]
-    return one.rank == other.rank and steps[0] == steps[1] and codes[0] == codes[1]
-
-
 def details(folder: Path) -> str:
     """A pointer to the report."""
     if (folder / FILE).exists():

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from moemesh.config.changes import Change
 from moemesh.config.errors import UserError
-from moemesh.config.plan import Plan
+from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.run import RunConfig
-from moemesh.config.schedule_rules import is_schedule_file
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.plan_schedule import build_step, fitting

@@ -33,8 +33,7 @@ from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.load import resolved_toml
-from moemesh.config.schema import all_keys
-from moemesh.config.suggest import explain_unknown_key
+from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
 from moemesh.sharding.load_run import load_recorded, load_run

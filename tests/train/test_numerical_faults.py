@@ -1,11 +1,13 @@
-"""Numbers that are not finite, put into a step at a chosen place of a chosen rank."""
+"""Numbers that are not finite, found at their origin, and copies of weights that differ."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +19,16 @@ from moemesh.model.batch import Batch, Context
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine, nonfinite_gradients
+from moemesh.train.numerics.replica_checksums import (
+    CopiesDiffer,
+    Mismatch,
+    ReplicaChecksums,
+    digest,
+)
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches
+from tests.ranks import mesh_on_ranks
 
 MODEL: dict[str, Any] = {
     "vocab_size": 32,
@@ -293,3 +302,196 @@ def _state(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
     }
     return {name: tensor.detach().clone() for name, tensor in (weights | moments).items()}
+
+
+NAN, INF = math.nan, math.inf
+
+
+def check(where: Injection, outcomes: list[Outcome]) -> None:
+    """Of one injection on all ranks."""
+    hits = [hit for outcome in outcomes for hit in outcome.hits]
+    finding = outcomes[0].finding
+    assert all(outcome.finding == finding for outcome in outcomes), "ranks differ"
+    if not hits:  # the rank does not hold the layer or the expert, or had no rows
+        assert not outcomes[0].skipped
+        return
+    assert all(outcome.skipped for outcome in outcomes), where
+    if where.kind != "weight":
+        assert all(outcome.is_unchanged for outcome in outcomes), where
+    assert not finding.num_alike, "one sequence alone was spoiled"
+    if where.kind == "loss":
+        assert finding.phase == "loss" and finding.samples, finding
+        return
+    phase = {"activation": "forward", "weight gradient": "gradient", "gradient": "backward"}
+    assert finding.phase == phase.get(where.kind, where.kind), (where, finding)
+    assert where.rank in finding.ranks, (where, finding)
+    assert finding.rank == where.rank or len(finding.ranks) > 1, (where, finding)
+    assert finding.layer == where.layer, (where, finding)
+    assert finding.value == ("NaN" if math.isnan(where.value) else "infinite"), (where, finding)
+    if where.kind != "weight":
+        assert finding.microbatch == where.microbatch, (where, finding)
+    if where.kind in ("activation", "gradient"):
+        assert finding.name == f"layers.{where.layer}.{where.module}", (where, finding)
+        samples = {hit.sample for hit in hits if hit.sample is not None}
+        assert samples <= set(finding.samples) <= set(IDS), (where, finding, samples)
+    if where.expert is not None:
+        assert finding.expert == where.expert, (where, finding)
+
+
+def injections(plan: Plan, ranks: list[int], layers: list[int]) -> list[Injection]:
+    found: list[Injection] = [Injection("loss", 0, token, 0, value=INF) for token in (3, 5)]
+    for number, rank in enumerate(ranks):
+        for layer in layers:
+            microbatch = (number + layer) % plan.microbatches
+            value = (NAN, INF)[(number + layer) % 2]
+            at = (rank, layer, microbatch)
+            found.append(Injection("weight", *at, expert=None, value=value))
+            found.append(Injection("weight gradient", *at, expert=None, value=value))
+            for expert in (0, 3):
+                found.append(Injection("weight", *at, expert=expert, value=value))
+                found.append(Injection("weight gradient", *at, expert=expert, value=value))
+            for module in ("attention", "feed_forward"):
+                found.append(Injection("activation", *at, module=module, value=value))
+                found.append(Injection("gradient", *at, module=module, value=value))
+            found.append(Injection("activation", *at, module="feed_forward.experts", value=value))
+    return found
+
+
+def run(plan_keys: dict[str, Any], ranks: list[int], layers: list[int], **keys: Any) -> int:
+    plan = Plan(**plan_keys)
+    cases = injections(plan, ranks, layers)
+    if plan.schedule in ("chimera", "dualpipe", "terapipe"):
+        # Gradients of weights do not come once a microbatch on every rank.
+        cases = [case for case in cases if case.kind != "weight gradient"]
+    found = mesh_on_ranks(plan.layout, inject_on_rank, plan_keys, cases, keys)
+    for number, where in enumerate(cases):
+        check(where, [rank[number] for rank in found])
+    return sum(any(rank[number].hits for rank in found) for number in range(len(cases)))
+
+
+def test_one_rank() -> None:
+    assert run({"microbatches": 2}, [0], [1, 2]) >= 18
+
+
+def test_four_ranks() -> None:
+    assert run({"dp": 2, "tp": 2, "ep": 2}, [1], [1]) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "ep": 2, "microbatches": 2},
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3},
+        {"pp": 2, "tp": 2, "microbatches": 2, "schedule": "zb_h1"},
+        {"pp": 2, "stages_per_rank": 2, "microbatches": 2, "schedule": "interleaved_1f1b"},
+        {"pp": 2, "microbatches": 4, "schedule": "chimera"},
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "schedule": "dualpipe"},
+        {"pp": 2, "microbatches": 2, "schedule": "terapipe", "slices": 2},
+        {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
+        {"dp": 4, "ep": 2, "dispatcher": "low_latency", "recompute": "full"},
+        {"dp": 2, "ep": 2, "dispatcher": "all_gather", "recompute": "full"},
+        {"dp": 2, "cp": 2, "ep": 4},
+        {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+        {"dp": 2, "data": "zero1", "microbatches": 2},
+        {"dp": 2, "ep": 2, "data": "zero2", "microbatches": 2},
+        {"dp": 2, "ep": 2, "data": "zero3", "microbatches": 2},
+        {"dp": 4, "data": "parameter_server", "microbatches": 2},
+    ],
+    ids=str,
+)
+def test_every_kind_of_plan(plan: dict[str, Any]) -> None:
+    last = Plan(**plan).world_size - 1
+    assert run(plan, [0, last], [1, 2, 3]) >= 20
+
+
+NORM, EXPERTS = "layers.1.attention_norm.weight", "layers.1.feed_forward.experts.gate_up"
+QKV = "layers.2.attention.qkv"
+
+
+def flip_on_rank(
+    mesh: Mesh, plan_keys: dict[str, Any], flips: list[tuple[int, str]]
+) -> list[tuple[list[Mismatch], bool, list[Mismatch]]]:
+    """Of each flip: what the vote says, whether it was repaired, what the next vote says."""
+    plan = Plan(**plan_keys)
+    parallel = parallelize(
+        ModelConfig(**MODEL),
+        plan,
+        mesh,
+        seed=1,
+        dtype=torch.float32,
+        tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
+    )
+    optimizer = Optimizer.of(parallel, TrainConfig())
+    vote = ReplicaChecksums(parallel, optimizer, TrainConfig(), lambda text, kind: None)
+    assert not vote.compare(), "copies differ from the start"
+    entries = mesh.ledger.entries()
+    found: list[tuple[list[Mismatch], bool, list[Mismatch]]] = []
+    for number, (rank, name) in enumerate(flips):
+        held = dict(parallel.model.named_parameters()).get(name)
+        before = None if held is None else held.detach().clone()
+        if mesh.rank == rank:
+            assert held is not None
+            bits = held.data.view(torch.int32).view(-1)
+            bits[number % len(bits)] ^= 1 << (number % 31)
+        said = vote.compare()
+        repaired = bool(said) and vote.take_majority(said)
+        left = vote.compare()
+        if repaired:
+            assert held is None or torch.equal(held, before)
+        elif held is not None:
+            held.data.copy_(before)
+        found.append((said, repaired, left))
+    assert mesh.ledger.entries() == entries, "votes are not entered"
+    return found
+
+
+@pytest.mark.representative("0")
+@pytest.mark.parametrize(
+    ("plan", "flips"),
+    [
+        (
+            {"dp": 4, "ep": 2},
+            {(2, NORM): (2,), (3, QKV): (3,), (0, NORM): (0,), (1, EXPERTS): ()},
+        ),
+        ({"dp": 2, "tp": 2, "ep": 2}, {(3, NORM): (3,), (1, QKV): (), (0, EXPERTS): ()}),
+        ({"dp": 3, "data": "zero1"}, {(1, QKV): (1,), (2, EXPERTS): (2,)}),
+        ({"dp": 3, "data": "zero2"}, {(1, QKV): (1,), (0, EXPERTS): (0,)}),
+        (
+            {"pp": 2, "dp": 3},
+            {(4, "layers.3.attention.qkv"): (4,), (0, QKV.replace("2", "0")): (0,)},
+        ),
+        ({"dp": 3, "cp": 1, "tp": 1, "ep": 3}, {(1, QKV): (1,), (2, EXPERTS): None}),
+    ],
+    ids=["0", "tp", "zero1", "zero2", "pp", "stored once"],
+)
+def test_one_bit_is_found(
+    plan: dict[str, Any], flips: dict[tuple[int, str], tuple[int, ...] | None]
+) -> None:
+    """None: it cannot be, for it is stored once; (): two copies, neither of which is right."""
+    ranks = mesh_on_ranks(Plan(**plan).layout, flip_on_rank, plan, list(flips))
+    assert all(rank == ranks[0] for rank in ranks)
+    for ((rank, name), culprits), (said, repaired, left) in zip(
+        flips.items(), ranks[0], strict=True
+    ):
+        if culprits is None:
+            assert not said
+            continue
+        (mismatch,) = said
+        assert mismatch.parameter == name and rank in mismatch.ranks
+        assert mismatch.culprits == culprits and repaired == bool(culprits)
+        assert bool(left) != repaired
+        facts = CopiesDiffer(7, said).facts
+        assert facts["parameter"] == name and rank in facts["ranks"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_digest_sees_every_bit(dtype: torch.dtype) -> None:
+    x = torch.arange(6).to(dtype).view(2, 3)
+    whole = int(digest(x))
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
+    for place in range(6):
+        for bit in range(8 * x.element_size() - 1):
+            other = x.clone()
+            other.view(words).view(-1)[place] ^= 1 << bit
+            assert int(digest(other)) != whole
