@@ -18,8 +18,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.schema import SECTIONS
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.toml import format_value
-from moemesh.config.tuning import Tuning
-from moemesh.sharding.parameters import ParameterTensor, logical_names, matcher, tensors
+from moemesh.config.tuning import Tuning, matcher
+from moemesh.sharding.parameters import ParameterTensor, logical_names, tensors
 
 
 def load_run(
