@@ -108,7 +108,7 @@ def _measured(path: Path, model: ModelConfig, mesh: Mesh, settings: LoadSettings
         times: dict[str, list[float]] = {"load": [], "plain": []}
         for _ in range(settings.rounds + 1):
             grown = peak_growth()
-            weights = HuggingFaceWeights.open(path, model)
+            weights = HuggingFaceWeights(path, model)
             times["load"].append(_timed(mesh, path, is_cold, partial(weights.load_into, shards)))
             read, peak = weights.folder.bytes_read, max(peak, grown() or 0)
             plain = partial(_plain_read, path, shards, mesh)

@@ -32,7 +32,7 @@ def load(
     model = Transformer(config)
     initialize(model, seed=0, dtype=dtype)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    HuggingFaceWeights.open(folder, config).load_into(
+    HuggingFaceWeights(folder, config).load_into(
         [
             Shard(
                 name=f"model.{name}",

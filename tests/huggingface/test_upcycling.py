@@ -65,7 +65,7 @@ def test_every_second_layer(tmp_path: Path) -> None:
 def opened(folder: Path, **keys: Any) -> tuple[Read, Callable[[str], torch.Tensor], Read]:
     """The weights of three experts, whole ones by name, and those of the dense model."""
     config = ours.config_of(folder)
-    dense = HuggingFaceWeights.open(folder, config).read
+    dense = HuggingFaceWeights(folder, config).read
     model = upcycled_model(config, UpcycleRecipe(experts=3))
     weights, shapes = upcycled(dense, model, **keys), logical_shapes(model)
     return weights, lambda name: weights(name, [range(size) for size in shapes[name]]), dense

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -255,25 +255,16 @@ class HuggingFaceWeights:
     and no others, before any is read."""
 
     def __init__(
-        self,
-        path: Path,
-        config: ModelConfig,
-        kind: str,
-        quantization: Quantization | None = None,
-        num_ahead: int = 0,
+        self, path: Path, config: ModelConfig, given: Mapping[str, Any] | None = None
     ) -> None:
-        self.folder = WeightFolder(path, quantization)
-        self.quantization = quantization
+        """`given`: the content of its ``config.json``, which names the family, the format of the
+        weights and the prediction layers; None: read it."""
+        given = read_config(path) if given is None else given
+        self.quantization = quantization_of(given)
+        self.folder = WeightFolder(path, self.quantization)
         self._experts: dict[str, list[LogicalTensor]] = {}
-        self.tensors = checked_tensors(self.folder, config, kind, num_ahead)
-
-    @staticmethod
-    def open(path: Path, config: ModelConfig) -> HuggingFaceWeights:
-        """A folder whose family, format of weights and prediction layers its ``config.json``
-        names."""
-        given = read_config(path)
         num_ahead = first(given, "num_mtp_layers", 0)
-        return HuggingFaceWeights(path, config, family_of(given), quantization_of(given), num_ahead)
+        self.tensors = checked_tensors(self.folder, config, family_of(given), num_ahead)
 
     @property
     def note(self) -> str | None:

@@ -68,7 +68,7 @@ def open_weights(
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
-    weights = HuggingFaceWeights.open(Path(config.model_path), config.model)
+    weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.note is not None:
         say(weights.note)
     return weights
