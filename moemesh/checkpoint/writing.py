@@ -25,10 +25,7 @@ from moemesh.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
-    File,
     Manifest,
-    ManifestEntry,
-    Slice,
     encode,
     encode_json,
 )
@@ -106,14 +103,15 @@ def write_part(
             raise explain(error, path, needed) from error
         file = {"size": written.size, "header": digest_text(header, WRITTEN)}
         digests = dict(zip(order, written.digests[1:], strict=True))
-    slices = [
-        [s.name, list(s.shape), dtype_of(s), key, list(s.offset), list(s.tensor.shape)]
-        for key, s in keyed.items()
-    ]
+    slices: list[list[object]] = []
+    for key, shard in keyed.items():
+        place = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}
+        piece = {"file": path.name, "key": key, "chunks": digests.get(key, []), **place}
+        slices.append([shard.name, list(shard.shape), dtype_of(shard), piece])
     report: Report = {
         "name": path.name,
         "file": file,
-        "slices": [[*one, digests.get(one[3], [])] for one in slices],
+        "slices": slices,
         "nonfinite": sorted(nonfinite),
         "hash": WRITTEN,
     }
@@ -162,39 +160,27 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
         )
     tensors: dict[str, dict[str, Any]] = {}
     for rank, report in enumerate(reports):
-        for name, shape, dtype, key, offset, size, chunks in report["slices"]:
+        for name, shape, dtype, piece in report["slices"]:
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
             if (entry["shape"], entry["dtype"]) != (shape, dtype):
                 raise CheckpointError(
                     f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
                     f"{entry['shape']}"
                 )
-            if 0 not in size:
-                entry["slices"].append(
-                    Slice(
-                        file=report["name"],
-                        key=key,
-                        offset=tuple(offset),
-                        shape=tuple(size),
-                        chunks=tuple(chunks),
-                    )
-                )
-    return Manifest(
-        format=FORMAT,
-        step=step,
-        world_size=len(reports),
-        chunk_bytes=CHUNK_BYTES,
-        hash=names[0],
-        nonfinite=tuple(sorted({name for report in reports for name in report["nonfinite"]})),
-        tensors={
-            name: ManifestEntry(
-                **{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]}
-            )
-            for name, entry in tensors.items()
-        },
-        files={report["name"]: File(**report["file"]) for report in reports if report["file"]},
-        state=state,
-    )
+            if 0 not in piece["shape"]:
+                entry["slices"].append(piece)
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": len(reports),
+        "chunk_bytes": CHUNK_BYTES,
+        "hash": names[0],
+        "nonfinite": sorted({name for report in reports for name in report["nonfinite"]}),
+        "tensors": tensors,
+        "files": {report["name"]: report["file"] for report in reports if report["file"]},
+        "state": state,
+    }
+    return Manifest.model_validate(content)
 
 
 def dtype_of(shard: Shard) -> str:
