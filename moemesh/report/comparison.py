@@ -11,7 +11,8 @@ from pathlib import Path
 from moemesh.report import curves, svg
 from moemesh.report.beside import by_axis_and_phase, sent_in_training
 from moemesh.report.configuration import between, toml_text, with_defaults
-from moemesh.report.page import from_template, links_to, write_page
+from moemesh.report.files import replace_file
+from moemesh.report.page import from_template, links_to
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, median_of, state_of
@@ -26,7 +27,7 @@ def write(first: Path | str, second: Path | str, out: Path | None = None) -> Pat
     Raises RunError (a ValueError) when a folder holds no run.
     """
     runs = Run.load(first), Run.load(second)
-    return write_page(out or runs[0].folder / NAME, render(*runs))
+    return replace_file(out or runs[0].folder / NAME, render(*runs))
 
 
 def render(first: Run, second: Run) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.report import boxes, svg, timeline_picture
 from moemesh.report.chapters import CHAPTERS
+from moemesh.report.files import replace_file
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
@@ -39,16 +39,7 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    return write_page(out or run.folder / NAME, render(run))
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Replace the file at `path` by a page, whole or not at all; returns the path."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    # A lone surrogate (legal in JSON, not in UTF-8) must not lose the report.
-    unfinished.write_bytes(text.encode("utf-8", errors="replace"))
-    unfinished.replace(path)
-    return path
+    return replace_file(out or run.folder / NAME, render(run))
 
 
 def render(run: Run) -> str:

@@ -29,7 +29,7 @@ from moemesh.checkpoint.files import CheckpointError, check_folder, read_start
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
 from moemesh.config.huggingface.folder import INDEX, SINGLE, once
-from moemesh.config.huggingface.quantization import Quantization
+from moemesh.config.huggingface.model import Quantization
 
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
