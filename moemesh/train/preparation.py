@@ -30,8 +30,8 @@ from moemesh.data import sources
 from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
-from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizing import cache_beside
 from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems

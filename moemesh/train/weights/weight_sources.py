@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, file_size
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.huggingface.logical import check_model_folder
@@ -146,7 +146,7 @@ def written_text(out: Path, kind: Written) -> str:
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
         names = {name: key for key, name in DTYPES.items()}
-        found = read_header(file, file_size(file)).values()
+        found = read_header(file).values()
         held += [(names[entry.dtype], entry.num_bytes) for entry in found]
     else:
         for tensor in FolderContents(out).stored.values():
