@@ -13,8 +13,13 @@ from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
-    from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
+    from moemesh.planner.dispatches import (
+        DispatchExchanges,
+        DispatchLoad,
+        DispatchTime,
+        Exchange,
+        RoutingExample,
+    )
 
 #: Ranks whose matrices are printed.
 MOST_RANKS = 16
@@ -138,7 +143,7 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     from moemesh.config.cluster import load_cluster
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
-    from moemesh.planner.dispatch_times import DISPATCHERS, DispatchLoad, dispatch_times
+    from moemesh.planner.dispatches import DISPATCHERS, DispatchLoad, dispatch_times
 
     if request.cluster is None:
         raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")

@@ -49,6 +49,15 @@ TRAINING = frozenset(
     }
 )
 
+#: Of every other key.
+_SECTIONS: dict[str, Kind] = {
+    "plan": "layout",
+    "model": "model",
+    "lora": "model",
+    "train": "training",
+    "data": "training",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -117,12 +126,7 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
         return "training"  # moving to or from stale weights changes more than the layout
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):
         return "model"  # a checkpoint has the moments of what trains, and of nothing else
-    section = key.partition(".")[0]
-    if section == "plan":
-        return "layout"
-    if section in ("model", "lora"):
-        return "model"
-    return "training" if section in ("train", "data") else "free"
+    return _SECTIONS.get(key.partition(".")[0], "free")
 
 
 def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:

@@ -126,15 +126,8 @@ class DataConfig(Section):
         problems = self.range_problems()
         for name in ("path", "tokenizer", "text_key", "validation", "cache"):
             if getattr(self, name) == "":
-                problems.append(
-                    Problem.of(
-                        "empty",
-                        f"data.{name}",
-                        "",
-                        f"{name} is empty",
-                        f"leave {name} out to take the default, or name a file or folder",
-                    )
-                )
+                fix = f"leave {name} out to take the default, or name a file or folder"
+                problems.append(self.problem("empty", name, f"{name} is empty", fix))
         return [*problems, *self._source_rules(), *self._format_rules()]
 
     def _source_rules(self) -> Iterator[Problem]:

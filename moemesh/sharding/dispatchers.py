@@ -20,7 +20,7 @@ A hierarchical exchange on a single node has the inner hop alone (n = 0 there).
 from __future__ import annotations
 
 from math import ceil, comb
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 #: Slots of low_latency over those that uniform routing fills.
 CAPACITY_FACTOR = 2.0
@@ -68,17 +68,57 @@ def visit_probability(experts: int, chosen: int, part: int) -> float:
     return 1 - comb(experts - part, chosen) / comb(experts, chosen)
 
 
-def expected_distinct(parts: int, experts: int, chosen: int) -> float:
-    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform."""
-    return parts * visit_probability(experts, chosen, experts // parts)
+def expected_distinct(
+    parts: int, experts: int, chosen: int, groups: int = 1, kept: int = 1
+) -> float:
+    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform: its
+    `kept` groups of `groups`, then its experts in them, are drawn evenly. One of `groups` and
+    `parts` must divide the other."""
+    each = max(groups // parts, 1)  # groups that a part holds, or has a piece of
+    reach, size = experts * kept // groups, experts // max(parts, groups)
+    found = 0.0
+    for here in range(1, min(each, kept) + 1):
+        ways = comb(each, here) * comb(groups - each, kept - here) / comb(groups, kept)
+        found += ways * visit_probability(reach, chosen, here * size)
+    return parts * found
+
+
+class Hop(NamedTuple):
+    """One exchange of rows on their way to the experts, which their results take backwards.
+
+    Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) to
+    the ranks of `axis` that they are for, by all-to-all; where `is_gathered`, all ranks of the
+    axis gather them, and reduce and scatter the results.
+    """
+
+    axis: str
+    rows: Literal["rows", "visits", "node_visits", "tokens", "slots"]
+    is_gathered: bool = False
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a row is a token with all its experts, not one (token, expert) pair."""
+        return self.rows not in ("rows", "slots")
+
+
+#: The exchanges of rows of every dispatcher, in the order of the dispatch.
+HOPS: dict[str, tuple[Hop, ...]] = {
+    "all_to_all": (Hop("ep", "rows"), Hop("etp", "rows", True)),
+    "all_gather": (Hop("ep_etp", "tokens", True),),
+    "hierarchical": (
+        Hop("ep_rail", "node_visits"),
+        Hop("ep_node", "visits"),
+        Hop("etp", "visits", True),
+    ),
+    "low_latency": (Hop("ep", "slots"), Hop("etp", "slots", True)),
+}
 
 
 class RowsMoved(NamedTuple):
-    """The table above for one dispatcher, and its exchanges of a forward that carry no rows."""
+    """The table above for one dispatcher: rows by the axis of the hop, and its exchanges of a
+    forward that carry no rows."""
 
-    everywhere: float
-    across: float
-    inside: float
+    by_axis: dict[str, float]
     copied: float
     small_exchanges: int
 
@@ -93,15 +133,16 @@ def rows_moved(
     crossed = 2 * n * (nodes - 1) / nodes
     hops = 1 + (nodes > 1)
     routed, copied = chosen * tokens, (chosen + 2 * d + crossed) * tokens
+    two_hops = {"ep_rail": n * tokens, "ep_node": d * tokens}
     table = {
         # counts, weights
-        "all_to_all": RowsMoved(routed, 0.0, 0.0, 3.0 * routed, 2),
+        "all_to_all": RowsMoved({"ep": routed}, 3.0 * routed, 2),
         # sizes, ids, weights
-        "all_gather": RowsMoved(ranks * tokens, 0.0, 0.0, (1 + chosen + d) * tokens, 3),
+        "all_gather": RowsMoved({"ep_etp": ranks * tokens}, (1 + chosen + d) * tokens, 3),
         # counts, ids, weights, for each hop
-        "hierarchical": RowsMoved(0.0, n * tokens, d * tokens, copied, 3 * hops),
+        "hierarchical": RowsMoved(two_hops, copied, 3 * hops),
     }
     if slots:
         # header, weights
-        table["low_latency"] = RowsMoved(slots * ranks, 0.0, 0.0, 3.0 * slots * ranks, 2)
+        table["low_latency"] = RowsMoved({"ep": slots * ranks}, 3.0 * slots * ranks, 2)
     return table

@@ -73,15 +73,9 @@ def contradictions(
         default = ModelConfig.model_fields[name].default
         there = values.get(name, default)
         origin = folder.leaves[key].origin if key in folder.leaves else "the default"
-        yield Problem(
-            code="conflict",
-            key=key,
-            value=leaf.value,
-            origin=leaf.origin,
-            message=f"the weights of model.path have {name} = {format_value(there)} ({origin}), "
-            "and fit no other",
-            fix=f"leave {key} out, or choose another folder",
-        )
+        given = f"{name} = {format_value(there)} ({origin})"
+        message = f"the weights of model.path have {given}, and fit no other"
+        yield leaf.problem("conflict", key, message, f"leave {key} out, or choose another folder")
 
 
 def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:

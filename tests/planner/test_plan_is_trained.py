@@ -19,8 +19,7 @@ from moemesh.cli.application import app
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate
-from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import plan_of, read_plan
 from moemesh.planner.search.command import not_trained, plan, train_command
 from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import Space

@@ -195,16 +195,19 @@ class ModelShape(Section):
         return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
+    def kv_heads(self) -> int:
+        """Key/value heads in the attention product; MLA expands to all heads."""
+        return self.num_heads if self.attention == "mla" else self.num_kv_heads
+
+    @property
     def kv_width(self) -> int:
-        """Width of all key heads of a layer together (h_kv); MLA expands to all heads."""
-        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
-        return heads * self.query_head_dim
+        """Width of all key heads of a layer together (h_kv)."""
+        return self.kv_heads * self.query_head_dim
 
     @property
     def value_width(self) -> int:
         """The same of the values."""
-        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
-        return heads * self.value_head_dim
+        return self.kv_heads * self.value_head_dim
 
     @property
     def query_width(self) -> int:

@@ -1,4 +1,4 @@
-"""The guard of a run's numbers: a step that is not finite, or a loss that jumps, is judged here.
+"""The NaN policy of a run: a step that is not finite, or a loss that jumps, is judged here.
 
 All ranks judge alike, from numbers that they have reduced together, before any of them updates (the
 stages of an asynchronous schedule update by themselves, and each skips what it must). What becomes

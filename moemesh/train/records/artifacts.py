@@ -28,7 +28,7 @@ from moemesh.model.transformer import Transformer
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import RankModel
-from moemesh.planner.flops import training_flops
+from moemesh.planner.parameters import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule

@@ -49,8 +49,7 @@ from moemesh.config.huggingface.export import (
     family_or_refusal,
 )
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
-from moemesh.config.huggingface.model import family_of, model_values
-from moemesh.config.huggingface.quantization import quantization_of
+from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
