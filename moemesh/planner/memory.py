@@ -146,9 +146,10 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     its stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    column = np.asarray(layout.microbatches)
+    # Numbers of microbatches vary along the first axis alone.
+    column = np.ravel(layout.microbatches)
     counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(column, *kept).shape)
+    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
     for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
         wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
         wanted[list(same)] = True

@@ -89,15 +89,13 @@ class SearchSpace:
         mechanisms: list[NDArray[np.int8]] = []
         for family in families(shape, space, self.rejected):
             self._families.append(family)
-            rows, size = family.rows(space), (len(family.columns),)
-            bytes_needed = needed_bytes(shape, rows, self.pricing.allocation_of(rows))
-            needed.append(np.broadcast_to(np.asarray(bytes_needed, dtype=np.float64), size))
+            rows, full = family.rows(space), family.columns.full
+            needed.append(full(needed_bytes(shape, rows, self.pricing.allocation_of(rows))))
             columns = family.time_columns(shape, space)
-            bound = self.pricing.bound(shape, columns, precision_of(rows))
-            bounds.append(np.broadcast_to(np.asarray(bound, dtype=np.float64), size))
-            self.examined += size[0]
+            bounds.append(full(self.pricing.bound(shape, columns, precision_of(rows))))
+            mechanisms.append(family.mechanisms(space))
+            self.examined += family.columns.size
             tell(f"{self.examined:,} layouts")
-            mechanisms.append(family.mechanisms(space).astype(np.int8))
         if not bounds:
             batch = space.global_batch
             told = counted(dict(self.rejected.most_common(3)))

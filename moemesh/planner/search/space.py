@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from moemesh.config.divisors import divisors
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
+from moemesh.planner.arithmetic import Number
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
@@ -76,21 +77,39 @@ class Space:
 
 
 class Columns(NamedTuple):
-    """Degrees and batch of many layouts, one row each."""
+    """Degrees and batch of many layouts: every cut of the dense weights and of the batch (columns
+    of shape [cuts, 1]) with every cut of the experts ([expert cuts]). A formula that takes them is
+    worked out once for each value of what it depends on."""
 
     tp: IntArray
     cp: IntArray
     dp: IntArray
-    ep: IntArray
-    etp: IntArray
     microbatch: IntArray
     microbatches: IntArray
+    ep: IntArray
+    etp: IntArray
 
-    def __len__(self) -> int:
-        return len(self[0])
+    @property
+    def size(self) -> int:
+        """Number of layouts, which are numbered by cut, then by expert cut."""
+        return self.tp.size * self.ep.size
 
     def where(self, mask: NDArray[np.bool_]) -> Columns:
-        return Columns(*(column[mask] for column in self))
+        """The cuts of a mask of shape [cuts, 1]."""
+        cuts = (column[mask].reshape(-1, 1) for column in self[:-2])
+        return Columns(*cuts, self.ep, self.etp)
+
+    def full(self, column: Number, kind: DTypeLike = np.float64) -> NDArray[Any]:
+        """A number of each layout, from what a formula made of these columns."""
+        shape = len(self.tp), len(self.ep)
+        return np.broadcast_to(np.asarray(column, dtype=kind), shape).ravel()
+
+    def row(self, index: int) -> dict[str, int]:
+        """The degrees of one layout."""
+        cut, expert_cut = divmod(index, self.ep.size)
+        places = [cut] * len(self[:-2]) + [expert_cut] * 2
+        values = zip(self._fields, self, places, strict=True)
+        return {name: int(column.flat[place]) for name, column, place in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +126,8 @@ class Family:
 
     def layout(self, space: Space, row: int) -> PlannedLayout:
         """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
-        values: dict[str, Any] = dict(space.trained)
-        for name in _DEGREES:
-            values[name] = int(getattr(self.columns, name)[row])
+        values: dict[str, Any] = {**space.trained, **self.columns.row(row)}
+        del values["microbatches"]
         is_wide = values["ep"] * values["etp"] > space.node_size
         return PlannedLayout(
             **values,
@@ -128,29 +146,26 @@ class Family:
 
     def rows(self, space: Space) -> PlannedLayout:
         """All rows at once: a layout whose degrees are columns, for formulas that take them."""
-        degrees = {name: getattr(self.columns, name) for name in _DEGREES}
+        degrees = self.columns._asdict()
+        del degrees["microbatches"]
         return with_values(self.layout(space, 0), **degrees)
 
-    def mechanisms(self, space: Space) -> IntArray:
+    def mechanisms(self, space: Space) -> NDArray[np.int8]:
         """Number of mechanisms of each row, which can go wrong or must be understood: axes above 1,
         the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
         words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
-        found = np.full(len(self.columns), (self.pp > 1) + words + (self.recompute != "none"))
+        found: Number = (self.pp > 1) + words + (self.recompute != "none")
         for axis in ("tp", "cp", "dp", "ep", "etp"):
-            found += getattr(self.columns, axis) > 1
-        return found + (self.columns.ep * self.columns.etp > space.node_size)
+            found = found + (getattr(self.columns, axis) > 1)
+        found = found + (self.columns.ep * self.columns.etp > space.node_size)
+        return self.columns.full(found, np.int8)
 
     def time_columns(self, shape: ModelShape, space: Space) -> LayoutColumns:
         """The same for the time model."""
         example = self.layout(space, 0)
         row = layout_row(shape, example, software_of(example))
-        degrees = {name: getattr(self.columns, name) for name in Columns._fields}
         spans_nodes = self.columns.ep * self.columns.etp > space.node_size
-        return replace(row, deduplicated=spans_nodes, **degrees)
-
-
-#: Columns that a layout has by the same names.
-_DEGREES = ("tp", "cp", "dp", "ep", "etp", "microbatch")
+        return replace(row, deduplicated=spans_nodes, **self.columns._asdict())
 
 
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
@@ -162,27 +177,27 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             rejected["more stages than layers"] += 1
             continue
         columns = _columns(shape, space, pp, rejected)
-        if not len(columns):
+        if not columns.size:
             continue
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
             allowed = columns.where(runs(schedule, pp, columns.microbatches))
-            rejected[f"microbatches do not fit {schedule}"] += len(columns) - len(allowed)
-            if not len(allowed):
+            rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
+            if not allowed.size:
                 continue
             for zero in space.zero:
                 # Nothing to shard where no rank holds the same weights.
                 own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
                 if zero >= 2 and pp > 1 and not space.sharded_pipelines:
                     # Gradients (and weights) would travel again for every microbatch.
-                    rejected["ZeRO-2 or 3 with a pipeline"] += len(own) * len(space.recompute)
+                    rejected["ZeRO-2 or 3 with a pipeline"] += own.size * len(space.recompute)
                     continue
                 for attention_exit in space.exits:
                     if attention_exit != space.exits[0]:
                         own = own.where(own.tp > 1)
                     for recompute in space.recompute:
-                        if len(own):
+                        if own.size:
                             yield Family(
                                 pp=pp,
                                 schedule=schedule,
@@ -214,22 +229,23 @@ def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.
     """Whether the schedule is defined, for each number of microbatches."""
     numbers, places = np.unique(microbatches, return_inverse=True)
     held = [is_defined(schedule, pp, int(number)) for number in numbers]
-    return np.array(held, dtype=np.bool_)[places]
+    return np.array(held, dtype=np.bool_)[places].reshape(microbatches.shape)
 
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
-    """All legal (tp, cp, dp, ep, etp, microbatch) of one pipeline degree."""
-    rows: list[tuple[int, ...]] = []
+    """All legal degrees and microbatches of one pipeline degree."""
+    cuts: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
-    expert_degrees = [(1, 1)]
+    expert_cuts = [(1, 1)]
     if shape.is_moe:
-        expert_degrees = [
+        expert_cuts = [
             (ep, etp)
             for ep in divisors(shape.num_experts)
             for etp in divisors(stage)
             if etp <= (space.node_size if space.tensor_inside_node else stage)
             and experts_fit(shape.sizes, stage, ep, etp)
         ]
+    expert_cuts = [(ep, etp) for ep, etp in expert_cuts if space.allows(ep=ep, etp=etp)]
     for tp in divisors(stage):
         if uncut_by_tensor(shape.sizes, tp, copied_kv_heads=not space.trainable):
             rejected["tp does not divide the heads or widths"] += 1
@@ -246,15 +262,10 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                 rejected["dp does not divide the batch"] += 1
                 continue
             share = space.global_batch // dp
-            batches = [size for size in divisors(share) if size <= space.largest_microbatch]
-            for ep, etp in expert_degrees:
-                rows += [
-                    (tp, cp, dp, ep, etp, size, share // size)
-                    for size in batches
-                    if space.allows(
-                        tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, microbatch=size,
-                        microbatches=share // size,
-                    )
-                ]  # fmt: skip
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(Columns._fields))
-    return Columns(*(np.ascontiguousarray(column) for column in table.T))
+            for size in divisors(share):
+                batch = {"microbatch": size, "microbatches": share // size}
+                if size <= space.largest_microbatch and space.allows(tp=tp, cp=cp, dp=dp, **batch):
+                    cuts.append((tp, cp, dp, *batch.values()))
+    dense = np.array(cuts, dtype=np.int64).reshape(-1, 5).T
+    experts = np.array(expert_cuts, dtype=np.int64).reshape(-1, 2).T
+    return Columns(*(np.ascontiguousarray(column)[:, None] for column in dense), *experts)
