@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -141,23 +141,6 @@ def dense_share(weights: WeightCounts, layout: PlannedLayout) -> float:
     return weights.sharded / layout.tp + weights.replicated
 
 
-def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
-    """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each of
-    its stages."""
-    if np.ndim(layout.microbatches) == 0:
-        return _most(alive(pipeline_step(layout))[rank], kept)
-    # Numbers of microbatches vary along the first axis alone.
-    column = np.ravel(layout.microbatches)
-    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
-    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
-        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[list(same)] = True
-        rows = wanted[column]
-        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
-    return found
-
-
 def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
     most: Number = 0.0
     for counts in moments:
@@ -177,6 +160,21 @@ def _counts_by_moments(
     for count in counts:
         groups.setdefault(alive(step.of(count))[rank], []).append(count)
     return tuple((moments, tuple(same)) for moments, same in groups.items())
+
+
+def _held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
+    if np.ndim(layout.microbatches) == 0:
+        return _most(alive(pipeline_step(layout))[rank], kept)
+    # Numbers of microbatches vary along the first axis alone.
+    column = np.ravel(layout.microbatches)
+    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
+    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
+    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
+        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
+        wanted[list(same)] = True
+        rows = wanted[column]
+        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
+    return found
 
 
 #: Bytes of one microbatch on one rank that are there for the tensors of a layer.
@@ -206,6 +204,7 @@ class ChunkBytes:
         self._bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
         self._layers: dict[LayerKind, tuple[Number, Number]] = {}
         self._chunks: dict[tuple[object, ...], Number] = {}
+        self._held: dict[int, Number] = {}
 
     def layer(self, kind: LayerKind) -> tuple[Number, Number]:
         """(once, whole) of one layer on one rank."""
@@ -229,6 +228,13 @@ class ChunkBytes:
                     total = total + (limit * once + (number - limit) * whole)
             self._chunks[key] = total
         return self._chunks[key]
+
+    def held(self, rank: int, kept: Sequence[Number]) -> Number:
+        """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each
+        of its stages."""
+        if rank not in self._held:
+            self._held[rank] = _held(self._layout, rank, kept)
+        return self._held[rank]
 
 
 def rank_memory(
@@ -269,7 +275,7 @@ def rank_memory(
         expert_weights=versions * (expert + layout.adapters * trained[1]) / cut_w[1],
         gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
         optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
-        activations=held(layout, rank, kept) + ("full" in layout.recompute) * work,
+        activations=chunks.held(rank, kept) + ("full" in layout.recompute) * work,
         logits=logits,
         buffers=_buffers(shape, layout, content),
     )
@@ -392,27 +398,38 @@ class PeakMemory:
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """The worst pipeline rank."""
-    return max(_peaks(shape, layout, allocation), key=lambda peak: peak.needed)
+    return max(
+        (peak for (peak,) in _peaks(shape, [layout], allocation)), key=lambda one: one.needed
+    )
 
 
-def needed_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> Number:
-    """Bytes that a device must have; numbers of the layout may be columns."""
-    return reduce(maximum, (peak.needed for peak in _peaks(shape, layout, allocation)), 0.0)
+def needed_bytes(
+    shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
+) -> list[Number]:
+    """Bytes that a device must have, of layouts that differ in ZeRO and attention exit alone; their
+    numbers may be columns."""
+    needed: list[Number] = [0.0] * len(layouts)
+    for peaks in _peaks(shape, layouts, allocation):
+        needed = [maximum(most, peak.needed) for most, peak in zip(needed, peaks, strict=True)]
+    return needed
 
 
 def _peaks(
-    shape: ModelShape, layout: PlannedLayout, allocation: Allocation
-) -> Iterator[PeakMemory]:
+    shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
+) -> Iterator[list[PeakMemory]]:
     """The peaks of the ranks one of which is the worst."""
-    changed = with_values(
-        layout,
-        gradient_bytes=allocation.gradient_bytes,
-        optimizer_bytes=allocation.optimizer_bytes,
-        fused_activation=allocation.fused_activation,
-    )
-    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
-    for rank in worst_ranks(shape, layout):
-        yield _rank_peak(shape, changed, allocation, rank, *both)
+    changed = [
+        with_values(
+            layout,
+            gradient_bytes=allocation.gradient_bytes,
+            optimizer_bytes=allocation.optimizer_bytes,
+            fused_activation=allocation.fused_activation,
+        )
+        for layout in layouts
+    ]
+    both = ChunkBytes(shape, changed[0]), _habits(shape, changed[0], allocation)
+    for rank in worst_ranks(shape, layouts[0]):
+        yield [_rank_peak(shape, layout, allocation, rank, *both) for layout in changed]
 
 
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
@@ -489,7 +506,7 @@ def _rank_peak(
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
         logits, working = maximum(logits, working), 0.0
-    activations = held(layout, rank, kept)
+    activations = chunks.held(rank, kept)
     if layout.pp > 1:
         activations = activations + allocation.extra_in_flight * sum(kept)
     allocated = (

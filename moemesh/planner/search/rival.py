@@ -345,7 +345,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
             if hasattr(family.columns, key):
-                legal.update(map(int, np.unique(getattr(family.columns, key))))
+                columns = family.columns.where(family.legal.any(axis=(0, 1, 2)))
+                legal.update(map(int, np.unique(getattr(columns, key))))
             else:
                 legal.add(int(getattr(family, key)))
         wanted = table[key]

@@ -273,6 +273,38 @@ def step_time(
     a lower bound, and so is the total. Raises ValueError for `stages` of a schedule that cannot be
     made.
     """
+    return _in_parts(*_timed(model, layout, hardware, constants, table, stages))
+
+
+def step_seconds(
+    model: ModelColumns,
+    layout: LayoutColumns,
+    hardware: HardwareColumns,
+    constants: Constants,
+    *,
+    table: LinkTable | None = None,
+) -> Number:
+    """A lower bound of the time of one step of every row, without its parts."""
+    return _timed(model, layout, hardware, constants, table, None)[-1]["total"]
+
+
+def _timed(
+    model: ModelColumns,
+    layout: LayoutColumns,
+    hardware: HardwareColumns,
+    constants: Constants,
+    table: LinkTable | None,
+    stages: Sequence[Stages] | None,
+) -> tuple[
+    PricedStep,
+    _PassTimes,
+    RankColumns,
+    tuple[BlockTime, BlockTime, ExpertTime],
+    LayerTransfers,
+    dict[str, Number],
+]:
+    """(work, passes, busiest rank, blocks, transfers) of every row, and what a step consists of on
+    the outside."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
@@ -296,16 +328,14 @@ def step_time(
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
-    return _in_parts(
-        work,
-        times,
-        busiest,
-        waiting + startup,
-        blocks,
-        transfers,
-        data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights),
-        where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm),
-    )
+    data = data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights)
+    optimizer = where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm)
+    busy, waiting = work.passes * times.busy(busiest), waiting + startup
+    # A span that is summed in another order than the work in it is no waiting.
+    waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
+    total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
+    outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
+    return work, times, busiest, blocks, transfers, outside
 
 
 class _PassTimes(NamedTuple):
@@ -437,11 +467,9 @@ def _in_parts(
     work: PricedStep,
     times: _PassTimes,
     rank: RankColumns,
-    waiting: Number,
     blocks: tuple[BlockTime, BlockTime, ExpertTime],
     transfers: LayerTransfers,
-    data: Number,
-    optimizer: Number,
+    outside: dict[str, Number],
 ) -> StepTime:
     """The step in parts, those of the rank that is busiest."""
     attention, mlp, experts = blocks
@@ -470,20 +498,15 @@ def _in_parts(
         "experts": passes * routed * exchanged * (1 + again / 2),
         "pipeline": passes * rank.sends * times.message,
     }
-    busy = passes * times.busy(rank)
-    # A span that is summed in another order than the work in it is no waiting.
-    waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
-    rest = busy
+    rest = passes * times.busy(rank)
     for seconds in parts.values():
         rest = rest - seconds
     # Of an FSDP unit the rest is waiting for its weights.
     is_units = layout.fsdp == 1
-    overhead = constants.step_overhead_ms * 1e-3
     parts["elementwise"] = parts["elementwise"] + where(is_units, 0, rest)
-    parts["launches"] = parts["launches"] + overhead
-    parts["data"] = data + where(is_units, rest, 0)
-    total = busy + waiting + data + optimizer + overhead
-    return StepTime(total=total, bubble=waiting, optimizer=optimizer, **parts)
+    parts["launches"] = parts["launches"] + constants.step_overhead_ms * 1e-3
+    parts["data"] = outside["data"] + where(is_units, rest, 0)
+    return StepTime(**{**outside, **parts})
 
 
 def compute_floor(
