@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ class RankMemory:
     def weights(self) -> float:
         return self.dense_weights + self.expert_weights
 
-    @property
+    @cached_property
     def states(self) -> float:
         """Weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
@@ -242,8 +242,15 @@ def rank_memory(
 ) -> RankMemory:
     """Every part of one pipeline rank's memory, on its most loaded member; `chunks`: those of the
     layout, where they are known."""
-    chunks = chunks or ChunkBytes(shape, layout)
     content = StageContent.of(shape, layout, rank)
+    states = _rank_states(shape, layout, rank, content)
+    return _rank_memory(shape, layout, rank, content, states, chunks or ChunkBytes(shape, layout))
+
+
+def _rank_states(
+    shape: ModelShape, layout: PlannedLayout, rank: int, content: StageContent
+) -> dict[str, Number]:
+    """Weights, gradients and optimizer of a rank."""
     weights = _content_weights(shape, layout, content)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
@@ -257,6 +264,22 @@ def rank_memory(
     if layout.parameter_server:
         replicas = layout.dense_replicas, layout.edp
         cut_o = (min(layout.servers, replicas[0]), min(layout.servers, replicas[1]))
+    return {
+        "dense_weights": versions * (dense + layout.adapters * trained[0]) / cut_w[0],
+        "expert_weights": versions * (expert + layout.adapters * trained[1]) / cut_w[1],
+        "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
+        "optimizer": layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
+    }
+
+
+def _rank_memory(
+    shape: ModelShape,
+    layout: PlannedLayout,
+    rank: int,
+    content: StageContent,
+    states: Mapping[str, Number],
+    chunks: ChunkBytes,
+) -> RankMemory:
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
@@ -271,10 +294,7 @@ def rank_memory(
         work = maximum(work, whole - once)
     return RankMemory(
         rank=rank,
-        dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
-        expert_weights=versions * (expert + layout.adapters * trained[1]) / cut_w[1],
-        gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
-        optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
+        **states,
         activations=chunks.held(rank, kept) + ("full" in layout.recompute) * work,
         logits=logits,
         buffers=_buffers(shape, layout, content),
@@ -406,8 +426,8 @@ def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation
 def needed_bytes(
     shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
 ) -> list[Number]:
-    """Bytes that a device must have, of layouts that differ in ZeRO and attention exit alone; their
-    numbers may be columns."""
+    """Bytes that a device must have, of layouts that differ in ZeRO, attention exit and what is
+    computed again; their numbers may be columns."""
     needed: list[Number] = [0.0] * len(layouts)
     for peaks in _peaks(shape, layouts, allocation):
         needed = [maximum(most, peak.needed) for most, peak in zip(needed, peaks, strict=True)]
@@ -427,9 +447,22 @@ def _peaks(
         )
         for layout in layouts
     ]
-    both = ChunkBytes(shape, changed[0]), _habits(shape, changed[0], allocation)
+    # What layouts share: activations those with the same recomputation, states all others.
+    chunks = {
+        one.recompute: (ChunkBytes(shape, one), _habits(shape, one, allocation)) for one in changed
+    }
     for rank in worst_ranks(shape, layouts[0]):
-        yield [_rank_peak(shape, layout, allocation, rank, *both) for layout in changed]
+        content = StageContent.of(shape, layouts[0], rank)
+        states: dict[tuple[int, str], dict[str, Number]] = {}
+        peaks: list[PeakMemory] = []
+        for one in changed:
+            key = one.zero, one.attention_exit
+            if key not in states:
+                states[key] = _rank_states(shape, one, rank, content)
+            tensors, habits = chunks[one.recompute]
+            exact = _rank_memory(shape, one, rank, content, states[key], tensors)
+            peaks.append(_rank_peak(shape, one, allocation, content, exact, habits))
+        yield peaks
 
 
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
@@ -470,12 +503,10 @@ def _rank_peak(
     shape: ModelShape,
     layout: PlannedLayout,
     allocation: Allocation,
-    rank: int,
-    tensors: ChunkBytes,
+    content: StageContent,
+    exact: RankMemory,
     chunks: ChunkBytes,
 ) -> PeakMemory:
-    content = StageContent.of(shape, layout, rank)
-    exact = rank_memory(shape, layout, rank, tensors)
     kept = [chunks.chunk(chunk) for chunk in content.chunks]
     working: Number = 0.0
     scores = 0.0
@@ -506,7 +537,7 @@ def _rank_peak(
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
         logits, working = maximum(logits, working), 0.0
-    activations = chunks.held(rank, kept)
+    activations = chunks.held(exact.rank, kept)
     if layout.pp > 1:
         activations = activations + allocation.extra_in_flight * sum(kept)
     allocated = (
@@ -515,7 +546,7 @@ def _rank_peak(
     # What a step must hold is a floor, whatever the habits of a stack say.
     needed = maximum(allocated + allocation.workspace_bytes, exact.total)
     return PeakMemory(
-        rank=rank,
+        rank=exact.rank,
         allocated=allocated,
         needed=needed,
         states=exact.states,

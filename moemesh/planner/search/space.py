@@ -171,15 +171,13 @@ class Family:
 
     def memory_bytes(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
         """Bytes that a device must have, of each layout."""
-        *strategies, again = self.legal.shape[:3]
         degrees = {name: getattr(self.columns, name) for name in (*_CUTS, "ep", "etp")}
         found = np.empty((*self.legal.shape, self.columns.ep.size))
-        for word in range(again):
-            places = list(np.ndindex(*strategies))
-            rows = [with_values(self._layout(*place, word), **degrees) for place in places]
-            needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
-            for place, number in zip(places, needed, strict=True):
-                found[(*place, word)] = number
+        places = list(np.ndindex(*self.legal.shape[:3]))
+        rows = [with_values(self._layout(*place), **degrees) for place in places]
+        needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
+        for place, number in zip(places, needed, strict=True):
+            found[place] = number
         return self.flat(found)
 
     def seconds_bound(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
