@@ -34,9 +34,37 @@ class LoweredProgram:
     num_slots: int
 
     @cached_property
-    def issued(self) -> list[int]:
-        """:func:`issue_order`, found once."""
-        return issue_order(self)
+    def walk(self) -> list[tuple[int, tuple[int, ...], tuple[tuple[int, int, Op], ...]]]:
+        """All entries in an order in which they can be issued: each with the slots of the messages
+        that it waits for, and of those that it sends with boundary and producer."""
+        messages = self.num_slots // 2  # what a rank makes for itself is there in time
+        found: list[tuple[int, tuple[int, ...], tuple[tuple[int, int, Op], ...]]] = []
+        for entry in issue_order(self):
+            awaited = tuple([slot for slot in self.waits[entry] if slot >= messages])
+            sent = tuple(
+                [
+                    (slot, op.stage - (op.kind != "F"), op)
+                    for op, (_, slot) in zip(self.entries[entry], self.makes[entry], strict=True)
+                    if slot >= 0
+                ]
+            )
+            found.append((entry, awaited, sent))
+        return found
+
+    @cached_property
+    def alike(self) -> tuple[list[Entry], list[int]]:
+        """One entry for all that have the same kinds of operations on the same stages; of each
+        entry, which of them."""
+        numbers: dict[tuple[tuple[str, int], ...], int] = {}
+        examples: list[Entry] = []
+        found: list[int] = []
+        for entry in self.entries:
+            key = tuple([op[:2] for op in entry])
+            if key not in numbers:
+                numbers[key] = len(examples)
+                examples.append(entry)
+            found.append(numbers[key])
+        return examples, found
 
     def index(self, entry: int) -> int:
         """Position of an entry in its rank's list."""
