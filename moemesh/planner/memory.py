@@ -454,6 +454,7 @@ def _peaks(
     for rank in worst_ranks(shape, layouts[0]):
         content = StageContent.of(shape, layouts[0], rank)
         states: dict[tuple[int, str], dict[str, Number]] = {}
+        kept: dict[frozenset[str], tuple[Number, Number, Number]] = {}
         peaks: list[PeakMemory] = []
         for one in changed:
             key = one.zero, one.attention_exit
@@ -461,7 +462,9 @@ def _peaks(
                 states[key] = _rank_states(shape, one, rank, content)
             tensors, habits = chunks[one.recompute]
             exact = _rank_memory(shape, one, rank, content, states[key], tensors)
-            peaks.append(_rank_peak(shape, one, allocation, content, exact, habits))
+            if one.recompute not in kept:
+                kept[one.recompute] = _rank_kept(shape, one, allocation, content, rank, habits)
+            peaks.append(_rank_peak(one, allocation, exact, *kept[one.recompute]))
         yield peaks
 
 
@@ -499,14 +502,15 @@ def _worst_ranks(
     return tuple(kept)
 
 
-def _rank_peak(
+def _rank_kept(
     shape: ModelShape,
     layout: PlannedLayout,
     allocation: Allocation,
     content: StageContent,
-    exact: RankMemory,
+    rank: int,
     chunks: ChunkBytes,
-) -> PeakMemory:
+) -> tuple[Number, Number, Number]:
+    """Bytes of a rank's activations, at the loss, and of what it works on."""
     kept = [chunks.chunk(chunk) for chunk in content.chunks]
     working: Number = 0.0
     scores = 0.0
@@ -534,12 +538,23 @@ def _rank_peak(
         logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
         head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
         logits = logits + allocation.head_gradient_bytes * head
+    activations = chunks.held(rank, kept)
+    if layout.pp > 1:
+        activations = activations + allocation.extra_in_flight * sum(kept)
+    return activations, logits, working
+
+
+def _rank_peak(
+    layout: PlannedLayout,
+    allocation: Allocation,
+    exact: RankMemory,
+    activations: Number,
+    logits: Number,
+    working: Number,
+) -> PeakMemory:
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
         logits, working = maximum(logits, working), 0.0
-    activations = chunks.held(exact.rank, kept)
-    if layout.pp > 1:
-        activations = activations + allocation.extra_in_flight * sum(kept)
     allocated = (
         exact.states + activations + logits + working + (exact.buffers if layout.zero >= 3 else 0.0)
     )

@@ -174,9 +174,8 @@ def entry_times(
     """Starts, ends and costs of all entries."""
     entries, rank_of, num_ranks = program.entries, program.rank, len(program.schedule.orders)
     if bound.is_by_stage:
-        examples, kinds = program.alike
-        each = [bound.entry(entry) for entry in examples]
-        costs = [each[kind] for kind in kinds]
+        each = [bound.entry(entry) for entry in program.examples]
+        costs = [each[kind] for kind in program.alike]
     else:
         costs = [bound.entry(entry) for entry in entries]
     delays = None if transport == "link" or callable(bound.delays) else bound.delays
@@ -193,10 +192,11 @@ def entry_times(
                 start = ready[slot]
         starts[entry] = start
         ends[entry] = free = end = start + costs[entry]
-        for slot, boundary, producer in sent:
+        for slot, boundary, place in sent:
             if delays is not None:
                 delay = delays[boundary]
             else:
+                producer = entries[entry][place]
                 consumer = successor(program.schedule, producer)
                 assert consumer is not None
                 delay = bound.message(producer, consumer)
