@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import app
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
@@ -27,44 +28,34 @@ devices it was not seen on, [release."stack 26.02"] of its releases; [memory.sta
 allocates (see moemesh.planner.memory.Allocation)."""
 
 
-RunsTable = Annotated[
-    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
-]
+_Runs = Annotated[Path, "Table of measured runs, one row each.", "<RUNS.csv>"]
+_Shapes = Annotated[Path | None, "Shapes; default model_archs.json beside it.", "FILE"]
 
 
-ArchsFile = Annotated[
-    Path | None,
-    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
-]
+@dataclass(frozen=True, kw_only=True)
+class ValidateRequest:
+    """Measured runs, and what to compare and write of their predictions."""
+
+    runs: _Runs
+    archs: _Shapes = None
+    out: Annotated[
+        Path | None, "Write rows and statistics.", {"names": ("--json",), "metavar": "FILE"}
+    ] = None
+    cluster: Annotated[list[str] | None, "Cluster of its device. May be repeated.", "FILE"] = None
+    plot: Annotated[Path | None, "Write an SVG picture.", "FILE"] = None
+    cross: Annotated[
+        bool, "Refit without each group, model, stack.", {"names": ("--cross-validate",)}
+    ] = False
+    intervals: Annotated[
+        Path | None,
+        "Refit without each source; print 80 % intervals and their coverage, write the errors.",
+        "FILE",
+    ] = None
 
 
 @app.command("validate", short_help="Predict a table of measured runs.")
-def validate_runs(
-    runs: RunsTable,
-    archs: ArchsFile = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
-    ] = None,
-    cross: Annotated[
-        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
-    ] = False,
-    intervals: Annotated[
-        Path | None,
-        typer.Option(
-            "--intervals",
-            metavar="FILE",
-            help="Refit without each source; print 80 % intervals and their coverage, write the "
-            "errors.",
-        ),
-    ] = None,
-) -> None:
+@options_from(ValidateRequest)
+def validate_runs(request: ValidateRequest) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
     Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
@@ -80,25 +71,22 @@ def validate_runs(
     from moemesh.report.agreement import Agreement, agreement_chart
     from moemesh.report.files import write_texts
 
-    read = read_runs(runs, archs)
+    read = read_runs(request.runs, request.archs)
     calibration = shipped_calibration()
-    for source in cluster or []:
+    for source in request.cluster or []:
         read, calibration = use_cluster(read, calibration, load_cluster(source))
-    further = ""
+    further = list[str]()
     start = replace(prior_calibration(), allocations=calibration.allocations)
-    if cross:
+    if request.cross:
         validation = summarize(cross_validate(read, start))
-        lines: list[str] = []
         kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
         for kind, name in kinds:
             unseen = summarize(cross_validate(read, start, left_out=kind))
-            lines += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
-        further = "\n" + "\n".join(lines)
+            further += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
     else:
         validation = validate(read, calibration)
-    if out is not None:
-        write_texts([(out, json_text(validation))])
-    if plot is not None:
+    texts = [] if request.out is None else [(request.out, json_text(validation))]
+    if request.plot is not None:
         points = [
             Agreement(
                 name=f"{one.run.id} {one.run.row.get('model', '')}",
@@ -110,26 +98,30 @@ def validate_runs(
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
         title = "Step time of published runs, predicted and measured"
-        write_texts([(plot, agreement_chart("agreement", title, points, unit="seconds a step"))])
-    if intervals is not None:
+        chart = agreement_chart("agreement", title, points, unit="seconds a step")
+        texts.append((request.plot, chart))
+    write_texts(texts)
+    if request.intervals is not None:
         errors = left_out_errors(read, start)
-        write_texts([(intervals, intervals_toml(errors))])
-        further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
-    typer.echo(report(validation) + further)
+        write_texts([(request.intervals, intervals_toml(errors))])
+        further += ["", intervals_text(errors), "", f"wrote {request.intervals}"]
+    typer.echo("\n".join([report(validation), *further]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateRequest:
+    """Measured runs to fit, and the file to write."""
+
+    runs: _Runs
+    out: Annotated[Path, "File to write.", "CLUSTER.toml"]
+    archs: _Shapes = None
+    cluster: Annotated[str | None, "Cluster of the table.", "NAME"] = None
+    shared: Annotated[bool, "Fit all clusters and what they share."] = False
 
 
 @app.command(short_help="Fit a cluster to measured runs.")
-def calibrate(
-    runs: RunsTable,
-    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
-    archs: ArchsFile = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
-    ] = None,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
-    ] = False,
-) -> None:
+@options_from(CalibrateRequest)
+def calibrate(request: CalibrateRequest) -> None:
     """Fit the few constants of a cluster to measured runs and write its Cluster file.
 
     Example:
@@ -148,33 +140,33 @@ def calibrate(
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.files import write_texts
 
-    read = read_runs(runs, archs)
-    if shared:
+    out, read = request.out, read_runs(request.runs, request.archs)
+    if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(read, start)
         write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
         typer.echo(report(validate(read, found)))
         return
-    chosen = runs_of_cluster(measured_runs(read), cluster)
+    chosen = runs_of_cluster(measured_runs(read), request.cluster)
     calibration = fit(chosen, shipped_calibration(), share=False)
     fitted = fitted_cluster(chosen, calibration)
-    write_texts([(out, cluster_toml(fitted, f"Fitted to {len(chosen)} runs of {runs.name}."))])
+    write_texts(
+        [(out, cluster_toml(fitted, f"Fitted to {len(chosen)} runs of {request.runs.name}."))]
+    )
     typer.echo(f"{report(validate(chosen, calibration))}\n\nwrote {out}: {fitted.name}")
 
 
 def intervals_text(found: "Intervals") -> str:
     """The widths of the intervals, and how many runs of each left-out source lie within."""
+    devices = sorted(found.well_measured)
     lines = [
         "80 % intervals, and the share of a left-out source within those of the other sources:",
-        f"step time on {', '.join(sorted(found.well_measured))}: "
-        f"{_factor(found.seconds_width(next(iter(sorted(found.well_measured)), '')))}; "
+        f"step time on {', '.join(devices)}: {_factor(found.seconds_width((*devices, '')[0]))}; "
         f"on other devices: {_factor(found.seconds_width(''))}; "
         f"memory: {_factor(found.memory_width)}",
     ]
-    for name, coverage in (
-        ("step time", found.seconds_coverage()),
-        ("memory", found.memory_coverage()),
-    ):
+    both = {"step time": found.seconds_coverage(), "memory": found.memory_coverage()}
+    for name, coverage in both.items():
         rows = [
             (source, str(coverage.rows[source]), f"{share:.0%}")
             for source, share in sorted(coverage.by_source.items())
@@ -209,11 +201,8 @@ def report(validation: "Validation") -> str:
     if worst := sorted(off, key=lambda one: -abs(one.error or 0.0))[:_NUM_WORST]:
         rows = [
             (
-                one.run.id,
-                one.run.row.get("model", "")[:28],
-                f"{one.seconds:.4g}",
-                f"{one.run.seconds:.4g}",
-                f"{one.error:+.1%}",
+                *(one.run.id, one.run.row.get("model", "")[:28]),
+                *(f"{one.seconds:.4g}", f"{one.run.seconds:.4g}", f"{one.error:+.1%}"),
             )
             for one in worst
         ]
@@ -241,10 +230,8 @@ def _errors(rows: "Sequence[tuple[str, ErrorStatistics]]") -> str:
         ("source", "rows", "median", "p95", "worst", "bias"),
         [
             (
-                name,
-                str(found.count),
-                *(f"{size:.1%}" for size in (found.median, found.p95, found.worst)),
-                f"{found.bias:+.1%}",
+                *(name, str(found.count), f"{found.median:.1%}", f"{found.p95:.1%}"),
+                *(f"{found.worst:.1%}", f"{found.bias:+.1%}"),
             )
             for name, found in rows
         ],

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache, partial, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from moemesh.planner.parameters import (
 )
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
+from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
@@ -89,9 +89,9 @@ class RankMemory:
 class StageContent:
     """The parts of one pipeline rank: layers by kind, and the ends of the model."""
 
-    @classmethod
-    def of(cls, shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
-        return cls(Stages.of(shape, layout, microbatches=1), rank)
+    @staticmethod
+    def of(shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
+        return _content(Stages.of(shape, layout, microbatches=1), rank)
 
     def __init__(self, stages: Stages, rank: int) -> None:
         self.chunks = tuple(stages.kinds[stage] for stage in stages.on(rank))
@@ -108,15 +108,14 @@ class StageContent:
         )
 
 
+@lru_cache(maxsize=4096)
+def _content(stages: Stages, rank: int) -> StageContent:
+    return StageContent(stages, rank)
+
+
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = StageContent.of(shape, layout, rank)
-    return _content_weights(shape, layout, content)
-
-
-def _content_weights(
-    shape: ModelShape, layout: PlannedLayout, content: StageContent
-) -> WeightCounts:
     whole = layout.attention_exit == "all_to_all"
     found = kind_weights(shape, content.kinds, whole_output=whole)
     if content.has_embedding:
@@ -141,6 +140,23 @@ def dense_share(weights: WeightCounts, layout: PlannedLayout) -> float:
     return weights.sharded / layout.tp + weights.replicated
 
 
+def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
+    """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each of
+    its stages."""
+    if np.ndim(layout.microbatches) == 0:
+        return _most(alive(pipeline_step(layout))[rank], kept)
+    # Numbers of microbatches vary along the first axis alone.
+    column = np.ravel(layout.microbatches)
+    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
+    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
+    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
+        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
+        wanted[list(same)] = True
+        rows = wanted[column]
+        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
+    return found
+
+
 def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
     most: Number = 0.0
     for counts in moments:
@@ -162,58 +178,37 @@ def _counts_by_moments(
     return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
-def _held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
-    if np.ndim(layout.microbatches) == 0:
-        return _most(alive(pipeline_step(layout))[rank], kept)
-    # Numbers of microbatches vary along the first axis alone.
-    column = np.ravel(layout.microbatches)
-    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
-    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
-        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[list(same)] = True
-        rows = wanted[column]
-        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
-    return found
-
-
-#: Bytes of one microbatch on one rank that are there for the tensors of a layer.
-Habits = Callable[[ActivationBytes], Number]
-
-
 class ChunkBytes:
     """Activation bytes of chunks of layers under one layout: worked out once for all its ranks,
     of which most have the same chunks.
 
     ``once`` of a layer is kept from its forward to its backward, ``whole`` is held while its
-    backward runs.
+    backward runs. `habits`: bytes of one microbatch on one rank that are there for a layer's
+    tensors; those of the tensors themselves by default.
     """
 
     def __init__(
-        self, shape: ModelShape, layout: PlannedLayout, habits: Habits | None = None
+        self,
+        shape: ModelShape,
+        layout: PlannedLayout,
+        habits: Callable[[ActivationBytes], Number] | None = None,
     ) -> None:
-        """`habits`: bytes of one rank for those of a layer's tensors, which is the default."""
-        self._shape, self._layout = shape, layout
-
-        def exact(kept: ActivationBytes) -> Number:
-            return kept.on_rank(layout)
-
-        self._whole = habits or exact
+        bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
+        exact = partial(ActivationBytes.on_rank, layout=layout)
+        as_whole = habits or exact
         # Of a layer that is computed again as a whole nothing is kept but its input.
-        self._once = exact if "full" in layout.recompute else self._whole
-        self._bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-        self._layers: dict[LayerKind, tuple[Number, Number]] = {}
-        self._chunks: dict[tuple[object, ...], Number] = {}
-        self._held: dict[int, Number] = {}
+        at_once = exact if "full" in layout.recompute else as_whole
 
-    def layer(self, kind: LayerKind) -> tuple[Number, Number]:
-        """(once, whole) of one layer on one rank."""
-        if kind not in self._layers:
-            once = whole = self._once(layer_kept(self._shape, kind, self._layout))
-            if self._layout.recompute:
-                whole = self._whole(layer_kept(self._shape, kind, self._bare))
-            self._layers[kind] = once, whole
-        return self._layers[kind]
+        @cache
+        def layer(kind: LayerKind) -> tuple[Number, Number]:
+            """(once, whole) of one layer on one rank."""
+            once = at_once(layer_kept(shape, kind, layout))
+            return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
+
+        self.layer = layer
+        self._chunks: dict[tuple[object, ...], Number] = {}
+        #: Rank -> bytes that it keeps at its peak.
+        self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
         """What the layers of a chunk keep when only `limit` of them are computed again."""
@@ -229,42 +224,26 @@ class ChunkBytes:
             self._chunks[key] = total
         return self._chunks[key]
 
-    def held(self, rank: int, kept: Sequence[Number]) -> Number:
-        """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each
-        of its stages."""
-        if rank not in self._held:
-            self._held[rank] = _held(self._layout, rank, kept)
-        return self._held[rank]
-
-
-def rank_memory(
-    shape: ModelShape, layout: PlannedLayout, rank: int, chunks: ChunkBytes | None = None
-) -> RankMemory:
-    """Every part of one pipeline rank's memory, on its most loaded member; `chunks`: those of the
-    layout, where they are known."""
-    content = StageContent.of(shape, layout, rank)
-    states = _rank_states(shape, layout, rank, content)
-    return _rank_memory(shape, layout, rank, content, states, chunks or ChunkBytes(shape, layout))
-
 
 def _rank_states(
-    shape: ModelShape, layout: PlannedLayout, rank: int, content: StageContent
-) -> dict[str, Number]:
-    """Weights, gradients and optimizer of a rank."""
-    weights = _content_weights(shape, layout, content)
+    shape: ModelShape, layout: PlannedLayout, rank: int
+) -> tuple[WeightCounts, dict[str, Number]]:
+    """Weights of a rank before they are cut, and bytes of its weights, gradients and optimizer."""
+    weights = rank_weights(shape, layout, rank)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
-    n_dense, n_expert = layout.dense_shards, layout.expert_shards
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
-    cut_w = (n_dense, n_expert) if layout.zero >= 3 else (1, 1)
-    cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
-    cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
+
+    def parts(level: int) -> tuple[int, int]:
+        """Ranks that share the states which ZeRO cuts from this level on."""
+        return (layout.dense_shards, layout.expert_shards) if layout.zero >= level else (1, 1)
+
+    cut_w, cut_g, cut_o = parts(3), parts(2), parts(1)
     if layout.parameter_server:
-        replicas = layout.dense_replicas, layout.edp
-        cut_o = (min(layout.servers, replicas[0]), min(layout.servers, replicas[1]))
-    return {
+        cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
+    return weights, {
         "dense_weights": versions * (dense + layout.adapters * trained[0]) / cut_w[0],
         "expert_weights": versions * (expert + layout.adapters * trained[1]) / cut_w[1],
         "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
@@ -272,19 +251,23 @@ def _rank_states(
     }
 
 
-def _rank_memory(
+def rank_memory(
     shape: ModelShape,
     layout: PlannedLayout,
     rank: int,
-    content: StageContent,
-    states: Mapping[str, Number],
-    chunks: ChunkBytes,
+    chunks: ChunkBytes | None = None,
+    states: tuple[WeightCounts, dict[str, Number]] | None = None,
 ) -> RankMemory:
+    """Every part of one pipeline rank's memory, on its most loaded member; `chunks` and `states`:
+    those of the layout, where they are known."""
+    chunks = chunks or ChunkBytes(shape, layout)
+    weights, state_bytes = states or _rank_states(shape, layout, rank)
+    content, w = StageContent.of(shape, layout, rank), layout.element_bytes
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
         logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
-        logits = logits + 2 * layout.element_bytes * layout.token_shard * shape.hidden_size
+        logits = logits + 2 * w * layout.token_shard * shape.hidden_size
     limit = layout.recompute_layers
     share = None if limit is None else limit / len(content.chunks)
     kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
@@ -292,36 +275,31 @@ def _rank_memory(
     for kind in content.kinds:
         once, whole = chunks.layer(kind)
         work = maximum(work, whole - once)
-    return RankMemory(
-        rank=rank,
-        **states,
-        activations=chunks.held(rank, kept) + ("full" in layout.recompute) * work,
-        logits=logits,
-        buffers=_buffers(shape, layout, content),
-    )
-
-
-def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:
-    """Buffers of communication: gathered inputs, unsharded units of ZeRO-3."""
-    found = 0.0
+    if rank not in chunks.held:
+        chunks.held[rank] = held(layout, rank, kept)
+    # Buffers of communication: gathered inputs, unsharded units of ZeRO-3.
+    buffers: Number = 0.0
     if layout.sequence_parallel:
-        gathered = 2 * layout.element_bytes * layout.tokens * shape.hidden_size
-        found = where(layout.tp > 1, gathered, 0.0)
+        buffers = where(layout.tp > 1, 2 * w * layout.tokens * shape.hidden_size, 0.0)
     if layout.zero >= 3:
-        largest = 0.0
+        largest: Number = 0.0
         if content.has_embedding or content.has_head:
             largest = shape.vocab_size * shape.hidden_size / layout.tp
         for kind in content.kinds:
             unit = kind_weights(shape, {kind: 1})
-            whole = dense_share(unit, layout) + expert_share(unit, layout)
-            largest = maximum(largest, whole)
+            largest = maximum(largest, dense_share(unit, layout) + expert_share(unit, layout))
         # Two units gathered (one in use, one prefetched) and one unsharded gradient.
         gathered = 2 * largest
         if layout.reshard == "step":
-            weights = _content_weights(shape, layout, content)
             gathered = dense_share(weights, layout) + expert_share(weights, layout)
-        found = found + layout.element_bytes * (gathered + largest)
-    return found
+        buffers = buffers + w * (gathered + largest)
+    return RankMemory(
+        rank=rank,
+        **state_bytes,
+        activations=chunks.held[rank] + ("full" in layout.recompute) * work,
+        logits=logits,
+        buffers=buffers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,9 +396,7 @@ class PeakMemory:
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """The worst pipeline rank."""
-    return max(
-        (peak for (peak,) in _peaks(shape, [layout], allocation)), key=lambda one: one.needed
-    )
+    return max(_peaks(shape, layout, allocation, {}), key=lambda peak: peak.needed)
 
 
 def needed_bytes(
@@ -428,59 +404,105 @@ def needed_bytes(
 ) -> list[Number]:
     """Bytes that a device must have, of layouts that differ in ZeRO, attention exit and what is
     computed again; their numbers may be columns."""
-    needed: list[Number] = [0.0] * len(layouts)
-    for peaks in _peaks(shape, layouts, allocation):
-        needed = [maximum(most, peak.needed) for most, peak in zip(needed, peaks, strict=True)]
-    return needed
+    known: dict[object, Any] = {}
+    peaks = (_peaks(shape, layout, allocation, known) for layout in layouts)
+    return [reduce(maximum, (peak.needed for peak in found), 0.0) for found in peaks]
 
 
 def _peaks(
-    shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
-) -> Iterator[list[PeakMemory]]:
-    """The peaks of the ranks one of which is the worst."""
-    changed = [
-        with_values(
-            layout,
-            gradient_bytes=allocation.gradient_bytes,
-            optimizer_bytes=allocation.optimizer_bytes,
-            fused_activation=allocation.fused_activation,
+    shape: ModelShape, layout: PlannedLayout, allocation: Allocation, known: dict[object, Any]
+) -> Iterator[PeakMemory]:
+    """The peaks of the ranks one of which is the worst. `known`: what other layouts share, states
+    those with the same ZeRO and exit, activations those that compute the same again."""
+    layout = with_values(
+        layout,
+        gradient_bytes=allocation.gradient_bytes,
+        optimizer_bytes=allocation.optimizer_bytes,
+        fused_activation=allocation.fused_activation,
+    )
+    hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
+    is_full = "full" in layout.recompute
+    # What a stack keeps of layers beyond their tensors: norms, and scores; and scores at work.
+    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+    shards = layout.tp if layout.sequence_parallel else 1
+    gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
+    score_bytes, score_work = 0.0, 0.0
+    if layout.attention_kernel != "flash":
+        name = "eager" if layout.attention_kernel == "eager" else "fused"
+        each = getattr(allocation, f"{name}_score_work")
+        score_work = each * tokens * layout.seq_len * shape.num_heads / layout.tp
+        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
+        score_bytes = (getattr(allocation, f"{name}_score_bytes") - w) * counted
+
+    def habits(tensors: ActivationBytes) -> Number:
+        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
+        return allocation.activation_scale * (found + score_bytes)
+
+    if (again := layout.recompute) not in known:
+        known[again] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
+    tensors, chunks = known[again]
+    for rank in worst_ranks(shape, layout):
+        content = StageContent.of(shape, layout, rank)
+        if (key := (rank, layout.zero, layout.attention_exit)) not in known:
+            known[key] = _rank_states(shape, layout, rank)
+        exact = rank_memory(shape, layout, rank, tensors, known[key])
+        if (rank, again) not in known:
+            kept = [chunks.chunk(chunk) for chunk in content.chunks]
+            working: Number = 0.0
+            for kind in content.kinds:
+                _, whole = chunks.layer(kind)
+                work = whole if is_full else 0.0
+                working = maximum(working, work + allocation.working_layers * whole + score_work)
+            if content.kinds and not layout.adapters:
+                # The gradient of the largest matrix of a layer exists once more.
+                matrix = (2 if shape.gated else 1) * hidden
+                if list(content.kinds)[-1].moe:
+                    matrix = matrix * shape.expert_intermediate_size / layout.etp
+                else:
+                    matrix = matrix * shape.intermediate_size / layout.tp
+                working = working + allocation.layer_gradient_bytes * matrix
+            logits: Number = 0.0
+            if content.has_head:
+                numbers = layout.tokens * shape.vocab_size
+                logits = allocation.logit_bytes * numbers / layout.tp
+                logits = logits + where(
+                    layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0
+                )
+                head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
+                logits = logits + allocation.head_gradient_bytes * head
+            activations = held(layout, rank, kept)
+            if layout.pp > 1:
+                activations = activations + allocation.extra_in_flight * sum(kept)
+            known[rank, again] = activations, logits, working
+        activations, logits, working = known[rank, again]
+        if layout.zero >= 3 and is_full:
+            # The loss is over before the first layer runs backward.
+            logits, working = maximum(logits, working), 0.0
+        buffers = exact.buffers if layout.zero >= 3 else 0.0
+        allocated = exact.states + activations + logits + working + buffers
+        yield PeakMemory(
+            rank=rank,
+            allocated=allocated,
+            # What a step must hold is a floor, whatever the habits of a stack say.
+            needed=maximum(allocated + allocation.workspace_bytes, exact.total),
+            states=exact.states,
+            activations=activations,
+            logits=logits,
+            working=working,
         )
-        for layout in layouts
-    ]
-    # What layouts share: activations those with the same recomputation, states all others.
-    chunks = {
-        one.recompute: (ChunkBytes(shape, one), _habits(shape, one, allocation)) for one in changed
-    }
-    for rank in worst_ranks(shape, layouts[0]):
-        content = StageContent.of(shape, layouts[0], rank)
-        states: dict[tuple[int, str], dict[str, Number]] = {}
-        kept: dict[frozenset[str], tuple[Number, Number, Number]] = {}
-        peaks: list[PeakMemory] = []
-        for one in changed:
-            key = one.zero, one.attention_exit
-            if key not in states:
-                states[key] = _rank_states(shape, one, rank, content)
-            tensors, habits = chunks[one.recompute]
-            exact = _rank_memory(shape, one, rank, content, states[key], tensors)
-            if one.recompute not in kept:
-                kept[one.recompute] = _rank_kept(shape, one, allocation, content, rank, habits)
-            peaks.append(_rank_peak(one, allocation, exact, *kept[one.recompute]))
-        yield peaks
 
 
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
     """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
     whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
-    return _worst_ranks(shape, pipeline_step(layout, 1), layout.layers_per_stage or ())
+    return _worst_ranks(Stages.of(shape, layout, microbatches=1))
 
 
 @lru_cache(maxsize=4096)
-def _worst_ranks(
-    shape: ModelShape, step: PipelineStep, layers_per_stage: tuple[int, ...]
-) -> tuple[int, ...]:
+def _worst_ranks(stages: Stages) -> tuple[int, ...]:
+    step = stages.step
     if step.ranks == 1:
         return (0,)
-    stages = Stages(shape, step, layers_per_stage or default_cut(shape, step.num_stages))
     contents = [StageContent(stages, rank) for rank in range(step.ranks)]
     many = step.of(step.settled(8 * step.ranks))
     moments = alive(many)
@@ -500,99 +522,6 @@ def _worst_ranks(
         if not any(exceeds(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
             kept.append(rank)
     return tuple(kept)
-
-
-def _rank_kept(
-    shape: ModelShape,
-    layout: PlannedLayout,
-    allocation: Allocation,
-    content: StageContent,
-    rank: int,
-    chunks: ChunkBytes,
-) -> tuple[Number, Number, Number]:
-    """Bytes of a rank's activations, at the loss, and of what it works on."""
-    kept = [chunks.chunk(chunk) for chunk in content.chunks]
-    working: Number = 0.0
-    scores = 0.0
-    if layout.attention_kernel != "flash":
-        eager = layout.attention_kernel == "eager"
-        each = allocation.eager_score_work if eager else allocation.fused_score_work
-        scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
-    for kind in content.kinds:
-        _, whole = chunks.layer(kind)
-        work = whole if "full" in layout.recompute else 0.0
-        working = maximum(working, work + allocation.working_layers * whole + scores)
-    last_kind = list(content.kinds)[-1] if content.kinds else None
-    if last_kind is not None and not layout.adapters:
-        # The gradient of the largest matrix of a layer exists once more.
-        matrix = (2 if shape.gated else 1) * shape.hidden_size
-        if last_kind.moe:
-            matrix = matrix * shape.expert_intermediate_size / layout.etp
-        else:
-            matrix = matrix * shape.intermediate_size / layout.tp
-        working = working + allocation.layer_gradient_bytes * matrix
-    logits: Number = 0.0
-    if content.has_head:
-        numbers = layout.tokens * shape.vocab_size
-        logits = allocation.logit_bytes * numbers / layout.tp
-        logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
-        head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
-        logits = logits + allocation.head_gradient_bytes * head
-    activations = chunks.held(rank, kept)
-    if layout.pp > 1:
-        activations = activations + allocation.extra_in_flight * sum(kept)
-    return activations, logits, working
-
-
-def _rank_peak(
-    layout: PlannedLayout,
-    allocation: Allocation,
-    exact: RankMemory,
-    activations: Number,
-    logits: Number,
-    working: Number,
-) -> PeakMemory:
-    if layout.zero >= 3 and "full" in layout.recompute:
-        # The loss is over before the first layer runs backward.
-        logits, working = maximum(logits, working), 0.0
-    allocated = (
-        exact.states + activations + logits + working + (exact.buffers if layout.zero >= 3 else 0.0)
-    )
-    # What a step must hold is a floor, whatever the habits of a stack say.
-    needed = maximum(allocated + allocation.workspace_bytes, exact.total)
-    return PeakMemory(
-        rank=exact.rank,
-        allocated=allocated,
-        needed=needed,
-        states=exact.states,
-        activations=activations,
-        logits=logits,
-        working=working,
-    )
-
-
-def _habits(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> ChunkBytes:
-    """What a stack keeps of layers, beyond their tensors."""
-    hidden, tokens = shape.hidden_size, layout.tokens
-    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
-    shards = layout.tp if layout.sequence_parallel else 1
-    normed = 2 * layout.element_bytes * hidden * allocation.gathered_norms
-    gathered = tokens * (normed * (1 - 1 / shards))
-    scores: Number = 0.0
-    if layout.attention_kernel != "flash":
-        bytes_each = (
-            allocation.eager_score_bytes
-            if layout.attention_kernel == "eager"
-            else allocation.fused_score_bytes
-        )
-        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
-        scores = (bytes_each - layout.element_bytes) * counted
-
-    def kept(tensors: ActivationBytes) -> Number:
-        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
-        return allocation.activation_scale * (found + scores)
-
-    return ChunkBytes(shape, layout, kept)
 
 
 # Bytes of the key-value cache of a model that generates.
