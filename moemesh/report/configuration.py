@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
+from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
@@ -119,17 +120,6 @@ def between(first: Mapping[str, object], second: Mapping[str, object]) -> list[D
         for key in sorted(first.keys() | second.keys())
         if _text(first.get(key)) != _text(second.get(key))
     ]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value; None and empty lists are keys without a value."""
-    found: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _text(value: object) -> str:
