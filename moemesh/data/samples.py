@@ -453,7 +453,7 @@ class Packed(NamedTuple):
     """The documents of a stream in sequences: ``begins`` and ``sizes`` int64 [pieces] are places in
     the stream, ``bounds`` int64 [sequences + 1] the pieces of each sequence. A conversation is one
     piece, a text beside it as many as it is long. `num_learned` targets carry loss; `without_loss`
-    counts the pieces that have none and are left out, `note` tells of long conversations."""
+    counts the pieces that have none and are left out, `note` tells of them and of long ones."""
 
     begins: np.ndarray
     sizes: np.ndarray
@@ -517,7 +517,10 @@ def packed(corpus: Corpus, seq_len: int, long: LongConversations, at_least: int 
     numbers = np.argsort(np.argsort(firsts))[numbers]
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(len(firsts) + 1))
-    return Packed(begins[order], sizes[order], bounds, int(counts.sum()), int((~kept).sum()), note)
+    if without_loss := int((~kept).sum()):
+        told = f"{without_loss:,} conversations have no target that carries loss and are left out"
+        note = f"{note}; {told}" if note else f"{corpus.source}: {told}"
+    return Packed(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

@@ -338,6 +338,9 @@ def preflight_warnings(
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f"plan.{name} = {shown} does nothing: {why}"
     train, data = config.train, config.data
+    if train.rebalance_every and plan.ep == 1:
+        every = train.rebalance_every
+        yield f"train.rebalance_every = {every} does nothing: plan.ep = 1 holds all experts"
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"

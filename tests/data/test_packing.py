@@ -124,6 +124,8 @@ def test_conversations_without_loss_and_texts() -> None:
     assert documents is not None and mask is not None
     assert np.unique(documents).tolist() == [-1, 0, 3, 4]
     assert samples.splits[0].without_loss == 2
+    left_out = "2 conversations have no target that carries loss and are left out"
+    assert len(samples.notes) == 1 and samples.notes[0].endswith(left_out)
     assert (documents == 3).sum() == 25 and mask[documents[:, :-1] == 3].sum() == 25 - 3
     assert samples.splits[0].num_learned == samples.num_learned == mask.sum() == 22 + 3 + 2
 

@@ -74,7 +74,8 @@ def check_weights(source: Path) -> None:
         raise neither(source)
     elif not candidates(checkpoints_of(source)):
         raise CheckpointError(
-            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet"
+            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet, or what it "
+            "saved is gone"
         )
 
 
