@@ -37,7 +37,8 @@ _FIRST = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout with its price."""
+    """One layout with its price; `change`: what differs from the one that it is named beside
+    ("recompute none -> full")."""
 
     layout: PlannedLayout
     seconds: float
@@ -46,6 +47,21 @@ class Candidate:
     #: Answers that it is, of :mod:`moemesh.planner.search.advice`, and its near-copies.
     roles: tuple[str, ...] = ()
     alike: int = 0
+    change: str = ""
+
+    @classmethod
+    def of(
+        cls, layout: PlannedLayout, memory: PeakMemory, parts: dict[str, float], change: str = ""
+    ) -> Candidate:
+        """A layout with its peak and the parts of its step, `total` among them."""
+        return cls(
+            layout=layout, seconds=parts["total"], breakdown=parts, memory=memory, change=change
+        )
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a device must have."""
+        return self.memory.needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +176,7 @@ class SearchSpace:
 
     def candidate(self, index: int) -> Candidate:
         """One layout with its price in full."""
-        breakdown = self.breakdown(index)
-        return Candidate(
-            layout=self.layout(index),
-            seconds=breakdown["total"],
-            breakdown=breakdown,
-            memory=self.memory(index),
-        )
+        return Candidate.of(self.layout(index), self.memory(index), self.breakdown(index))
 
     def certificate(self, best: float) -> Certificate:
         """The proof for an incumbent of `best` seconds."""
