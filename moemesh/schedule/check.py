@@ -22,9 +22,8 @@ from typing import Literal, NamedTuple, get_args
 
 from moemesh.config.errors import UserError
 from moemesh.config.shown import Shown
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Message, Op, Schedule, messages
 from moemesh.schedule.held_activations import ROUNDING, Amount, HeldActivations, peak_memory
-from moemesh.schedule.messages import Message, messages
 from moemesh.schedule.program import Deadlock, LoweredProgram, issue_order, lower
 from moemesh.schedule.versions import StageVersions, versions
 
