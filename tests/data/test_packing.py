@@ -10,12 +10,11 @@ import pytest
 
 from moemesh.comm.mesh import Mesh
 from moemesh.data import samples
-from moemesh.data.corpus import Corpus
-from moemesh.data.packing import packed
-from moemesh.data.samples import Samples, Windows
+from moemesh.data.samples import Samples, Windows, packed
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
 from moemesh.train.opening import own_batches
+from tests.data.texts import stream
 
 
 def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> Any:
@@ -26,16 +25,8 @@ def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int
         np.full(length, d in texts) | ((np.arange(length) >= length // 2) & (d not in silent))
         for d, length in enumerate(lengths)
     ]
-    return Corpus(
-        tokens=np.concatenate(tokens).astype(np.uint8),
-        num_files=1,
-        num_bytes=1,
-        vocab_size=256,
-        tokenizer="bytes",
-        source="chats",
-        learned=np.concatenate(learned),
-        starts=np.cumsum([0, *lengths[:-1]]),
-    )
+    starts, made = np.cumsum([0, *lengths[:-1]]), np.concatenate(tokens).astype(np.uint8)
+    return stream(made, source="chats", learned=np.concatenate(learned), starts=starts)
 
 
 def drawn(count: int, most: int, seed: int = 0) -> list[int]:
