@@ -14,6 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -152,12 +153,30 @@ class SearchSpace:
 
         Layouts of equal time under the model follow by memory, smallest first.
         """
-        return self.fastest(np.flatnonzero(self.needed <= capacity), count)
+        return self._fastest(self._in_order(self.needed <= capacity), count)
 
     def fastest(self, numbers: IntArray, count: int) -> list[int]:
         """The `count` fastest of layouts, as :meth:`fitting`."""
+        return self._fastest(_ascending(numbers, self.bounds), count)
+
+    @cached_property
+    def _lowest(self) -> IntArray:
+        """The first layouts by their bound: no question looks at many more of them."""
+        return np.fromiter(
+            islice(_ascending(np.arange(len(self.bounds)), self.bounds), _FIRST), int
+        )
+
+    def _in_order(self, allowed: NDArray[np.bool_]) -> Iterator[int]:
+        """The layouts of a mask by their bound."""
+        first = self._lowest
+        yield from first[allowed[first]].tolist()
+        rest = allowed.copy()
+        rest[first] = False
+        yield from _ascending(np.flatnonzero(rest), self.bounds)
+
+    def _fastest(self, order: Iterator[int], count: int) -> list[int]:
         found: list[tuple[float, float, int]] = []
-        for index in _ascending(numbers, self.bounds):
+        for index in order:
             if len(found) >= count and self.bounds[index] > found[count - 1][0] * (1 + _ROUNDING):
                 break
             insort(found, (self.seconds(index), float(self.needed[index]), index))
