@@ -9,6 +9,7 @@ from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
+from moemesh.config.schema import SCHEMA_KEY
 from moemesh.config.toml import format_value
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
@@ -87,7 +88,7 @@ def differences(config: Mapping[str, Any]) -> tuple[list[Difference], str]:
     """(key, value, default) of the keys of a `config.toml` that differ from the defaults, and what
     these are: those of the model's preset, or of the model in a folder, whose own keys follow from
     the folder. A key that the file does not have stands for its default."""
-    values = flat(config)
+    values = flat({key: value for key, value in config.items() if key != SCHEMA_KEY})
     path, preset = values.get("model.path"), values.get("model.preset")
     defaults = _defaults(preset if isinstance(preset, str) else None)
     found = [item for item in between(values, defaults) if item[0] in values]
