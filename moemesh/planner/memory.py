@@ -142,7 +142,7 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
         return _most(alive(pipeline_step(layout))[rank], kept)
     column = np.asarray(layout.microbatches)
     counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(column, *kept).shape)
+    found = np.zeros(np.broadcast_shapes(column.shape, *map(np.shape, kept)))
     for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
         wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
         wanted[list(same)] = True
