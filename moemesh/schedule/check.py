@@ -394,16 +394,15 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
     for entry in order:
         rank = program.rank[entry]
         clock = before[rank]
-        for slot in program.waits[entry]:
-            if slot in under_way:
-                np.maximum(clock, under_way.pop(slot), out=clock)
-                changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
+        for slot in program.awaited[entry]:
+            np.maximum(clock, under_way.pop(slot), out=clock)
+            changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
         clock[rank] = program.index(entry) + 1
-        for op, (_, message) in zip(program.entries[entry], program.makes[entry], strict=True):
-            if message >= 0:
-                under_way[message] = clock.copy()
-                stage = op.stage + (1 if op.kind == "F" else -1)
-                sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
+        for message, boundary, place in program.sent[entry]:
+            under_way[message] = clock.copy()
+            op = program.entries[entry][place]
+            stage = boundary + (op.kind == "F")
+            sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
     most: list[int] = []
     for found in changes:
         now = peak = 0
@@ -430,5 +429,5 @@ def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[Sched
             message = f"warm-up depends on {behind}, at or behind that rank's first backward"
             yield ScheduleFault(message, rank, program.index(entry), op)
         if behind:
-            late.update((slot, behind) for made in program.makes[entry] for slot in made)
-            late.pop(-1, None)
+            late.update(dict.fromkeys(program.makes[entry], behind))
+            late.update((message, behind) for message, _, _ in program.sent[entry])

@@ -14,6 +14,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
@@ -343,7 +345,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
             if hasattr(family.columns, key):
-                legal.update(int(value) for value in set(getattr(family.columns, key).tolist()))
+                columns = family.columns.where(family.legal.any(axis=(0, 1, 2)))
+                legal.update(map(int, np.unique(getattr(columns, key))))
             else:
                 legal.add(int(getattr(family, key)))
         wanted = table[key]

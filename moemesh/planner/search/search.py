@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.memory import PeakMemory, needed_bytes
+from moemesh.planner.memory import PeakMemory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
@@ -89,15 +89,11 @@ class SearchSpace:
         mechanisms: list[NDArray[np.int8]] = []
         for family in families(shape, space, self.rejected):
             self._families.append(family)
-            rows, size = family.rows(space), (len(family.columns),)
-            bytes_needed = needed_bytes(shape, rows, self.pricing.allocation_of(rows))
-            needed.append(np.broadcast_to(np.asarray(bytes_needed, dtype=np.float64), size))
-            columns = family.time_columns(shape, space)
-            bound = self.pricing.bound(shape, columns, precision_of(rows))
-            bounds.append(np.broadcast_to(np.asarray(bound, dtype=np.float64), size))
-            self.examined += size[0]
+            needed.append(family.memory_bytes(shape, self.pricing))
+            bounds.append(family.seconds_bound(shape, self.pricing))
+            mechanisms.append(family.mechanisms)
+            self.examined += family.size
             tell(f"{self.examined:,} layouts")
-            mechanisms.append(family.mechanisms(space).astype(np.int8))
         if not bounds:
             batch = space.global_batch
             told = counted(dict(self.rejected.most_common(3)))
@@ -118,7 +114,7 @@ class SearchSpace:
     def layout(self, index: int) -> PlannedLayout:
         """Layout number `index` of the enumeration."""
         family = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._families[family].layout(self.space, index - int(self._starts[family]))
+        return self._families[family].layout(index - int(self._starts[family]))
 
     def memory(self, index: int) -> PeakMemory:
         """Its peak on the worst rank, in parts."""

@@ -24,7 +24,7 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
-from moemesh.planner.timing.step_time import compute_floor, step_time
+from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
 from moemesh.trace.memory_profile import format_bytes
 
 # Quantities as users write them: memory to leave free ("10%", "6GiB").
@@ -111,9 +111,8 @@ class Pricing:
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
         """Seconds of a step that the layouts of `columns` take at least."""
         hardware = hardware_row(self.device, precision)
-        return step_time(
-            model_row(shape), columns, hardware, self.constants, table=self.table
-        ).total
+        model = model_row(shape)
+        return step_seconds(model, columns, hardware, self.constants, table=self.table)
 
     def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:
         """Seconds that no layout of so many devices undercuts."""
