@@ -22,10 +22,9 @@ from typing import Literal, get_args
 
 from moemesh.config.errors import public
 from moemesh.config.shown import Shown
-from moemesh.schedule.action import Schedule
+from moemesh.schedule.action import Schedule, successor
 from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.held_activations import Amount, HeldActivations, peak_memory
-from moemesh.schedule.messages import successor
 from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline, Unit, WorkRecord

@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_at_200_places(tmp_path: Path) -> None:
         pytest.skip(f"no private mount here: {probe.stderr.decode().strip()}")
     script = tmp_path / "fill.py"
     script.write_text(FULL_DISK)
-    command = f"{mount} && PYTHONPATH=. exec {sys.executable} {script} {folder}/checkpoints"
+    command = f"{mount} && exec {sys.executable} {script} {folder}/checkpoints"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command],
         capture_output=True,
