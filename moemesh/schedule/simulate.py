@@ -148,13 +148,13 @@ def simulate(
         raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")
     program = lower(schedule, relax_wrap=relax_wrap)
     bound = (costs or Costs()).bind(schedule)
-    starts, ends, costs = entry_times(program, bound, transport)
+    starts, ends, seconds = entry_times(program, bound, transport)
     cuts = list(pairwise(program.first))
     busy: list[float] = []
     for a, b in cuts:
         # A sum without rounding on the way; an integer for integers.
-        rounds = any(isinstance(cost, float) for cost in costs[a:b])
-        busy.append(math.fsum(costs[a:b]) if rounds else sum(costs[a:b]))
+        rounds = any(isinstance(one, float) for one in seconds[a:b])
+        busy.append(math.fsum(seconds[a:b]) if rounds else sum(seconds[a:b]))
     return Simulation(
         schedule=schedule,
         starts=tuple(tuple(starts[a:b]) for a, b in cuts),

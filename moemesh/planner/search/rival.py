@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
@@ -326,8 +327,9 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
             if hasattr(family.columns, key):
-                columns = family.columns.where(family.legal.any(axis=(0, 1, 2)))
-                legal.update(map(int, np.unique(getattr(columns, key))))
+                cuts: NDArray[np.bool_] = np.any(family.legal, axis=(0, 1, 2))
+                found_there: NDArray[np.int64] = getattr(family.columns.where(cuts), key)
+                legal.update(found_there.flatten().tolist())
             else:
                 legal.add(int(getattr(family, key)))
         wanted = table[key]

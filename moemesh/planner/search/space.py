@@ -134,9 +134,10 @@ class Family:
     ) -> PlannedLayout:
         space, columns = self.space, self.columns
         ep, etp = int(columns.ep[expert_cut]), int(columns.etp[expert_cut])
+        degrees: dict[str, Any] = {name: int(getattr(columns, name)[cut, 0]) for name in _CUTS}
         return PlannedLayout(
             **dict(space.trained),
-            **{name: int(getattr(columns, name)[cut, 0]) for name in _CUTS},
+            **degrees,
             ep=ep,
             etp=etp,
             pp=self.pp,
