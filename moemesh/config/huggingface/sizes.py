@@ -436,7 +436,7 @@ def unread_parameters(config: ReadConfiguration, kind: str, *, has_norm: bool) -
             value: Any = dict(config).get(key)
             is_number = isinstance(value, (bool, int, float)) and value >= least
             if is_number or (isinstance(value, (list, tuple)) and value):
-                problems.append(Problem.of("unknown-layer", key, value, message))
+                problems.append(Problem.of("unknown-layer", key, cast("object", value), message))
     return problems
 
 
