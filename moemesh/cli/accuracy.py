@@ -15,6 +15,7 @@ from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
+    from moemesh.planner.accuracy.own import Lesson
     from moemesh.planner.accuracy.validate import ErrorStatistics, Validation
     from moemesh.planner.intervals import Intervals
 
@@ -64,6 +65,15 @@ def validate_runs(
             "errors.",
         ),
     ] = None,
+    own_runs: Annotated[
+        int | None,
+        typer.Option(
+            "--own-runs",
+            metavar="N",
+            min=1,
+            help="Errors of each stack after calibrating with 4, 12, 50 and N of its runs.",
+        ),
+    ] = None,
 ) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
@@ -74,6 +84,7 @@ def validate_runs(
     from moemesh.config.cluster import load_cluster
     from moemesh.planner.accuracy.calibrate import cross_validate, intervals_toml, left_out_errors
     from moemesh.planner.accuracy.calibration_file import use_cluster
+    from moemesh.planner.accuracy.own import lessons
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import json_text, summarize, validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
@@ -115,51 +126,98 @@ def validate_runs(
         errors = left_out_errors(read, start)
         write_texts([(intervals, intervals_toml(errors))])
         further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
+    if own_runs is not None:
+        counts = sorted({0, 4, 12, 50, own_runs})
+        taught = lessons(read, calibration, counts, unseen=start if cross else None)
+        further += f"\n\n{lessons_text(taught, counts, unseen=cross)}"
     typer.echo(report(validation) + further)
+
+
+def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
+    """Median and 95th percentile of every cluster, for so many own runs."""
+    rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
+    for one in taught:
+        rows[one.cluster][one.own] = one
+    known = "whose stack was left out of everything" if unseen else "with what is packaged"
+    head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95"
+    cells = [
+        (
+            cluster,
+            str(next(iter(found.values())).runs),
+            *(
+                f"{found[count].median:.1%} {found[count].p95:6.1%}" if count in found else ""
+                for count in counts
+            ),
+        )
+        for cluster, found in rows.items()
+    ]
+    return f"{head}\n{table(('cluster', 'runs', *map(str, counts)), cells)}"
 
 
 @app.command(short_help="Fit a cluster to measured runs.")
 def calibrate(
-    runs: RunsTable,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNS", help="Tables of measured runs (CSV), or run folders."),
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
     archs: ArchsFile = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
+        str | None,
+        typer.Option(
+            "--cluster", metavar="NAME", help="Cluster of the table; of run folders a cluster file."
+        ),
     ] = None,
     shared: Annotated[
         bool, typer.Option("--shared", help="Fit all clusters and what they share.")
     ] = False,
 ) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file.
+    """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
+    they cannot say of layouts like those that ran.
 
-    Example:
+    Examples:
 
         moemesh calibrate runs.csv --out mine.toml
+
+        moemesh calibrate runs/* --cluster dgx_h100 --out mine.toml
     """
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import fit, measured_runs
     from moemesh.planner.accuracy.calibration_file import (
         calibration_toml,
-        cluster_toml,
         fitted_cluster,
         runs_of_cluster,
     )
+    from moemesh.planner.accuracy.own import learn, run_of_folder, unused
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.files import write_texts
 
-    read = read_runs(runs, archs)
+    folders = [path for path in runs if path.is_dir()]
+    read = [run for path in runs if path not in folders for run in read_runs(path, archs)]
+    wanted = cluster
+    if folders:
+        if cluster is None:
+            raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
+        machine, wanted = load_cluster(cluster), None
+        read += [run_of_folder(path, machine) for path in folders]
     if shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(read, start)
         write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
         typer.echo(report(validate(read, found)))
         return
-    chosen = runs_of_cluster(measured_runs(read), cluster)
-    calibration = fit(chosen, shipped_calibration(), share=False)
-    fitted = fitted_cluster(chosen, calibration)
-    write_texts([(out, cluster_toml(fitted, f"Fitted to {len(chosen)} runs of {runs.name}."))])
-    typer.echo(f"{report(validate(chosen, calibration))}\n\nwrote {out}: {fitted.name}")
+    chosen = runs_of_cluster(measured_runs(read), wanted)
+    learned = learn(chosen, shipped_calibration())
+    fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
+    sources = ", ".join(path.name for path in runs[:4]) + (", ..." if len(runs) > 4 else "")
+    write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
+    doubts = [*unused(read), *learned.doubts]
+    lines = [report(validate(chosen, learned.calibration)), "", *doubts]
+    lines += [""] * bool(doubts)
+    typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))
 
 
 def intervals_text(found: "Intervals") -> str:

@@ -66,6 +66,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         *_rows(planned),
         "",
         *wrapped(risk_of_memory(planned)),
+        *wrapped(str(planned.likeness or "")),
         *(line for told in published(planned) for line in wrapped(told)),
         *wrapped(cheapest(planned)),
         *wrapped(certified(planned)),

@@ -234,6 +234,8 @@ def estimate(
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     measured, seconds = known.price(shape, layout)
+    if like := known.likeness(shape, layout):
+        notes.append(str(like))
     peak: dict[str, Any] = {
         "peak_bytes": measured.allocated,
         "needed_bytes": measured.needed,

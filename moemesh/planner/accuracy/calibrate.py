@@ -57,6 +57,8 @@ _FIXED = 1e-6
 _STEP = 1e-4
 _NO_SLOPE = 1e-9
 _NUM_PROBES = 3
+#: How far a cluster that is known may move, of how far one may that is not.
+_KNOWN_SHARE = 0.4
 #: Rows whose layout is partly guessed ("tier C") count less.
 _WEIGHTS = {"C": 0.2}
 
@@ -142,7 +144,8 @@ class Unknowns:
         for member, place in self.clusters.places():
             factors = known.deviations(member)
             self.prior[place] = np.log([factors.get(name, 1.0) for name in names])
-            self.width[place] = [OWN[name] for name in names]
+            share = _KNOWN_SHARE if member in known.clusters else 1.0
+            self.width[place] = [OWN[name] * share for name in names]
         for member, place in self.releases.places():
             factors = known.release_factors(member)
             self.prior[place] = np.log([factors.get(x, 1.0) for x in self.releases.names])
@@ -249,10 +252,10 @@ def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     return [run for run in runs if run.layout is not None and run.seconds and run.ended == "ok"]
 
 
-def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True) -> Calibration:
-    """A calibration with the deviations of every cluster in `runs`, and with the shared constants,
-    stacks and releases where `share` is set. Microbatches that a table leaves out are chosen with
-    what was fitted so far, so the fit runs in rounds. Raises UserError without a usable run."""
+def fit(runs: Sequence[PublishedRun], start: Calibration) -> Calibration:
+    """The shared constants, and the deviations of every cluster, stack and release in `runs`.
+    Microbatches that a table leaves out are chosen with what was fitted so far, so the fit runs in
+    rounds. Raises UserError without a usable run."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(NO_RUN)
@@ -264,9 +267,7 @@ def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True)
             break
         chosen = filled
         unknowns = Unknowns(filled)
-        if not share:
-            unknowns.hold_shared(start)
-        found = unknowns.calibration(_minimize(unknowns), start, share=share)
+        found = unknowns.calibration(_minimize(unknowns), start, share=True)
     return found
 
 
@@ -276,21 +277,32 @@ def cross_validate(
     """Each run predicted by a fit that saw no run of its group: rows of one group are close
     relatives, and a random split would flatter. Everything is fitted again for each group."""
     usable = measured_runs(runs)
+    fits = left_out_calibrations(runs, start, left_out=left_out)
+    found: dict[str, Prediction] = {}
+    for key, calibration in fits.items():
+        unseen = [run for run in usable if _group(run, left_out) == key]
+        found |= {one.run.id: one for one in predict(unseen, calibration)}
+    return [found[run.id] for run in usable]
+
+
+def left_out_calibrations(
+    runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut
+) -> dict[tuple[str, ...], Calibration]:
+    """For each group the fit to all runs but its own."""
+    usable = measured_runs(runs)
     if not usable:
-        return []
+        return {}
     keys = [_group(run, left_out) for run in usable]
     unknowns = Unknowns([fill_in(run, start) for run in usable])
     weights = unknowns.weights
-    found: dict[str, Prediction] = {}
+    found: dict[tuple[str, ...], Calibration] = {}
     for key in dict.fromkeys(keys):
         hidden = np.array([other == key for other in keys])
         unknowns.weights = np.where(hidden, 0.0, weights)
-        calibration = start
+        found[key] = start
         if not hidden.all():
-            calibration = unknowns.calibration(_minimize(unknowns), start, share=True)
-        unseen = [run for run, other in zip(usable, keys, strict=True) if other == key]
-        found |= {one.run.id: one for one in predict(unseen, calibration)}
-    return [found[run.id] for run in usable]
+            found[key] = unknowns.calibration(_minimize(unknowns), start, share=True)
+    return found
 
 
 def study_of(run: PublishedRun) -> str:
