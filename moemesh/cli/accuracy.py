@@ -109,27 +109,36 @@ def validate_runs(
         validation = validate(read, calibration)
     if out is not None:
         write_texts([(out, json_text(validation))])
+    drawn = {run.source or run.cluster: [] for run in read}
+    for one in validation.predictions:
+        drawn[one.run.source or one.run.cluster].append(one)
+    title = "Step time of published runs, predicted and measured"
+    if own_runs is not None:
+        counts = sorted({0, 4, 12, 50, own_runs})
+        taught = lessons(read, calibration, counts, unseen=start if cross else None)
+        further += f"\n\n{lessons_text(taught, counts, unseen=cross)}"
+        title = f"Step time before and after {own_runs} own runs of each cluster"
+        drawn = {
+            name: [run for one in taught if one.own == count for run in one.others]
+            for name, count in (("before", 0), (f"after {own_runs}", own_runs))
+        }
     if plot is not None:
         points = [
             Agreement(
                 name=f"{one.run.id} {one.run.row.get('model', '')}",
-                series=one.run.source or one.run.cluster,
+                series=series,
                 measured=one.run.seconds,
                 predicted=one.seconds,
             )
-            for one in validation.predictions
+            for series, predictions in drawn.items()
+            for one in predictions
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
-        title = "Step time of published runs, predicted and measured"
         write_texts([(plot, agreement_chart("agreement", title, points, unit="seconds a step"))])
     if intervals is not None:
         errors = left_out_errors(read, start)
         write_texts([(intervals, intervals_toml(errors))])
         further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
-    if own_runs is not None:
-        counts = sorted({0, 4, 12, 50, own_runs})
-        taught = lessons(read, calibration, counts, unseen=start if cross else None)
-        further += f"\n\n{lessons_text(taught, counts, unseen=cross)}"
     typer.echo(report(validation) + further)
 
 
@@ -139,18 +148,24 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
     for one in taught:
         rows[one.cluster][one.own] = one
     known = "whose stack was left out of everything" if unseen else "with what is packaged"
-    head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95"
+    head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95, and the "
+    head += "share of runs in the stated 80 % interval"
     cells = [
         (
             cluster,
             str(next(iter(found.values())).runs),
             *(
-                f"{found[count].median:.1%} {found[count].p95:6.1%}" if count in found else ""
+                f"{found[count].median:.1%} {found[count].p95:6.1%} {found[count].within:4.0%}"
+                if count in found
+                else ""
                 for count in counts
             ),
         )
         for cluster, found in rows.items()
     ]
+    inside = [[one.within for one in taught if one.own == count] for count in counts]
+    means = [f"{sum(shares) / len(shares):.0%}" if shares else "" for shares in inside]
+    cells.append(("mean of the clusters within", "", *means))
     return f"{head}\n{table(('cluster', 'runs', *map(str, counts)), cells)}"
 
 

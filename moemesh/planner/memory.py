@@ -366,6 +366,8 @@ class Allocation:
     #: Bytes per weight of the largest matrix of the last layer, and of the head.
     layer_gradient_bytes: float = 4.0
     head_gradient_bytes: float = 2.0
+    #: Bytes per weight that FSDP keeps whole through a pipelined step: gathered weights, gradients.
+    whole_bytes: float = 0.0
     #: Libraries, communicators, fragmentation: in no allocator statistic, but in the device.
     workspace_bytes: float = 2.0 * GIB
     #: The part of the device's memory that a job gets.
@@ -494,6 +496,10 @@ def _rank_peak(
     allocated = (
         exact.states + activations + logits + working + (exact.buffers if layout.zero >= 3 else 0.0)
     )
+    if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
+        weights = _content_weights(shape, layout, content)
+        whole = dense_share(weights, layout) + expert_share(weights, layout)
+        allocated = allocated + allocation.whole_bytes * whole
     # What a step must hold is a floor, whatever the habits of a stack say.
     needed = maximum(allocated + allocation.workspace_bytes, exact.total)
     return PeakMemory(

@@ -11,7 +11,7 @@ weights, always from the priors: a start at the fit of all runs would know those
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
@@ -377,7 +377,7 @@ _HEADING = """\
 # [[seconds]]: log(measured / predicted) of step times, by source and generation of the device.
 # [[memory]]: log(measured / predicted) bytes ("errors"), or the log of a device's memory over the
 # predicted bytes, of runs that "ran" and that ran "out" of memory. Habits of the source's software
-# are not known to these predictions."""
+# are not known to these predictions; to those of [[known_memory]] they are."""
 
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
@@ -387,6 +387,21 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         if one.seconds and one.run.seconds and one.run.device:
             key = study_of(one.run), one.run.device.generation
             seconds[key].append(round(log(one.run.seconds / one.seconds), _DIGITS))
+    known = [run for run in runs if stack_of(run.cluster) in start.allocations]
+    return Intervals(
+        seconds=tuple(
+            SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
+            for (source, generation), errors in sorted(seconds.items())
+        ),
+        memory=_memory_errors(runs, lambda _: _NEUTRAL),
+        known=_memory_errors(known, lambda run: start.allocation(run.cluster)),
+    )
+
+
+def _memory_errors(
+    runs: Sequence[PublishedRun], habits: Callable[[PublishedRun], Allocation]
+) -> tuple[MemoryErrors, ...]:
+    """Errors and labels of each source, when the habits of a run's software are these."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     labels: defaultdict[str, dict[str, list[float]]] = defaultdict(lambda: {"ok": [], "OOM": []})
     untaught = replace(prior_calibration(), allocations={})
@@ -394,12 +409,12 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         run = one.run
         if one.memory is None or run.device is None or run.software.recomputed_share > 0:
             continue
-        memory = run_memory(run, _NEUTRAL)
+        memory = run_memory(run, habits(run))
         if run.memory_bytes:
             found = log(run.memory_bytes / memory.allocated)
             errors[study_of(run)].append(round(found, _DIGITS))
         elif run.ended in ("ok", "OOM"):
-            usable = run.device.memory_bytes * _NEUTRAL.usable_share
+            usable = run.device.memory_bytes * habits(run).usable_share
             labels[study_of(run)][run.ended].append(round(log(usable / memory.needed), _DIGITS))
     measured = [
         MemoryErrors(source=source, errors=tuple(sorted(found)))
@@ -411,13 +426,7 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         for source, found in sorted(labels.items())
         if found["OOM"] and found["ok"]
     ]
-    return Intervals(
-        seconds=tuple(
-            SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
-            for (source, generation), errors in sorted(seconds.items())
-        ),
-        memory=(*measured, *bounded),
-    )
+    return (*measured, *bounded)
 
 
 def intervals_toml(intervals: Intervals) -> str:
@@ -426,11 +435,12 @@ def intervals_toml(intervals: Intervals) -> str:
     for one in intervals.seconds:
         lines += ["", "[[seconds]]", f'source = "{one.source}"', f'generation = "{one.generation}"']
         lines += _numbers("errors", one.errors)
-    for one in intervals.memory:
-        lines += ["", "[[memory]]", f'source = "{one.source}"']
-        for name in ("errors", "ran", "out"):
-            if values := getattr(one, name):
-                lines += _numbers(name, values)
+    for kind, sources in (("memory", intervals.memory), ("known_memory", intervals.known)):
+        for one in sources:
+            lines += ["", f"[[{kind}]]", f'source = "{one.source}"']
+            for name in ("errors", "ran", "out"):
+                if values := getattr(one, name):
+                    lines += _numbers(name, values)
     return "\n".join(lines) + "\n"
 
 

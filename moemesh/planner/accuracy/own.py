@@ -27,8 +27,9 @@ from moemesh.planner.accuracy.calibrate import (
     measured_runs,
 )
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.accuracy.validate import predict
+from moemesh.planner.accuracy.validate import Prediction, predict
 from moemesh.planner.arithmetic import FloatArray
+from moemesh.planner.intervals import own_width, shipped_intervals
 from moemesh.planner.layout_sources import from_plan, trained_shares
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.timing.calibration import Calibration
@@ -202,6 +203,9 @@ class Lesson(NamedTuple):
     own: int
     median: float
     p95: float
+    within: float
+    #: The other runs of the first draw.
+    others: tuple[Prediction, ...]
 
 
 def lessons(
@@ -222,19 +226,33 @@ def lessons(
     for cluster, members in sorted(clusters.items()):
         calibration = known.get((cluster.rpartition("/")[0],), start)
         for count in counts:
-            errors: list[tuple[float, float]] = []
+            errors: list[tuple[float, float, float]] = []
+            first: tuple[Prediction, ...] = ()
             for draw in range(draws if count else 1):
                 order = np.random.default_rng(draw).permutation(len(members))
                 own = [members[place] for place in order[:count]]
                 rest = [members[place] for place in order[count:]]
                 if len(rest) < _FEWEST:
                     break
-                taught = learn(own, calibration).calibration if own else calibration
-                sizes = [abs(one.error or 0.0) for one in predict(rest, taught)]
-                errors.append((float(np.median(sizes)), float(np.quantile(sizes, 0.95))))
+                taught, left_out = calibration, ()
+                if own:
+                    learned = learn(own, calibration)
+                    taught = learned.calibration
+                    left_out = tuple(one.left_out for one in learned.runs)
+                device = members[0].device
+                width = own_width(
+                    left_out,
+                    shipped_intervals().seconds_width(device.generation if device else ""),
+                )
+                others = predict(rest, taught)
+                first = first or tuple(others)
+                off = np.array([one.error or 0.0 for one in others])
+                within = float(np.mean(np.abs(np.log1p(off)) <= width))
+                sizes = np.abs(off)
+                errors.append((float(np.median(sizes)), float(np.quantile(sizes, 0.95)), within))
             if errors:
-                median, p95 = np.mean(errors, axis=0)
-                found.append(Lesson(cluster, len(members), count, float(median), float(p95)))
+                median, p95, within = (float(x) for x in np.mean(errors, axis=0))
+                found.append(Lesson(cluster, len(members), count, median, p95, within, first))
     return found
 
 

@@ -133,11 +133,12 @@ class PlannedAnswer:
 
     def seconds_interval(self, found: Candidate) -> Interval:
         """80 % interval of a candidate's step."""
-        return shipped_intervals().of_seconds(found.seconds, self.generation)
+        own = tuple(one.left_out for one in self.cluster.own_runs)
+        return shipped_intervals().of_seconds(found.seconds, self.generation, own)
 
     def memory_interval(self, found: Candidate) -> Interval:
         """80 % interval of the bytes that it needs."""
-        return shipped_intervals().of_memory(found.memory.needed)
+        return shipped_intervals().of_memory(found.memory.needed, known=bool(self.generation))
 
     @property
     def fastest_first(self) -> list[Candidate]:
@@ -161,7 +162,8 @@ def plan(
     """The `top` best layouts (:func:`choose`), and what is wrong with `rivals` ("tp=8,ep=64").
     Raises ConfigError when no layout is legal, NothingFits when none fits in memory."""
     found = SearchSpace(model.shape, cluster, space, tell)
-    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0).high
+    known = bool(found.pricing.device.generation)
+    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0, known=known).high
     if not (chosen := choose(found, top, safe)):
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
