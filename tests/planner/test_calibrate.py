@@ -212,9 +212,9 @@ def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path
     assert min(abs(before[one]) for one in unseen & slow) > 0.07
     own = learned.calibration.own["aleph_alpha/A100-80G"]
     far = (
-        model_row(from_arch_table("Mixtral-8x22B", ARCHS)),
+        model_row(from_arch_table("moe-30B", ARCHS)),
         layout_row(
-            from_arch_table("Mixtral-8x22B", ARCHS), PlannedLayout(dp=8, ep=8), Software(fsdp=True)
+            from_arch_table("moe-30B", ARCHS), PlannedLayout(dp=8, ep=8), Software(fsdp=True)
         ),
     )
     assert abs(own.correction(*far)) < 1e-3

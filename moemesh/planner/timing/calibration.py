@@ -88,7 +88,8 @@ class Constants:
     graph_overhead: Annotated[Number, 0.4] = 0.3
     capacity_overhead: Annotated[Number, 0.3] = 0.5
     step_overhead_ms: Annotated[Number, 0.8] = 40.0
-    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it.
+    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it:
+    #: of two stages, and of p stages 2/p of it.
     startup_microbatches: Annotated[Number, 0.5] = 6.0
 
 

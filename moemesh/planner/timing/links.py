@@ -142,10 +142,7 @@ class Links:
         """
         members = members_per_node(ranks, stride, self.node_size)
         nodes: Number = maximum(ranks / members, 1)
-        import os
-
-        crowd = 1 + float(os.environ.get("CRW", "0")) * log2(maximum(self.node_size / members, 1))
-        shared = members * self.inter / (1 + self.contention * log2(nodes) * crowd)
+        shared = members * self.inter / (1 + self.contention * log2(nodes))
         return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
 
     def measured(

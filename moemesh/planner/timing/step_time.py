@@ -22,7 +22,6 @@ bound of this model for any layout.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -293,10 +292,7 @@ def step_time(
     busiest, waiting = _bound(work, times) if stages is None else _simulated(work, times, stages)
     startup = where(
         (layout.pp > 1) & (layout.slow_startup == 1),
-        constants.startup_microbatches
-        * (2 / maximum(layout.pp, 2)) ** float(os.environ.get("SUP", "0"))
-        * layout.slices
-        * times.busy(busiest),
+        constants.startup_microbatches * 2 / layout.pp * layout.slices * times.busy(busiest),
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
