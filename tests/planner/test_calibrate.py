@@ -214,7 +214,9 @@ def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path
     far = (
         model_row(from_arch_table("moe-30B", ARCHS)),
         layout_row(
-            from_arch_table("moe-30B", ARCHS), PlannedLayout(dp=8, ep=8), Software(fsdp=True)
+            from_arch_table("moe-30B", ARCHS),
+            PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=64),
+            Software(fsdp=True),
         ),
     )
     assert abs(own.correction(*far)) < 1e-3

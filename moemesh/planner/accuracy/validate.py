@@ -12,10 +12,9 @@ from typing import Any
 
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.intervals import shipped_intervals
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import Calibration, Constants, stack_of
+from moemesh.planner.timing.calibration import Calibration, Constants
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,
@@ -44,8 +43,6 @@ class Prediction:
     seconds: float | None = None
     memory: PeakMemory | None = None
     fits: bool | None = None
-    #: The chance that it fits.
-    chance: float = 1.0
 
     @property
     def error(self) -> float | None:
@@ -74,16 +71,7 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
         allocation = calibration.allocation(run.cluster)
         memory = run_memory(run, allocation)
         fits = _fits(run, memory, allocation)
-        chance = 1.0
-        if not run.software.recomputed_share:
-            chance = shipped_intervals().fits_chance(
-                memory.needed,
-                run.priced[2].memory_bytes * allocation.usable_share,
-                known=stack_of(run.cluster) in calibration.allocations,
-            )
-        found[run.id] = Prediction(
-            run=run, seconds=float(value), memory=memory, fits=fits, chance=chance
-        )
+        found[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
     return [found.get(run.id) or Prediction(run=run) for run in runs]
 
 
@@ -168,8 +156,6 @@ def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
 
 #: Runs with too little of a layout to be judged by.
 _SANITY_TIERS = frozenset({"C"})
-#: What is certain not to fit would take for ever.
-_LEAST_CHANCE = 1e-6
 #: Alternatives below which "which one would it pick" says nothing.
 _FEWEST_CHOICES = 2
 
@@ -337,7 +323,7 @@ def select(predictions: Sequence[Prediction]) -> list[Selection]:
         if len(members) < _FEWEST_CHOICES or not measured:
             continue
         fitting = [one for one in members if one.fits] or members
-        picked = min(fitting, key=_expected_time)
+        picked = min(fitting, key=lambda one: (one.seconds or 0.0) / _sequences(one))
         best = min(measured, key=_measured_time)
         regret = None
         if picked.run.seconds:
@@ -352,12 +338,6 @@ def select(predictions: Sequence[Prediction]) -> list[Selection]:
             )
         )
     return found
-
-
-def _expected_time(one: Prediction) -> float:
-    """Predicted seconds a sequence over the chance that the run fits: those of as many tries as it
-    takes until one does."""
-    return (one.seconds or 0.0) / _sequences(one) / max(one.chance, _LEAST_CHANCE)
 
 
 def _sequences(one: Prediction) -> int:
