@@ -21,13 +21,13 @@ from benchmarks.workloads import rank_tokens, workload
 from moemesh.bench import hosts
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
-from moemesh.config.dispatchers import ROWS_SLACK, packed_bytes
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.moe import MoE
 from moemesh.parallel.expert.build import choose_dispatcher, make_dispatcher
+from moemesh.sharding.dispatchers import ROWS_SLACK, packed_bytes
 
 #: Where the rounds of a workload start: those of W7 shall meet its burst (steps 32 to 35).
 FIRST_STEPS = {"W7": 28}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moemesh.bench import ranks
+from moemesh.bench import links
 from moemesh.bench.settings import Settings
 from moemesh.comm import launch
 
@@ -22,9 +22,9 @@ def on_ranks(
     num_ranks: int,
     found: Path | None,
 ) -> Any | None:
-    """:func:`moemesh.bench.ranks.on_ranks` with ``python -m benchmarks VERB`` as the ranks."""
+    """:func:`moemesh.bench.links.on_ranks` with ``python -m benchmarks VERB`` as the ranks."""
     # A rank imports nothing from the directory it is started in (python -P).
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _ROOT not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, _ROOT)))
-    return ranks.on_ranks(("benchmarks", verb), settings, measure, num_ranks=num_ranks, found=found)
+    return links.on_ranks(("benchmarks", verb), settings, measure, num_ranks=num_ranks, found=found)

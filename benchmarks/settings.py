@@ -262,7 +262,7 @@ class StepSettings(Settings):
 
     @property
     def layout(self) -> "Plan":
-        from moemesh.config.load import load_run
+        from moemesh.sharding.load_run import load_run
 
         keys = [f"plan.{key}" for key in filter(None, self.plan.split(","))]
         sizes = {"seq_len": self.seq_len, "global_batch": self.sequences}

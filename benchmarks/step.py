@@ -31,11 +31,11 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
-from moemesh.config.load import load_run
 from moemesh.config.lora import LoraConfig
 from moemesh.model.batch import Batch
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.inference.loading import load
+from moemesh.train.inference.evaluation import load
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 

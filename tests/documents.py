@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from moemesh.config.data import DataSource
-from moemesh.config.dispatchers import expected_distinct
 from moemesh.config.errors import CODES
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.schema import SECTIONS, keys_of
@@ -25,7 +23,9 @@ from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
 from moemesh.report.curves import Series, line_chart
-from moemesh.train.preflight import untrainable
+from moemesh.sharding.dispatchers import expected_distinct
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import untrainable
 from tests.balance import pictures as balance_pictures
 from tests.huggingface import documents as family_documents
 from tests.planner import documents as planner_documents

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from moemesh.report.sections.memory import memory_bars
+from moemesh.report.bars import memory_bars
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles, format_bytes
 from moemesh.trace.run import Run
 from tests.documents import ROOT

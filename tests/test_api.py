@@ -97,9 +97,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 
 def test_a_package_of_the_same_name_does_not_hide_the_verb() -> None:
-    import moemesh.train.trainer
+    import moemesh.train.command
 
-    assert callable(mm.train) and callable(moemesh.train) and moemesh.train.trainer is not None
+    assert callable(mm.train) and callable(moemesh.train) and moemesh.train.command is not None
 
 
 def signature(name: str) -> str:

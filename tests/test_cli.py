@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +16,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.cli.application import app
-from moemesh.train.preparation import Preparation
+from moemesh.train.preparation import Preparation, RunRequest
 from tests.waiting import PATIENCE
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
@@ -56,6 +58,15 @@ def run(
     code = caught.value.code
     assert isinstance(code, int)
     return code, captured.out, captured.err
+
+
+Invoke = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """:func:`run` for the arguments of a command."""
+    return partial(run, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -100,43 +111,39 @@ def test_guard_can_fail() -> None:
     assert "forbidden import: pydantic" in done.stderr
 
 
-def test_help_lists_the_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, _ = run(capsys, monkeypatch, "train", "--help")
+def test_help_lists_the_options(invoke: Invoke) -> None:
+    code, out, _ = invoke("train", "--help")
     assert code == 0
     for word in ("--set", "--out", "CONFIG.toml"):
         assert word in out
-    assert run(capsys, monkeypatch, "--version")[:2] == (0, f"moemesh {__version__}\n")
+    assert invoke("--version")[:2] == (0, f"moemesh {__version__}\n")
 
 
 def test_show_prints_every_key_with_its_origin(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEMESH__train__seed", "9")
-    code, out, err = run(capsys, monkeypatch, "config", "show", "--set", "plan.dp=2")
+    code, out, err = invoke("config", "show", "--set", "plan.dp=2")
     assert (code, err) == (0, "")
     assert re.search(r"^plan.dp +\= 2 +# --set plan.dp=2$", out, re.MULTILINE)
     assert re.search(r"^train.seed += 9 +# environment MOEMESH__train__seed$", out, re.MULTILINE)
     assert re.search(r"^model.num_experts += 8 +# preset tiny$", out, re.MULTILINE)
-    code, out, _ = run(capsys, monkeypatch, "config", "show", "--no-origin")
+    code, out, _ = invoke("config", "show", "--no-origin")
     assert "#" not in out
 
 
-def test_show_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, out, _ = run(capsys, monkeypatch, "config", "show", "--json", "--set", "plan.dp=2")
+def test_show_as_json(invoke: Invoke) -> None:
+    _, out, _ = invoke("config", "show", "--json", "--set", "plan.dp=2")
     shown = json.loads(out)
     assert shown["config"]["plan"]["dp"] == 2
     assert shown["origins"]["plan.dp"] == "--set plan.dp=2"
-    _, out, _ = run(capsys, monkeypatch, "config", "show", "--json", "--no-origin")
+    _, out, _ = invoke("config", "show", "--json", "--no-origin")
     assert set(json.loads(out)) == {"config"}
 
 
-def test_check_says_how_many_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_says_how_many_ranks(invoke: Invoke) -> None:
     arguments = ["config", "check", "--set", "plan.dp=4", "--set", "plan.ep=2"]
-    assert run(capsys, monkeypatch, *arguments) == (
+    assert invoke(*arguments) == (
         0,
         "ok: 4 ranks (pp=1 dp=4 cp=1 tp=1, ep=2 etp=1 edp=2)\n",
         "",
@@ -154,19 +161,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, package: str, name: str, **functions: 
 
 
 def test_train_passes_on_what_it_was_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
 
-    def command(
-        *given: object,
-        prepared: Preparation,
-        stop_after: int | None,
-        takeover: bool,
-        profile_steps: int | None,
-    ) -> int:
-        calls.append((*given, stop_after, takeover, profile_steps))
-        assert prepared.folder.path == (given[2] or Path("runs/tiny"))
+    def command(request: RunRequest, prepared: Preparation) -> int:
+        given = (request.config_file, request.overrides, request.out, request.allowed_changes)
+        calls.append((*given, request.stop_after, request.takeover, request.profile_steps))
+        assert prepared.folder.path == (request.out or Path("runs/tiny"))
         return 3
 
     fake(monkeypatch, "moemesh.train", "command", train=command)
@@ -176,9 +178,9 @@ def test_train_passes_on_what_it_was_told(
     out = tmp_path / "run"
     given = [str(path), "--set", "train.steps=3", "--out", str(out), "--allow-change", "train.lr"]
     given += ["--stop-after", "2", "--profile", "4"]
-    assert run(capsys, monkeypatch, "train", *given)[0] == 3
-    assert run(capsys, monkeypatch, "train")[0] == 3
-    assert run(capsys, monkeypatch, "train", "--takeover")[0] == 3
+    assert invoke("train", *given)[0] == 3
+    assert invoke("train")[0] == 3
+    assert invoke("train", "--takeover")[0] == 3
     assert calls == [
         (path, ["train.steps=3"], out, ["train.lr"], 2, False, 4),
         (None, [], None, [], None, False, None),
@@ -217,7 +219,7 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
 
 
 def test_only_our_own_value_errors_are_the_users(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -229,18 +231,16 @@ def test_only_our_own_value_errors_are_the_users(
         cli.main()
     SomethingWrongError.__module__ = "moemesh.data.samples"
     error = SomethingWrongError("data.path names no file")
-    code, _, err = run(capsys, monkeypatch, "train")
+    code, _, err = invoke("train")
     assert (code, err) == (2, "moemesh: data.path names no file\n")
     error = KeyboardInterrupt()  # type: ignore[assignment]
-    assert run(capsys, monkeypatch, "train")[0] == 130
+    assert invoke("train")[0] == 130
 
 
-def test_a_file_with_a_byte_order_mark_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path, invoke: Invoke) -> None:
     path = tmp_path / "windows.toml"
     path.write_bytes(b"\xef\xbb\xbf[plan]\r\ndp = 2\r\n")
-    code, out, _ = run(capsys, monkeypatch, "config", "check", str(path))
+    code, out, _ = invoke("config", "check", str(path))
     assert (code, out[:11]) == (0, "ok: 2 ranks")
 
 
@@ -267,46 +267,27 @@ global_batch = 8
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_estimate_of_a_configuration_has_its_dtype_and_optimizer(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    optimizer: str,
+    tmp_path: Path, invoke: Invoke, optimizer: str
 ) -> None:
     """fp32: gradients as large as the weights; AdamW has two moments, SGD here none."""
     path = tmp_path / "config.toml"
     path.write_text(FIRST.replace("[data]", f'optimizer = "{optimizer}"\n[data]'))
     arguments = ["estimate", "--cluster", "laptop_cpu", "--json", "--config"]
-    code, out, _ = run(capsys, monkeypatch, *arguments, str(path))
+    code, out, _ = invoke(*arguments, str(path))
     memory = json.loads(out)["memory"]["first"]
     weights = memory["dense_weights"] + memory["expert_weights"]
     assert code == 0 and memory["gradients"] == weights
     assert memory["optimizer"] == (2 * weights if optimizer == "adamw" else 0)
     # A run's folder says the same as the file in it.
-    assert run(capsys, monkeypatch, *arguments, str(tmp_path))[1] == out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config", "first.toml", "--seq-len", "64"],
-        ["--config", "first.toml", "--model", "tiny"],
-        ["--model", "tiny"],
-        [],
-    ],
-)
-def test_estimate_wants_a_layout_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    code, _, error = run(capsys, monkeypatch, "estimate", "--cluster", "laptop_cpu", *arguments)
-    assert code == 2 and "--config" in error
+    assert invoke(*arguments, str(tmp_path))[1] == out
 
 
 def test_check_says_how_many_ranks_share_a_core(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     many = ["--set", "plan.dp=64", "--set", "data.global_batch=64", "--set", "train.device=cpu"]
-    code, out, _ = run(capsys, monkeypatch, "config", "check", *many)
+    code, out, _ = invoke("config", "check", *many)
     assert code == 0 and "64 ranks share 2 core(s)" in out
 
 

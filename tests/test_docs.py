@@ -16,10 +16,10 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.layout import AXES
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
-from moemesh.train.preflight import untrainable
+from moemesh.train.preparation import untrainable
 from tests.commands import folder as stand_ins
 from tests.documents import (
     BLOCK,

@@ -17,19 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moemesh.api.training import ParallelModel
-from moemesh.checkpoint import store
+from moemesh.checkpoint import store, tree
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.store import Checkpoint, Shard
-from moemesh.checkpoint.tree import (
-    Sharded,
-    flatten,
-    is_tensor,
-    map_leaves,
-    merged_values,
-    own_shards,
-    shard_of,
-    unflatten,
-)
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.errors import public
@@ -63,11 +53,11 @@ def save_checkpoint(
     except CheckpointError as error:
         problem = str(error)
     store.agree(problem, axis)
-    shards = [shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)]
-    values = {path: leaf for path, leaf in leaves.items() if not is_tensor(leaf)}
-    own = own_shards(shards, axis, check_replicas=check_replicas)
+    shards = [tree.shard_of(path, leaf) for path, leaf in leaves.items() if tree.is_tensor(leaf)]
+    values = {path: leaf for path, leaf in leaves.items() if not tree.is_tensor(leaf)}
+    own = tree.own_shards(shards, axis, check_replicas=check_replicas)
     return store.save_together(
-        Path(folder), step, own, {"values": merged_values(values, axis)}, axis
+        Path(folder), step, own, {"values": tree.merged_values(values, axis)}, axis
     )
 
 
@@ -100,7 +90,7 @@ def load_checkpoint(
     saved = cast("dict[str, Any]", checkpoint.state.get("values", {}))
     if state is None:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
-        return unflatten(saved | tensors)
+        return tree.unflatten(saved | tensors)
     walk = _ProgramState(state)
     leaves = walk.leaves(checkpoint)
     known = saved.keys() | set(checkpoint.names())
@@ -114,7 +104,9 @@ def load_checkpoint(
                     "leaves them alone"
                 )
     leaves = {path: leaf for path, leaf in leaves.items() if strict or path in known}
-    checkpoint.load_into([shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)])
+    checkpoint.load_into(
+        [tree.shard_of(path, leaf) for path, leaf in leaves.items() if tree.is_tensor(leaf)]
+    )
     return walk.filled(leaves | saved)
 
 
@@ -131,13 +123,13 @@ class _ProgramState:
         self.state = state
         #: Of every parameter of the modules: id -> name, and the part of it that this rank holds.
         self.parameters: dict[int, tuple[str, Shard]] = {}
-        map_leaves(state, self._name_parameters)
+        tree.map_leaves(state, self._name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Returns path -> tensor or value. With `checkpoint`, optimizers get zeros for the state
         that it holds, in place of their own."""
-        return flatten(
-            map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
+        return tree.flatten(
+            tree.map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
         )
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
@@ -148,14 +140,14 @@ class _ProgramState:
                 self._fill_optimizer(node, f"{path}/" if path else "", leaves)
             return leaves.get(path, node)
 
-        return map_leaves(self.state, fill)
+        return tree.map_leaves(self.state, fill)
 
     def _name_parameters(self, path: str, node: Any) -> None:
         if isinstance(node, (nn.Module, ParallelModel)):
             parts = _state_dict(node)
             every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
             for name, parameter in node.named_parameters(**every):
-                part = shard_of(name, parts.get(name, parameter))
+                part = tree.shard_of(name, parts.get(name, parameter))
                 self.parameters[id(parameter)] = name, part
 
     def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
@@ -185,7 +177,7 @@ class _ProgramState:
                 # State of the parameter's shape lies where the parameter lies.
                 is_part = isinstance(value, Tensor) and value.shape == parameter.shape
                 if is_part and not hasattr(value, "device_mesh"):
-                    own[key] = Sharded(value, part.shape, part.offset)
+                    own[key] = tree.Sharded(value, part.shape, part.offset)
             if own:
                 state[name] = own
         return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
@@ -197,13 +189,17 @@ class _ProgramState:
         groups: list[dict[str, Any]] = []
         for place, group in enumerate(optimizer.param_groups):
             known = f"{below}param_groups/#{place}"
-            options = map_leaves(_options(group), lambda path, node: leaves.get(path, node), known)
+            options = tree.map_leaves(
+                _options(group), lambda path, node: leaves.get(path, node), known
+            )
             first = len(state)
             groups.append(options | {"params": list(range(first, first + len(group["params"])))})
             for parameter in group["params"]:
                 prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
                 state[len(state)] = {
-                    path.removeprefix(prefix): leaf.tensor if isinstance(leaf, Sharded) else leaf
+                    path.removeprefix(prefix): leaf.tensor
+                    if isinstance(leaf, tree.Sharded)
+                    else leaf
                     for path, leaf in leaves.items()
                     if path.startswith(prefix)
                 }

@@ -37,7 +37,7 @@ def _meshes(plan: Any) -> str:
 
 
 def _loads(placed: Any) -> str:
-    from moemesh.report.balance import balance_heat_maps
+    from moemesh.report.heat_maps import balance_heat_maps
 
     return balance_heat_maps(*placed.gpu_loads)
 

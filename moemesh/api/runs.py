@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.errors import check_kind, public
-from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
+from moemesh.sharding.load_run import load_run
 
 
 @public

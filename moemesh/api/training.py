@@ -26,7 +26,7 @@ from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.opening import schedule_of_step
-from moemesh.train.preflight import untrainable
+from moemesh.train.preparation import untrainable
 from moemesh.train.step import StepResult, evaluate, gradients_of_step, move_selection_biases
 
 __all__ = ["ParallelModel", "StepResult", "parallelize"]

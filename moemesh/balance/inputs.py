@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import UserError
+from moemesh.config.suggest import nearest_divisors
 
 Policy = Literal["hierarchical", "global"]
 Effort = Literal["fast", "quality"] | float

@@ -1,6 +1,9 @@
 """`moemesh doctor`: what of this machine stands in the way of a run, each with its fix.
 
-Nothing here imports torch: what only torch knows is asked in processes of their own.
+Nothing here imports torch but :func:`main`: what only torch knows is asked in two processes of
+their own, of which rank 0 prints a JSON object a line: versions and devices, then the link.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python -m moemesh.bench.examination
 """
 
 from __future__ import annotations
@@ -346,7 +349,7 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
         port = server.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
-    command = python_command("moemesh.bench.torch_check")
+    command = python_command("moemesh.bench.examination")
     ranks = [
         subprocess.Popen(
             command,
@@ -369,3 +372,55 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
         ranks[1].communicate()
     answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return answers, error
+
+
+# The processes that ask torch.
+
+#: Bytes of the tensor that both ranks sum, and how often.
+LINK_BYTES, ROUNDS = 4 << 20, 3
+
+
+def main() -> None:
+    """Print what was found; the first line comes even where the link does not work."""
+    import torch
+    import torch.distributed as dist
+
+    from moemesh.comm import launch
+    from moemesh.comm.collectives import all_reduce_
+    from moemesh.comm.mesh import Mesh
+    from moemesh.config.layout import Layout
+
+    is_first = os.environ.get("RANK") == "0"
+    if is_first:
+        devices: list[dict[str, Any]] = []
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            found = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            capability = f"{found.major}.{found.minor}"
+            facts = {"name": found.name, "capability": capability, "free": free, "total": total}
+            devices.append(facts)
+        has_nccl = dist.is_nccl_available()
+        facts = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+            "gloo": dist.is_gloo_available(),
+            "devices": devices,
+        }
+        print(json.dumps(facts), flush=True)
+    launch.start("cpu", 15.0)
+    mesh = Mesh.create(Layout(dp=2), torch.device("cpu"))
+    tensor = torch.ones(LINK_BYTES // 4)
+    times: list[float] = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        all_reduce_(tensor, mesh["world"], caller="doctor", phase="forward")
+        times.append(time.perf_counter() - start)
+    assert tensor[0].item() == 2 ** (ROUNDS + 1), "a sum of two ranks is wrong"
+    launch.stop()
+    if is_first:
+        print(json.dumps({"bytes": LINK_BYTES, "seconds": min(times[1:])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

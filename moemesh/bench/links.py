@@ -8,7 +8,9 @@ table becomes a Cluster file, with what the devices compute and α, β where not
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +20,63 @@ from typing import Any
 
 import torch
 
+from moemesh.bench import hosts
 from moemesh.bench.link_cluster import fit
-from moemesh.bench.ranks import on_ranks
-from moemesh.bench.settings import LinksSettings
-from moemesh.comm import collectives, point_to_point, transfers
+from moemesh.bench.settings import BenchError, HostSettings, LinksSettings, Settings
+from moemesh.comm import collectives, cuda, launch, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.divisors import divisors
 from moemesh.config.layout import Layout
+from moemesh.config.suggest import divisors
+from moemesh.trace.machine import keep_freed_memory
+from moemesh.watch.supervisor import python_command
+
+#: A benchmark that takes longer is stopped.
+TIMEOUT_SECONDS = 1200.0
+
+
+def on_ranks(
+    command: Sequence[str],
+    settings: Settings,
+    measure: Callable[[launch.Ranks], Any],
+    *,
+    num_ranks: int,
+    found: Path | None,
+    device: launch.Device = "cpu",
+) -> Any | None:
+    """The result of `measure` on rank 0 of `num_ranks` ranks (0: as many as torchrun started).
+
+    The result is made of JSON's types. A process that is a rank measures itself: rank 0 returns
+    the result, or writes it to `found`; all others return None. Any other process starts the ranks
+    with `command` (a module and its first arguments), the settings and a file for `found`. A rank
+    that fails ends this process with its exit code.
+    """
+    if launch.joined():
+        ranks = launch.start(device, TIMEOUT_SECONDS)
+        keep_freed_memory()
+        if num_ranks and ranks.world_size != num_ranks:
+            raise BenchError(f"{ranks.world_size} ranks were started for ranks = {num_ranks}")
+        result = measure(ranks)
+        launch.stop()
+        if ranks.rank == 0 and found is not None:
+            found.write_text(json.dumps(result))
+        return result if ranks.rank == 0 and found is None else None
+    with tempfile.TemporaryDirectory(prefix="moemesh-bench-") as folder:
+        file = Path(folder) / "found.json"
+        command = python_command(*command, *settings.words(), "--found", str(file))
+        if isinstance(settings, HostSettings) and settings.hosts:
+            with hosts.hosts(settings.hosts, settings.link) as names:
+                hosts.run_ranks(
+                    names,
+                    ranks_per_host=settings.node,
+                    command=command,
+                    timeout=TIMEOUT_SECONDS,
+                )
+        else:
+            cuda.check(device, num_ranks)
+            if code := launch.launch(num_ranks, [], entry=command[1:]):
+                raise SystemExit(code)
+        return json.loads(file.read_text())
+
 
 #: One sample repeats an operation until it has taken so long, at most so often.
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20

@@ -19,7 +19,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "convert": ("weights",),
     "evaluate": ("weights",),
     "generate": ("weights",),
-    "esft": ("esft",),
+    "esft": ("weights",),
     "tokenize": ("data",),
     "data": ("data",),
     "config": ("configuration",),
@@ -38,7 +38,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "balance": ("balancing",),
     "bench": ("machine",),
     "repro": ("replaying",),
-    "watch": ("watching",),
+    "watch": ("insight",),
 }
 
 

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import app
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
     from moemesh.planner.accuracy.own import Lesson
-    from moemesh.planner.accuracy.validate import ErrorStatistics, Validation
+    from moemesh.planner.accuracy.validate import ErrorStatistics, Prediction, Validation
     from moemesh.planner.intervals import Intervals
 
 _NUM_WORST = 12
@@ -28,53 +29,39 @@ devices it was not seen on, [release."stack 26.02"] of its releases; [memory.sta
 allocates (see moemesh.planner.memory.Allocation)."""
 
 
-RunsTable = Annotated[
-    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
-]
+_Runs = Annotated[Path, "Table of measured runs, one row each.", "<RUNS.csv>"]
+_Shapes = Annotated[Path | None, "Shapes; default model_archs.json beside it.", "FILE"]
 
 
-ArchsFile = Annotated[
-    Path | None,
-    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
-]
+@dataclass(frozen=True, kw_only=True)
+class ValidateRequest:
+    """Measured runs, and what to compare and write of their predictions."""
+
+    runs: _Runs
+    archs: _Shapes = None
+    out: Annotated[
+        Path | None, "Write rows and statistics.", {"names": ("--json",), "metavar": "FILE"}
+    ] = None
+    cluster: Annotated[list[str] | None, "Cluster of its device. May be repeated.", "FILE"] = None
+    plot: Annotated[Path | None, "Write an SVG picture.", "FILE"] = None
+    cross: Annotated[
+        bool, "Refit without each group, model, stack.", {"names": ("--cross-validate",)}
+    ] = False
+    intervals: Annotated[
+        Path | None,
+        "Refit without each source; print 80 % intervals and their coverage, write the errors.",
+        "FILE",
+    ] = None
+    own_runs: Annotated[
+        int | None,
+        "Errors of each cluster after 4, 12, 50 and N of its runs.",
+        {"metavar": "N", "min": 1},
+    ] = None
 
 
 @app.command("validate", short_help="Predict a table of measured runs.")
-def validate_runs(
-    runs: RunsTable,
-    archs: ArchsFile = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
-    ] = None,
-    cross: Annotated[
-        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
-    ] = False,
-    intervals: Annotated[
-        Path | None,
-        typer.Option(
-            "--intervals",
-            metavar="FILE",
-            help="Refit without each source; print 80 % intervals and their coverage, write the "
-            "errors.",
-        ),
-    ] = None,
-    own_runs: Annotated[
-        int | None,
-        typer.Option(
-            "--own-runs",
-            metavar="N",
-            min=1,
-            help="Errors of each stack after calibrating with 4, 12, 50 and N of its runs.",
-        ),
-    ] = None,
-) -> None:
+@options_from(ValidateRequest)
+def validate_runs(request: ValidateRequest) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
     Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
@@ -91,38 +78,35 @@ def validate_runs(
     from moemesh.report.agreement import Agreement, agreement_chart
     from moemesh.report.files import write_texts
 
-    read = read_runs(runs, archs)
+    read = read_runs(request.runs, request.archs)
     calibration = shipped_calibration()
-    for source in cluster or []:
+    for source in request.cluster or []:
         read, calibration = use_cluster(read, calibration, load_cluster(source))
-    further = ""
+    further = list[str]()
     start = replace(prior_calibration(), allocations=calibration.allocations)
-    if cross:
+    if request.cross:
         validation = summarize(cross_validate(read, start))
-        lines: list[str] = []
         kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
         for kind, name in kinds:
             unseen = summarize(cross_validate(read, start, left_out=kind))
-            lines += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
-        further = "\n" + "\n".join(lines)
+            further += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
     else:
         validation = validate(read, calibration)
-    if out is not None:
-        write_texts([(out, json_text(validation))])
-    drawn = {run.source or run.cluster: [] for run in read}
+    texts = [] if request.out is None else [(request.out, json_text(validation))]
+    drawn: defaultdict[str, list[Prediction]] = defaultdict(list)
     for one in validation.predictions:
         drawn[one.run.source or one.run.cluster].append(one)
     title = "Step time of published runs, predicted and measured"
-    if own_runs is not None:
-        counts = sorted({0, 4, 12, 50, own_runs})
-        taught = lessons(read, calibration, counts, unseen=start if cross else None)
-        further += f"\n\n{lessons_text(taught, counts, unseen=cross)}"
-        title = f"Step time before and after {own_runs} own runs of each cluster"
-        drawn = {
-            name: [run for one in taught if one.own == count for run in one.others]
-            for name, count in (("before", 0), (f"after {own_runs}", own_runs))
-        }
-    if plot is not None:
+    if (number := request.own_runs) is not None:
+        counts = sorted({0, 4, 12, 50, number})
+        taught = lessons(read, calibration, counts, unseen=start if request.cross else None)
+        further += ["", lessons_text(taught, counts, unseen=request.cross)]
+        title = f"Step time before and after {number} own runs of each cluster"
+        drawn.clear()
+        for one in taught:
+            if one.own in (0, number):
+                drawn[f"after {number}" if one.own else "before"] += one.others
+    if request.plot is not None:
         points = [
             Agreement(
                 name=f"{one.run.id} {one.run.row.get('model', '')}",
@@ -134,12 +118,14 @@ def validate_runs(
             for one in predictions
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
-        write_texts([(plot, agreement_chart("agreement", title, points, unit="seconds a step"))])
-    if intervals is not None:
+        chart = agreement_chart("agreement", title, points, unit="seconds a step")
+        texts.append((request.plot, chart))
+    write_texts(texts)
+    if request.intervals is not None:
         errors = left_out_errors(read, start)
-        write_texts([(intervals, intervals_toml(errors))])
-        further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
-    typer.echo(report(validation) + further)
+        write_texts([(request.intervals, intervals_toml(errors))])
+        further += ["", intervals_text(errors), "", f"wrote {request.intervals}"]
+    typer.echo("\n".join([report(validation), *further]))
 
 
 def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
@@ -169,24 +155,20 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
     return f"{head}\n{table(('cluster', 'runs', *map(str, counts)), cells)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrateRequest:
+    """Measured runs to fit, and the file to write."""
+
+    runs: Annotated[list[Path], "Tables of measured runs (CSV), or run folders.", "<RUNS>"]
+    out: Annotated[Path, "File to write.", "CLUSTER.toml"]
+    archs: _Shapes = None
+    cluster: Annotated[str | None, "Cluster of the table; what ran the folders.", "NAME"] = None
+    shared: Annotated[bool, "Fit all clusters and what they share."] = False
+
+
 @app.command(short_help="Fit a cluster to measured runs.")
-def calibrate(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUNS", help="Tables of measured runs (CSV), or run folders."),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
-    archs: ArchsFile = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="Cluster of the table; of run folders a cluster file."
-        ),
-    ] = None,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
-    ] = False,
-) -> None:
+@options_from(CalibrateRequest)
+def calibrate(request: CalibrateRequest) -> None:
     """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
     they cannot say of layouts like those that ran.
 
@@ -210,15 +192,16 @@ def calibrate(
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.files import write_texts
 
-    folders = [path for path in runs if path.is_dir()]
-    read = [run for path in runs if path not in folders for run in read_runs(path, archs)]
-    wanted = cluster
+    out, wanted = request.out, request.cluster
+    folders = [path for path in request.runs if path.is_dir()]
+    tables = [path for path in request.runs if path not in folders]
+    read = [run for path in tables for run in read_runs(path, request.archs)]
     if folders:
-        if cluster is None:
+        if wanted is None:
             raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
-        machine, wanted = load_cluster(cluster), None
+        machine, wanted = load_cluster(wanted), None
         read += [run_of_folder(path, machine) for path in folders]
-    if shared:
+    if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(read, start)
         write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
@@ -227,7 +210,7 @@ def calibrate(
     chosen = runs_of_cluster(measured_runs(read), wanted)
     learned = learn(chosen, shipped_calibration())
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
-    sources = ", ".join(path.name for path in runs[:4]) + (", ..." if len(runs) > 4 else "")
+    sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]
     lines = [report(validate(chosen, learned.calibration)), "", *doubts]
@@ -237,17 +220,20 @@ def calibrate(
 
 def intervals_text(found: "Intervals") -> str:
     """The widths of the intervals, and how many runs of each left-out source lie within."""
+    devices = sorted(found.well_measured)
     lines = [
         "80 % intervals, and the share of a left-out source within those of the other sources:",
-        f"step time on {', '.join(sorted(found.well_measured))}: "
-        f"{_factor(found.seconds_width(next(iter(sorted(found.well_measured)), '')))}; "
+        f"step time on {', '.join(devices)}: {_factor(found.seconds_width((*devices, '')[0]))}; "
         f"on other devices: {_factor(found.seconds_width(''))}; "
-        f"memory: {_factor(found.memory_width)}",
+        f"memory: {_factor(found.memory_width)}, of stacks in the table "
+        f"{_factor(found.known_width)}",
     ]
-    for name, coverage in (
-        ("step time", found.seconds_coverage()),
-        ("memory", found.memory_coverage()),
-    ):
+    both = {
+        "step time": found.seconds_coverage(),
+        "memory": found.memory_coverage(),
+        "memory, known stacks": found.memory_coverage(known=True),
+    }
+    for name, coverage in both.items():
         rows = [
             (source, str(coverage.rows[source]), f"{share:.0%}")
             for source, share in sorted(coverage.by_source.items())
@@ -282,11 +268,8 @@ def report(validation: "Validation") -> str:
     if worst := sorted(off, key=lambda one: -abs(one.error or 0.0))[:_NUM_WORST]:
         rows = [
             (
-                one.run.id,
-                one.run.row.get("model", "")[:28],
-                f"{one.seconds:.4g}",
-                f"{one.run.seconds:.4g}",
-                f"{one.error:+.1%}",
+                *(one.run.id, one.run.row.get("model", "")[:28]),
+                *(f"{one.seconds:.4g}", f"{one.run.seconds:.4g}", f"{one.error:+.1%}"),
             )
             for one in worst
         ]
@@ -314,10 +297,8 @@ def _errors(rows: "Sequence[tuple[str, ErrorStatistics]]") -> str:
         ("source", "rows", "median", "p95", "worst", "bias"),
         [
             (
-                name,
-                str(found.count),
-                *(f"{size:.1%}" for size in (found.median, found.p95, found.worst)),
-                f"{found.bias:+.1%}",
+                *(name, str(found.count), f"{found.median:.1%}", f"{found.p95:.1%}"),
+                *(f"{found.worst:.1%}", f"{found.bias:+.1%}"),
             )
             for name, found in rows
         ],

@@ -18,12 +18,9 @@ from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
 from moemesh.cli.completion import settings
 
-# Examples in the help of verbs: kept as they are written, so that they can be copied.
-
-
-#: The columns of a line of an example, two of indentation by click and four of its own left out.
-_COLUMNS = 72
-_INDENT = "    "
+#: Columns of a line of an example, which can be copied from the help: two of indentation by click
+#: and four of its own are left out.
+_COLUMNS, _INDENT = 72, "    "
 
 
 class Verbs(typer.Typer):
@@ -186,7 +183,7 @@ def load(config: Path | None, overrides: list[str] | None) -> "Resolved":
     Raises ConfigError with every problem found.
     """
     from moemesh.comm.slurm import rank_of
-    from moemesh.config.load import load_run
+    from moemesh.sharding.load_run import load_run
 
     resolved = load_run([config] if config else [], overrides or [])
     if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:

@@ -27,9 +27,7 @@ MOST_LAYERS, MOST_CHARACTERS = 8, 100
 class BalanceSettings:
     """Which loads to place where."""
 
-    loads: Annotated[
-        Path, "JSON, CSV, NumPy file, or a run's folder.", {"argument": True, "metavar": "LOADS"}
-    ]
+    loads: Annotated[Path, "JSON, CSV, NumPy file, or a run's folder.", "<LOADS>"]
     gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
     replicas: Annotated[
         int | None,
@@ -43,20 +41,21 @@ class BalanceSettings:
     ] = None
     nodes: Annotated[int, "Nodes of the GPUs (EPLB: num_nodes)."] = 1
     groups: Annotated[int, "Groups of experts that share a node (EPLB: num_groups)."] = 1
-    previous: Annotated[
-        Path | None, "Placement in use: move few replicas.", {"metavar": "FILE"}
-    ] = None
+    previous: Annotated[Path | None, "Placement in use: move few replicas.", "FILE"] = None
     tolerance: Annotated[float, "With --previous: distance from the bound that is accepted."] = 0.05
     shares: Annotated[
         bool,
         "Move nothing: split each expert's load over its replicas; with --previous.",
-        {"names": ("--shares",)},
     ] = False
     effort: Annotated[str, "fast, quality or seconds."] = "quality"
     policy: Annotated[
         Literal["hierarchical", "global", "published"] | None,
         "published: DeepSeek's EPLB. Default: hierarchical where groups fit nodes.",
     ] = None
+    svg: Annotated[Path | None, "Draw the load of each GPU.", "FILE"] = None
+    out: Annotated[Path | None, "Write the JSON object there, as --previous reads it.", "FILE"] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +91,8 @@ class Placed:
         }
         if self.moved is not None:
             shown["moved"] = list(self.moved)
-            shown["transfers"] = [
-                [[transfer._asdict() for transfer in step] for step in rounds]
-                for rounds in self.transfers
-            ]
+            rounds = [[[one._asdict() for one in step] for step in own] for own in self.transfers]
+            shown["transfers"] = rounds
         if self.shares is not None:
             shown["shares"] = self.shares.tolist()
         return shown
@@ -103,17 +100,7 @@ class Placed:
 
 @app.command(short_help="Place replicas of experts on GPUs.")
 @options_from(BalanceSettings)
-def balance(
-    settings: BalanceSettings,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the load of each GPU.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the JSON object there, as --previous reads it."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 
     Examples:
@@ -123,24 +110,25 @@ def balance(
         moemesh balance loads.json --redundant 32 --gpus 32 --out placement.json
     """
     from moemesh.balance import BalanceError
-    from moemesh.report.balance import balance_heat_maps
     from moemesh.report.files import write_texts
+    from moemesh.report.heat_maps import balance_heat_maps
 
     with progress("placing experts", quiet=as_json):
         try:
             placed = place(settings)
         except BalanceError as error:  # in the words of the function
             raise BalanceError(re.sub(r"\bnum_(?=[rng])", "--", str(error))) from None
-    texts = [] if out is None else [(out, strict_json(placed.to_json()))]
-    if svg is not None:
-        texts.append((svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
+    answer = strict_json(placed.to_json())
+    texts = [] if settings.out is None else [(settings.out, answer)]
+    if settings.svg is not None:
+        texts.append((settings.svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
     write_texts(texts)
     if settings.policy is None and settings.groups % settings.nodes:
         _warn(
             f"nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
             "so the policy is global: experts of a group, and replicas, may be on any node"
         )
-    typer.echo(strict_json(placed.to_json()) if as_json else _text(placed, settings))
+    typer.echo(answer if as_json else _text(placed, settings))
 
 
 def _warn(text: str) -> None:
@@ -155,7 +143,7 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_loads, scaled
     from moemesh.balance.load_files import gpus_of, load_placement, load_table
-    from moemesh.config.divisors import nearest_divisors
+    from moemesh.config.suggest import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
         # The function, like the published one, passes over nodes under the global policy.
@@ -176,13 +164,12 @@ def place(settings: BalanceSettings) -> Placed:
         )
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
-    replicas = settings.replicas
+    replicas, experts = settings.replicas, loads.shape[1]
     if settings.redundant is not None:
         if replicas is not None:
             raise BalanceError(
                 "give --replicas, or --redundant: the slots beyond one for an expert"
             )
-        experts = loads.shape[1]
         replicas = experts + settings.redundant
         if settings.gpus > 0 and (over := replicas % settings.gpus):
             near = [replicas - over, replicas - over + settings.gpus]
@@ -192,7 +179,7 @@ def place(settings: BalanceSettings) -> Placed:
                 f"no multiple of {settings.gpus} GPUs: take --redundant {fixes}"
             )
     if replicas is None:
-        replicas = loads.shape[1] if previous is None else previous.shape[-1]
+        replicas = experts if previous is None else previous.shape[-1]
     if previous is not None and previous.shape[-1] != replicas:
         raise BalanceError(
             f"{settings.previous} has {previous.shape[-1]} slots a layer, "
@@ -208,30 +195,23 @@ def place(settings: BalanceSettings) -> Placed:
 def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
     import numpy as np
 
-    from moemesh.balance import (
-        gpu_loads,
-        loads_in_order,
-        lower_bound,
-        rebalance_experts,
-        rebalance_published,
-    )
+    from moemesh import balance
 
-    sizes = (replicas, settings.groups, settings.nodes, settings.gpus)
-    if settings.policy == "published":
-        policy = None
-        maps = rebalance_published(loads, *sizes)
+    gpus, policy = settings.gpus, settings.policy
+    sizes = (replicas, settings.groups, settings.nodes, gpus)
+    if policy == "published":
+        policy, maps = None, balance.rebalance_published(loads, *sizes)
     else:
-        policy = settings.policy
         effort: Any = settings.effort  # a name, or seconds
         with suppress(ValueError):
             effort = float(effort)
-        maps = rebalance_experts(loads, *sizes, effort=effort, policy=policy)
-    mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / settings.gpus, 1e-300)
-    bound = lower_bound(loads, *sizes, policy=policy) / mean
+        maps = balance.rebalance_experts(loads, *sizes, effort=effort, policy=policy)
+    mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / gpus, 1e-300)
+    bound = balance.lower_bound(loads, *sizes, policy=policy) / mean
     return Placed(
         maps=maps,
-        loads_before=loads_in_order(loads, settings.gpus),
-        loads_after=gpu_loads(loads, maps[0], settings.gpus),
+        loads_before=balance.loads_in_order(loads, gpus),
+        loads_after=balance.gpu_loads(loads, maps[0], gpus),
         bound=np.where(loads.any(axis=1), bound, 1.0),
     )
 
@@ -239,38 +219,33 @@ def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:
     import numpy as np
 
-    from moemesh.balance import BalanceError, gpu_loads, rebalance_incremental, split_loads
+    from moemesh import balance
     from moemesh.balance.rebalance import maps_of
 
-    if settings.policy == "published":
-        raise BalanceError("the published policy plans from scratch: leave out --previous")
+    gpus, policy = settings.gpus, settings.policy
+    if policy == "published":
+        raise balance.BalanceError("the published policy plans from scratch: leave out --previous")
     if settings.shares:
-        split = split_loads(loads, previous, num_gpus=settings.gpus)
+        split = balance.split_loads(loads, previous, num_gpus=gpus)
         slots = np.asarray(previous, np.int64)
-        maps = maps_of(slots, loads.shape[1])
         return Placed(
-            maps=maps,
-            loads_before=gpu_loads(loads, slots, settings.gpus),
+            maps=maps_of(slots, loads.shape[1]),
+            loads_before=balance.gpu_loads(loads, slots, gpus),
             loads_after=split.gpu_loads,
             bound=np.array(split.balance),  # the optimum of this placement
             shares=split.shares,
         )
-    replan = rebalance_incremental(
-        loads,
-        previous,
-        settings.tolerance,
-        num_gpus=settings.gpus,
-        num_groups=settings.groups,
-        num_nodes=settings.nodes,
-        policy=settings.policy,
+    sizes = {"num_gpus": gpus, "num_groups": settings.groups, "num_nodes": settings.nodes}
+    found = balance.rebalance_incremental(
+        loads, previous, settings.tolerance, **sizes, policy=policy
     )
     return Placed(
-        maps=(replan.physical_to_logical, replan.logical_to_physical, replan.replica_count),
-        loads_before=gpu_loads(loads, np.asarray(previous, np.int64), settings.gpus),
-        loads_after=gpu_loads(loads, replan.physical_to_logical, settings.gpus),
-        bound=np.array(replan.bound),
-        moved=replan.moved,
-        transfers=replan.transfers,
+        maps=(found.physical_to_logical, found.logical_to_physical, found.replica_count),
+        loads_before=balance.gpu_loads(loads, np.asarray(previous, np.int64), gpus),
+        loads_after=balance.gpu_loads(loads, found.physical_to_logical, gpus),
+        bound=np.array(found.bound),
+        moved=found.moved,
+        transfers=found.transfers,
     )
 
 

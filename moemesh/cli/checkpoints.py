@@ -3,8 +3,10 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -71,11 +73,9 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     from moemesh.train.records.run_folder import LEASE, RunFolder
     from moemesh.watch.lease import RunFolderError
 
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
-
+    say = partial(typer.echo, err=True)
     holding: RunFolder | Ownership | None = None
-    lost: Callable[[], str | None] | None = None
+    lost: Callable[[], str | None] = lambda: None  # noqa: E731
     try:
         if run is not None and (run / LEASE).exists():
             holding = RunFolder(run, has_run=True, checkpoints=folder)
@@ -93,7 +93,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
         ) from error
 
     def check() -> None:
-        if lost is not None and (why := lost()) is not None:
+        if (why := lost()) is not None:
             raise CheckpointError(f"{why}; nothing more was deleted")
 
     try:
@@ -101,6 +101,12 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     finally:
         if holding is not None:
             holding.release()
+
+
+def _end(content: dict[str, Any], lines: Sequence[str], *, as_json: bool, code: int = 0) -> None:
+    """Print the answer, as JSON or as lines, and end with an exit code."""
+    typer.echo(strict_json(content, indent=1) if as_json else "\n".join(lines))
+    raise typer.Exit(code)
 
 
 def _folders(place: "Folder") -> "list[Folder]":
@@ -138,17 +144,17 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": one.problem})
     left = unfinished(found.folder)
-    if as_json:
-        content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
-        typer.echo(strict_json(content, indent=1))
-        return
-    header = ["step", "size", "tensors", "layout", "verified", "age"]
-    typer.echo(table(header, [_row(row) for row in rows], left=1))
-    for row in rows:
-        if row["problem"]:
-            typer.echo(f"step {row['step']} cannot be used: {row['problem']}")
-    for name in left:
-        typer.echo(f"{name}: being written or deleted, or left over from a run that was killed")
+    header = ("step", "size", "tensors", "layout", "verified", "age")
+    lines = [table(header, [_row(row) for row in rows])]
+    lines += [
+        f"step {row['step']} cannot be used: {row['problem']}" for row in rows if row["problem"]
+    ]
+    lines += [
+        f"{name}: being written or deleted, or left over from a run that was killed"
+        for name in left
+    ]
+    content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
+    _end(content, lines, as_json=as_json)
 
 
 def _row(row: dict[str, Any]) -> list[str]:
@@ -164,14 +170,14 @@ def _row(row: dict[str, Any]) -> list[str]:
     for unit, length in (("min", 60), ("h", 3600), ("d", 86400)):
         if seconds >= 2 * length:
             age = f"{seconds / length:.0f} {unit}"
-    layout = row["layout"]
-    degrees = [f"{key}{n}" for key, n in (layout or {}).items() if n != 1]
-    words = " ".join(degrees) or "1 rank"
+    layout = f"{row['ranks']} rank(s)"
+    if row["layout"]:
+        layout = " ".join(f"{key}{n}" for key, n in row["layout"].items() if n != 1) or "1 rank"
     return [
         str(row["step"]),
         format_bytes(row["bytes"]),
         str(row["tensors"]),
-        words if layout else f"{row['ranks']} rank(s)",
+        layout,
         verified,
         age,
     ]
@@ -199,7 +205,6 @@ def verify(
 
     found = find(place)
     content: list[dict[str, Any]] = []
-    is_damaged = False
     for step in found.steps:
         damages, size = examine(found.folder, step), 0
         names: Sequence[str] = ()
@@ -209,7 +214,6 @@ def verify(
             with suppress(OSError):  # a folder that is only read is verified all the same
                 digest = stored.manifest.digest
                 remember(found.folder, [Standing(step, digest, True, not names)])
-        is_damaged = is_damaged or bool(damages)
         content.append(
             {
                 "step": step,
@@ -219,31 +223,24 @@ def verify(
                 "nonfinite": list(names),
             }
         )
-        if not as_json:
-            told = [str(one) for one in damages] if all_lines else by_file(damages)
-            path = found.path(step)
-            if damages:
-                typer.echo(f"{path}: DAMAGED")
-                for damage in told:
-                    typer.echo(f"  {damage}")
-                continue
-            typer.echo(f"{path}: {format_bytes(size)} are what was written")
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                typer.echo(f"  numbers that are not finite: {', '.join(names[:3])}{more}")
+        told = [str(one) for one in damages] if all_lines else by_file(damages)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
+        state = "DAMAGED" if damages else f"{format_bytes(size)} are what was written"
+        if not as_json:  # each as soon as it is read
+            typer.echo("\n  ".join([f"{found.path(step)}: {state}", *told]))
     if as_json:
-        folder = str(found.folder)
-        typer.echo(strict_json({"folder": folder, "checkpoints": content}, indent=1))
-    raise typer.Exit(int(is_damaged))
+        typer.echo(strict_json({"folder": str(found.folder), "checkpoints": content}, indent=1))
+    raise typer.Exit(int(any(one["damaged"] for one in content)))
 
 
 def by_file(damages: "Sequence[Damage]") -> list[str]:
     """The first damage of each file, and how many more of how many tensors it has: a file that is
     cut has one for each chunk behind the cut."""
-    groups: dict[str, list[Damage]] = {}
+    lines, groups = list[str](), defaultdict[str, "list[Damage]"](list)
     for damage in damages:
-        groups.setdefault(damage.file, []).append(damage)
-    lines: list[str] = []
+        groups[damage.file].append(damage)
     for group in groups.values():
         line = str(group[0])
         if len(group) > 1:
@@ -294,36 +291,31 @@ def prune(
     run = None
     if isinstance(named, Path):
         run = named if found.folder != named else named.parent
-    if keep is None and run is None:
-        raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
-    if keep is None and run is not None:
+    if keep is None:
+        if run is None:
+            why = "give the run, or --keep: how many stay is not known here"
+            raise CheckpointError(f"{place}: {why}")
         keep = TrainConfig().checkpoints_kept  # where the run does not say
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = (run / "config.toml").read_text(encoding="utf-8")
             keep = max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
-    assert keep is not None
     is_on_disk = run is not None
     with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
         plan = retention.plan_pruning(found.folder, keep, with_leftovers=is_on_disk)
         if not dry_run:
             retention.prune(found.folder, keep, with_leftovers=is_on_disk, check=check)
-    if as_json:
-        kept = [one._asdict() for one in plan.kept]
-        content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}
-        typer.echo(strict_json({**content, "dry_run": dry_run}, indent=1))
-        return
+    lines: list[str] = []
     for one in plan.kept:
         why = f"damaged: {one.problem}" if one.problem else "verified"
         if one.is_verified and not one.is_finite:
             why += "; holds numbers that are not finite, so that it replaces no older one"
-        typer.echo(f"step {one.step}: kept, {why}")
-    word = "would be deleted" if dry_run else "deleted"
-    for step in plan.doomed:
-        typer.echo(f"step {step}: {word}")
-    for name in plan.leftovers:
-        typer.echo(f"{name}: {word}")
-    if not plan.doomed and not plan.leftovers:
-        typer.echo("nothing to delete")
+        lines.append(f"step {one.step}: kept, {why}")
+    gone = [*(f"step {step}" for step in plan.doomed), *plan.leftovers]
+    lines += [f"{name}: {'would be ' * dry_run}deleted" for name in gone]
+    kept = [one._asdict() for one in plan.kept]
+    content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}
+    lines += [] if gone else ["nothing to delete"]
+    _end({**content, "dry_run": dry_run}, lines, as_json=as_json)
 
 
 @checkpoint_app.command(short_help="List tensors that differ in two checkpoints, and by how much.")
@@ -368,45 +360,36 @@ def diff(
         "only_in_second": sorted(theirs - ours),
         "state": states,
     }
-    differs = bool(rows or others or ours ^ theirs)
-    if as_json:
-        typer.echo(strict_json(content, indent=1))
-        raise typer.Exit(int(differs))
-    shown = rows if all_lines else rows[:_LINES]
+    most = len(a.names()) + len(b.names()) if all_lines else _LINES
+    lines: list[str] = []
     if rows:
-        header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
-        lines = [
-            [
-                row["tensor"],
-                row["dtype"],
+        header = ("tensor", "dtype", "numbers that differ", "largest", "relative")
+        cells = [
+            (
+                *(row["tensor"], row["dtype"]),
                 f"{row['num_different']:,} of {row['num_elements']:,}",
-                f"{row['largest']:.3g}",
-                f"{row['relative']:.3g}",
-            ]
-            for row in shown
+                *(f"{row['largest']:.3g}", f"{row['relative']:.3g}"),
+            )
+            for row in rows[:most]
         ]
-        typer.echo(table(header, lines, left=2))
-    if len(shown) < len(rows):
-        typer.echo(f"... and {len(rows) - len(shown)} more: --all shows them")
+        lines.append(table(header, cells, left=2))
+    if len(rows) > most:
+        lines.append(f"... and {len(rows) - most} more: --all shows them")
     for row in rows:
         if any(row["num_nonfinite"]):
             here, there = row["num_nonfinite"]
-            typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
-    for line in others:
-        typer.echo(line)
+            lines.append(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
+    lines += others
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
         names: list[str] = content[key]
-        for name in names if all_lines else names[:_LINES]:
-            typer.echo(f"{name}: only in {side}")
-        if len(names) > _LINES and not all_lines:
-            typer.echo(f"... and {len(names) - _LINES} more only in {side}: --all shows them")
-    for key, (old, new) in content["state"].items():
-        if len(text := f"{key}: {strict_json(old)} and {strict_json(new)}") <= 100:
-            typer.echo(text)
-        else:
-            typer.echo(f"{key}: differs")
-    typer.echo(
+        lines += [f"{name}: only in {side}" for name in names[:most]]
+        if len(names) > most:
+            lines.append(f"... and {len(names) - most} more only in {side}: --all shows them")
+    for key, (old, new) in states.items():
+        text = f"{key}: {strict_json(old)} and {strict_json(new)}"
+        lines.append(text if len(text) <= 100 else f"{key}: differs")
+    lines.append(
         f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
         f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
     )
-    raise typer.Exit(int(differs))
+    _end(content, lines, as_json=as_json, code=int(bool(rows or others or ours ^ theirs)))

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,9 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, cluster_app
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -32,31 +35,29 @@ _BETWEEN = (
 )
 
 
-@cluster_app.command("init", short_help="Write a commented cluster file.")
-def init(
-    out: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="File to write.")],
+@dataclass(frozen=True, kw_only=True)
+class ClusterFileRequest:
+    """A file to write, what it starts from, and what differs."""
+
+    out: Annotated[Path, "File to write.", "<CLUSTER.toml>"]
     preset: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="C",
-            autocompletion=completion.clusters,
-            help="Start from a preset or a file.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Start from a device's data sheet: H100-80G, MI300X."),
-    ] = None,
+        str | None, "Start from a preset or a file.", {"names": ("--from",), "metavar": "C"}
+    ] = None
+    device: Annotated[str | None, "Start from a device's data sheet: H100-80G, MI300X.", "NAME"] = (
+        None
+    )
     links: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the output of `moemesh bench links --json`."),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
+        Path | None, "File with the output of `moemesh bench links --json`.", "FILE"
+    ] = None
+    nodes: Annotated[int | None, "Nodes.", {"min": 1}] = None
+    gpus_per_node: Annotated[int | None, "Devices of a node.", {"min": 1}] = None
+    name: Annotated[str | None, "Name of the cluster."] = None
+    force: Annotated[bool, "Replace an existing file."] = False
+
+
+@cluster_app.command("init", short_help="Write a commented cluster file.")
+@options_from(ClusterFileRequest, preset=completion.clusters)
+def init(request: ClusterFileRequest) -> None:
     """Write a cluster file with the meaning and unit of every key, to be edited.
 
     It starts from a preset (by default dgx_h100), from a device's data sheet, or from links that
@@ -69,24 +70,25 @@ def init(
     from moemesh.config.errors import UserError
     from moemesh.report.files import write_texts
 
-    if sum(source is not None for source in (preset, device, links)) > 1:
+    out, name = request.out, request.name or request.out.stem
+    if sum(one is not None for one in (request.preset, request.device, request.links)) > 1:
         raise typer.BadParameter("give one of --from, --device and --links")
-    if out.exists() and not force:
+    if out.exists() and not request.force:
         raise UserError(f"{out} exists; --force replaces it")
-    if links is not None:
-        found, heading = _measured(links, name or out.stem)
-    elif device is not None:
-        found, heading = _of_device(device, name or out.stem)
+    if request.links is not None:
+        found, heading = _measured(request.links, name)
+        if request.nodes or request.gpus_per_node:
+            raise typer.BadParameter("--links says how many nodes and devices there are")
+    elif request.device is not None:
+        found, heading = _of_device(request.device, name)
     else:
         from moemesh.config.cluster import load_cluster
 
-        found = load_cluster(preset or "dgx_h100")
-        heading = f"Started from {preset or 'dgx_h100'}."
-    changes: dict[str, Any] = {"name": name, "nodes": nodes, "gpus_per_node": gpus_per_node}
+        source = request.preset or "dgx_h100"
+        found, heading = load_cluster(source), f"Started from {source}."
+    changes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
     given = {key: value for key, value in changes.items() if value is not None}
-    if links is not None and (nodes or gpus_per_node):
-        raise typer.BadParameter("--links says how many nodes and devices there are")
-    found = found.model_copy(update={"name": out.stem} | given)
+    found = found.model_copy(update={"name": name} | given)
     heading += (
         "\nBandwidths are those of one device in one direction. Edit what differs, then see"
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
@@ -116,10 +118,7 @@ def show(
     from moemesh.config.cluster import load_cluster
 
     found = load_cluster(cluster)
-    if as_json:
-        typer.echo(strict_json(_facts(found), indent=2))
-    else:
-        typer.echo(cluster_text(found))
+    typer.echo(strict_json(_facts(found), indent=2) if as_json else cluster_text(found))
 
 
 @cluster_app.command("list", short_help="List packaged clusters, and devices with a data sheet.")
@@ -138,12 +137,9 @@ def list_clusters(as_json: AsJson = False) -> None:
     header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
     rows = [
         (
-            one.name,
-            f"{one.gpus_per_node} {one.accelerator or 'processes'}",
-            _size(one.memory_bytes),
-            f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}",
-            _rate(one.intra_node_bandwidth),
-            _rate(one.inter_node_bandwidth),
+            *(one.name, f"{one.gpus_per_node} {one.accelerator or 'processes'}"),
+            *(format_bytes(one.memory_bytes), f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}"),
+            *(_rate(one.intra_node_bandwidth), _rate(one.inter_node_bandwidth)),
         )
         for one in found
     ]
@@ -157,12 +153,12 @@ def cluster_text(found: "Cluster") -> str:
 
     from moemesh.planner.speed import device_balance
     from moemesh.planner.timing.price import pricing
+    from moemesh.report.section import plural
 
     inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth
     usable = pricing(found).usable_share
-    nodes = f"{found.nodes:,} {'node' if found.nodes == 1 else 'nodes'}"
     rows = [
-        (dtype, f"{peak / 1e12:,.4g}", f"{peak / found.memory_bandwidth:,.4g}")
+        (f"  {dtype}", f"{peak / 1e12:,.4g}", f"{peak / found.memory_bandwidth:,.4g}")
         for dtype, peak in found.peak_flops.items()
     ]
     ratio = inside / across
@@ -182,9 +178,9 @@ def cluster_text(found: "Cluster") -> str:
     if found.constants:
         told.append(f"{len(found.constants)} constants of the time model are its own.")
     facts = [
-        ("devices", f"{found.num_devices:,} ({nodes} of {found.gpus_per_node})"
-                    + (f", {found.accelerator}" if found.accelerator else "")),
-        ("memory", f"{_size(found.memory_bytes)} a device, {usable:.1%} usable, "
+        ("devices", f"{found.num_devices:,} ({plural(found.nodes, 'node')} of "
+                    f"{found.gpus_per_node})" + (found.accelerator and f", {found.accelerator}")),
+        ("memory", f"{format_bytes(found.memory_bytes)} a device, {usable:.1%} usable, "
                    f"{_rate(found.memory_bandwidth)}"),
         ("inside a node", f"{_rate(inside)} a device and direction, "
                           f"{found.intra_node_latency * 1e6:.3g} us: {_kind(inside, _INSIDE)}"),
@@ -197,7 +193,7 @@ def cluster_text(found: "Cluster") -> str:
         start = f"  {name:{width}}  "
         lines += textwrap.wrap(start + value, 80, subsequent_indent=" " * len(start))
     header = ("  peak of products", "TFLOP/s", "turns compute bound at FLOP/byte")
-    lines += ["", table(header, [("  " + row[0], *row[1:]) for row in rows]), ""]
+    lines += ["", table(header, rows), ""]
     for sentence in told:
         lines += textwrap.wrap(sentence, 80)
     return "\n".join(lines)
@@ -236,9 +232,8 @@ def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
         raise ConfigError([problem])
     half, eight, four = found.peak_flops
     peaks = {"bfloat16": half}
-    peaks |= ({"float8": eight} if eight > half else {}) | (
-        {"float4": four} if four > eight else {}
-    )
+    peaks |= {"float8": eight} if eight > half else {}
+    peaks |= {"float4": four} if four > eight else {}
     cluster = Cluster(
         name=called,
         nodes=1,
@@ -274,12 +269,6 @@ def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
         raise ConfigError(problems)
     where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
     return found, f"Measured by `moemesh bench links`: {where}."
-
-
-def _size(number: float) -> str:
-    from moemesh.trace.memory_profile import format_bytes
-
-    return format_bytes(number)
 
 
 def _rate(number: float) -> str:

@@ -45,13 +45,17 @@ def _operations() -> tuple[str, ...]:
     return ("all", *OPERATIONS)
 
 
-models = _presets("", "shapes")
 clusters = _presets("clusters")
-plans = _presets("plans")
-routings = _presets("routings")
-dispatchers = _of_plan("dispatcher")
 schedules = _of_plan("schedule")
 collectives = words(_operations)
+#: Fields of requests that are completed in every verb.
+BY_FIELD: dict[str, Complete] = {
+    "model": _presets("", "shapes"),
+    "cluster": clusters,
+    "plan": _presets("plans"),
+    "routing": _presets("routings"),
+    "dispatcher": _of_plan("dispatcher"),
+}
 
 
 def settings(incomplete: str) -> list[str]:

@@ -2,15 +2,12 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, config_app, load
 from moemesh.trace.strict_json import strict_json
-
-if TYPE_CHECKING:
-    pass
 
 
 @config_app.command("show")
@@ -29,25 +26,18 @@ def config_show(
     resolved = load(config, overrides)
     values = config_values(resolved.config)
     if as_json:
-        shown: dict[str, object] = {"config": values}
-        if origin:
-            shown["origins"] = resolved.origins
-        typer.echo(strict_json(shown, indent=2))
+        origins = {"origins": resolved.origins} if origin else {}
+        typer.echo(strict_json({"config": values, **origins}, indent=2))
         return
-    rows = [
-        (
-            f"{section}.{key}",
-            "(not set)" if value is None else format_value(value),
-            resolved.origins[f"{section}.{key}"],
-        )
+    rows = {
+        f"{section}.{key}": "(not set)" if value is None else format_value(value)
         for section, fields in values.items()
         for key, value in fields.items()
-    ]
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = max(len(value) for _, value, _ in rows)
-    for key, value, source in rows:
-        line = f"{key:{key_width}} = {value:{value_width}}  # {source}" if origin else ""
-        typer.echo(line or f"{key:{key_width}} = {value}")
+    }
+    keys, width = max(map(len, rows)), max(map(len, rows.values()))
+    for key, value in rows.items():
+        line = f"{key:{keys}} = {value:{width}}  # {resolved.origins[key]}" if origin else ""
+        typer.echo(line or f"{key:{keys}} = {value}")
 
 
 @config_app.command("check")
@@ -65,8 +55,14 @@ def config_check(
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError, UserError
-    from moemesh.train.preflight import preflight_warnings, untrainable, warnings_before_ranks
-    from moemesh.train.preparation import check_inputs, check_room, check_sources
+    from moemesh.train.preparation import (
+        check_inputs,
+        check_room,
+        check_sources,
+        preflight_warnings,
+        untrainable,
+        warnings_before_ranks,
+    )
 
     resolved = load(config, overrides)
     if here:
@@ -144,15 +140,14 @@ def config_migrate(
 
         moemesh config migrate first.toml --dry-run
     """
-    from moemesh.config.migration import migrate
-    from moemesh.config.sources import read_text
+    from moemesh.config.sources import migrate, read_text
     from moemesh.report.files import write_texts
 
-    found = migrate(read_text(file), str(file))
+    text, changes = migrate(read_text(file), str(file))
     if dry_run:
-        typer.echo(found.text, nl=False)
+        typer.echo(text, nl=False)
         return
-    if found.changes:
-        write_texts([(file, found.text)], replaces=True)
-    for change in found.changes or ("nothing to change",):
+    if changes:
+        write_texts([(file, text)], replaces=True)
+    for change in changes or ("nothing to change",):
         typer.echo(f"{file}: {change}")

@@ -5,12 +5,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
+from moemesh.cli.options import options_from
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -24,48 +27,39 @@ _OPEN, _CLOSE = "{+", "+}"
 LINE_SECONDS = 10
 
 
-@app.command(short_help="Tokenize text once, for many runs.")
-def tokenize(
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest:
+    """Text, the files to write, and the tokenizer between them."""
+
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="IN", help="A file, folder or glob: text, jsonl, parquet, .gz, .zst."
-        ),
-    ],
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="A prefix (OUT.bin, OUT.idx, ...), or a folder.")
-    ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(metavar="FOLDER", help='A folder with tokenizer.json, the file, or "bytes".'),
-    ],
+        "A file, folder or glob: text, jsonl, parquet, .gz, .zst.",
+        "<IN>",
+    ]
+    out: Annotated[str, "A prefix (OUT.bin, OUT.idx, ...), or a folder.", "<OUT>"]
+    tokenizer: Annotated[str, 'A folder with tokenizer.json, the file, or "bytes".', "FOLDER"]
     data_format: Annotated[
         Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset"],
-        typer.Option("--format", help="Format of the files, as data.format; auto: by their names."),
-    ] = "auto",
-    text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key or column of a text, as data.text_key.")
-    ] = "text",
+        "Format of the files, as data.format; auto: by their names.",
+        {"names": ("--format",)},
+    ] = "auto"
+    text_key: Annotated[str, "Key or column of a text, as data.text_key.", "KEY"] = "text"
     append_eod: Annotated[
-        bool,
-        typer.Option(
-            "--append-eod", help="Append the tokenizer's eos_token to each document, not a newline."
-        ),
-    ] = False,
-    eod_token: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="The same with the token of this name.")
-    ] = None,
-    bad_records: Annotated[
-        Literal["fail", "skip"], typer.Option(help="A record that cannot be read.")
-    ] = "fail",
+        bool, "Append the tokenizer's eos_token to each document, not a newline."
+    ] = False
+    eod_token: Annotated[str | None, "The same with the token of this name.", "TOKEN"] = None
+    bad_records: Annotated[Literal["fail", "skip"], "A record that cannot be read."] = "fail"
     bad_record_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Largest share of bad records; with skip.")
-    ] = 0.01,
+        float, "Largest share of bad records; with skip.", {"min": 0.0, "max": 1.0}
+    ] = 0.01
     processes: Annotated[
-        int, typer.Option(min=1, help="Number of files at once; one file uses all cores, too.")
-    ] = 1,
-    as_json: AsJson = False,
-) -> None:
+        int, "Number of files at once; one file uses all cores, too.", {"min": 1}
+    ] = 1
+
+
+@app.command(short_help="Tokenize text once, for many runs.")
+@options_from(TokenizeRequest)
+def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
     conversations OUT.mask.bin, which says what carries loss.
 
@@ -77,22 +71,20 @@ def tokenize(
     from moemesh.data.parts import EOS, TokenSettings
     from moemesh.data.tokenizing import TokenizeJob
 
-    def note(text: str) -> None:
-        typer.echo(text, err=True)
-
+    note = partial(typer.echo, err=True)
     # The first line comes before anything is read.
-    note(f"tokenizing {source} with {tokenizer}")
+    note(f"tokenizing {request.source} with {request.tokenizer}")
     settings = TokenSettings(
-        tokenizer=tokenizer,
-        text_key=text_key,
-        end_of_document=eod_token or (EOS if append_eod else None),
-        bad_records=bad_records,
-        bad_record_share=bad_record_share,
+        tokenizer=request.tokenizer,
+        text_key=request.text_key,
+        end_of_document=request.eod_token or (EOS if request.append_eod else None),
+        bad_records=request.bad_records,
+        bad_record_share=request.bad_record_share,
     )
-    job = TokenizeJob.open(source, out, settings, data_format)
+    job = TokenizeJob.open(request.source, request.out, settings, request.data_format)
     note(f"{len(job.parts):,} file(s), {job.num_bytes / 1e6:,.1f} MB, into {job.prefix}")
     with _progress(job.num_bytes, len(job.parts)) as advance:
-        facts = job.run(processes=processes, on_note=note, advance=advance)
+        facts = job.run(processes=request.processes, on_note=note, advance=advance)
     if as_json:
         typer.echo(strict_json(facts, indent=2))
         return
@@ -132,59 +124,47 @@ def data_show(
         seed=resolved.train.seed,
         vocab_size=resolved.model.vocab_size,
         cache=cache_beside(out or Path("runs") / "any"),
-        say=lambda text: typer.echo(text, err=True),
+        say=partial(typer.echo, err=True),
     )
     position = (step - 1) * data.global_batch
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
-    if as_json:
-        typer.echo(strict_json(samples_json(opened, shown, data.global_batch)))
-    else:
-        typer.echo(samples_text(opened, shown, data.global_batch))
+    answer = (opened, shown, data.global_batch)
+    typer.echo(strict_json(samples_json(*answer)) if as_json else samples_text(*answer))
 
 
 @contextmanager
 def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, int], None]]:
     """A function that is told what was done more (bytes, tokens, files) and shows it on stderr."""
-    start = time.monotonic()
+    start = last = time.monotonic()
     done = [0, 0, 0]
 
-    def state() -> str:
-        seconds = max(time.monotonic() - start, 1e-9)
-        return (
-            f"{done[2]:,} of {num_files:,} files  {done[1]:,} tokens  "
-            f"{done[0] / seconds / 1e6:.1f} MB/s"
-        )
-
-    def add(*more: int) -> None:
+    def add(*more: int) -> str:
         done[:] = [one + other for one, other in zip(done, more, strict=True)]
+        rate = done[0] / max(time.monotonic() - start, 1e-9) / 1e6
+        return f"{done[2]:,} of {num_files:,} files  {done[1]:,} tokens  {rate:.1f} MB/s"
 
     if not sys.stderr.isatty():
-        last = start
 
         def say(*more: int) -> None:
             nonlocal last
-            add(*more)
+            state = add(*more)
             if time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
-                typer.echo(f"{done[0] / max(num_bytes, 1):4.0%}  {state()}", err=True)
+                typer.echo(f"{done[0] / max(num_bytes, 1):4.0%}  {state}", err=True)
 
         yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns: list[Any] = [
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[state]}"),
-    ]
+    columns: list[Any] = [BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn()]
+    columns.append(TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=max(num_bytes, 1), state=state())
+        task = shown.add_task("", total=max(num_bytes, 1), state=add(0, 0, 0))
 
         def draw(*more: int) -> None:
-            add(*more)
-            shown.update(task, completed=done[0], state=state())
+            state = add(*more)
+            shown.update(task, completed=done[0], state=state)
 
         yield draw
 
@@ -198,8 +178,8 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
         if samples.masks_documents
         else "attention and positions go on across documents"
     )
-    look = "in green" if on_terminal else f"in {_OPEN} {_CLOSE}"
-    loss = f"targets that carry loss are {look}" if marked else "all targets carry loss"
+    look = "green" if on_terminal else f"{_OPEN} {_CLOSE}"
+    loss = f"targets that carry loss are in {look}" if marked else "all targets carry loss"
     lines = [
         f"{samples.num_tokens:,} tokens, {samples.num_training:,} training samples of "
         f"{samples.seq_len:,}\n{borders}; {loss}"

@@ -1,92 +1,89 @@
 """The verb dispatch: who sends which rows to whom, under each dispatcher."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import tokens as option_tokens
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
-    from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
+    from moemesh.planner.dispatches import (
+        DispatchExchanges,
+        DispatchLoad,
+        DispatchTime,
+        Exchange,
+        RoutingExample,
+    )
 
 #: Ranks whose matrices are printed.
 MOST_RANKS = 16
 
 
-@app.command("dispatch", short_help="Show who sends which rows to whom, under each dispatcher.")
-def show_dispatch(
+@dataclass(frozen=True, kw_only=True)
+class DispatchRequest:
+    """A routing and the dispatchers that carry it out, or the settings of the table of all."""
+
     routing: Annotated[
         str | None,
-        typer.Argument(
-            metavar="ROUTING",
-            autocompletion=completion.routings,
-            help="A packaged routing, or a JSON or TOML file; without it tokens choose at random.",
-        ),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.')
-    ] = None,
-    dispatcher: Annotated[
-        list[str] | None,
-        typer.Option(autocompletion=completion.dispatchers, help="Show this one. May be repeated."),
-    ] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts (random routing). [default: 8, or 256]")
-    ] = None,
+        "A packaged routing, or a JSON or TOML file; without it tokens choose at random.",
+        "<ROUTING>",
+    ] = None
+    plan: Annotated[str | None, 'Layout: "dp=4,ep=4"; by default that of the routing.'] = None
+    dispatcher: Annotated[list[str] | None, "Show this one. May be repeated."] = None
+    experts: Annotated[int | None, "Experts (random routing). [default: 8, or 256]", {"min": 1}] = (
+        None
+    )
     experts_per_token: Annotated[
-        int | None, typer.Option(min=1, help="Experts of each token. [default: 2, or 8]")
-    ] = None,
+        int | None, "Experts of each token. [default: 2, or 8]", {"min": 1}
+    ] = None
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", parser=option_tokens, help="Tokens of each rank. [default: 8, or 4096]"
-        ),
-    ] = None,
+        int | None, "Tokens of each rank. [default: 8, or 4096]", {"tokens": True}
+    ] = None
     hidden_size: Annotated[
-        int | None, typer.Option(min=1, help="Channels of a row. [default: 1024, or 7168]")
-    ] = None,
+        int | None, "Channels of a row. [default: 1024, or 7168]", {"min": 1}
+    ] = None
     compare: Annotated[
         bool,
-        typer.Option(
-            "--compare",
-            help="A table of times and rates on --cluster instead; the second defaults, which are "
-            "DeepEP's published settings.",
-        ),
-    ] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="C",
-            autocompletion=completion.clusters,
-            help="Cluster preset or TOML file; with --compare.",
-        ),
-    ] = None,
+        "A table of times and rates on --cluster instead; the second defaults, which are "
+        "DeepEP's published settings.",
+    ] = False
+    cluster: Annotated[str | None, "Cluster preset or TOML file; with --compare.", "C"] = None
     ep: Annotated[
-        list[int] | None,
-        typer.Option(help="Ranks that share the experts; with --compare. [default: 8 16 32 64]"),
-    ] = None,
-    groups: Annotated[
-        int | None, typer.Option(min=0, help="Groups of experts, 0: no limit; with --compare.")
-    ] = None,
+        list[int] | None, "Ranks that share the experts; with --compare. [default: 8 16 32 64]"
+    ] = None
+    groups: Annotated[int | None, "Groups of experts, 0: no limit; with --compare.", {"min": 0}] = (
+        None
+    )
     groups_kept: Annotated[
-        int | None, typer.Option(min=1, help="Groups that a token may choose from; with --compare.")
-    ] = None,
+        int | None, "Groups that a token may choose from; with --compare.", {"min": 1}
+    ] = None
     payload: Annotated[
-        str | None,
-        typer.Option(help="Payload of dispatch, fp8 (default) or bfloat16; with --compare."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Type of rows. [default: bfloat16]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the routing.", show_default="0")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
-    as_json: AsJson = False,
-) -> None:
+        str | None, "Payload of dispatch, fp8 (default) or bfloat16; with --compare."
+    ] = None
+    dtype: Annotated[str | None, "Type of rows. [default: bfloat16]"] = None
+    seed: Annotated[int | None, "Seed of the routing.", {"show_default": "0"}] = None
+    svg: Annotated[Path | None, "Draw it.", "FILE"] = None
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these options that have a value."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def refuse(self, *names: str, why: str) -> None:
+        """Raise BadParameter for the first of these options that has a value."""
+        for name in self.given(*names):
+            flag = "ROUTING" if name == "routing" else f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{flag} {why}")
+
+
+@app.command("dispatch", short_help="Show who sends which rows to whom, under each dispatcher.")
+@options_from(DispatchRequest)
+def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
     """Show one dispatch and combine of an MoE layer for a small routing, with bytes.
 
     Packaged routings: even-all-to-all, uneven-all-to-all, uneven-reduce-scatter. A file has the
@@ -99,53 +96,31 @@ def show_dispatch(
 
         moemesh dispatch --compare --cluster hgx_h800 --tokens 4096
     """
-    if compare:
-        for name, value in (
-            ("ROUTING", routing), ("--plan", plan), ("--svg", svg), ("--dtype", dtype),
-            ("--seed", seed),
-        ):  # fmt: skip
-            if value is not None:
-                raise typer.BadParameter(
-                    f"{name} shows a routing, --compare a table: leave one out"
-                )
-        if cluster is None:
-            raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
-        given = {
-            "tokens": tokens, "hidden_size": hidden_size, "experts": experts,
-            "experts_per_token": experts_per_token, "groups": groups, "groups_kept": groups_kept,
-        }  # fmt: skip
-        load = {name: value for name, value in given.items() if value is not None}
-        _compare(cluster, load, payload or "fp8", ep or [8, 16, 32, 64], dispatcher, as_json)
+    random = ("experts", "experts_per_token", "tokens", "seed")
+    if request.compare:
+        why = "shows a routing, --compare a table: leave one out"
+        request.refuse("routing", "plan", "svg", "dtype", "seed", why=why)
+        _compare(request, as_json)
         return
-    for name, value in (
-        ("--cluster", cluster), ("--ep", ep), ("--groups", groups),
-        ("--groups-kept", groups_kept), ("--payload", payload),
-    ):  # fmt: skip
-        if value is not None:
-            raise typer.BadParameter(f"{name} goes with --compare")
+    request.refuse("cluster", "ep", "groups", "groups_kept", "payload", why="goes with --compare")
     from moemesh.planner.dispatches import random_example, read_example, to_json
 
-    if routing is None:
+    dispatchers, svg = request.dispatcher or (), request.svg
+    if request.routing is None:
         example = random_example(
-            plan or "dp=4,ep=4",
-            num_experts=experts or 8,
-            experts_per_token=experts_per_token or 2,
-            tokens=tokens or 8,
-            hidden_size=hidden_size or 1024,
-            dtype=dtype or "bfloat16",
-            seed=seed or 0,
-            dispatchers=dispatcher or (),
+            request.plan or "dp=4,ep=4",
+            num_experts=request.experts or 8,
+            experts_per_token=request.experts_per_token or 2,
+            tokens=request.tokens or 8,
+            hidden_size=request.hidden_size or 1024,
+            dtype=request.dtype or "bfloat16",
+            seed=request.seed or 0,
+            dispatchers=dispatchers,
         )
     else:
-        for name, value in (
-            ("--experts", experts), ("--experts-per-token", experts_per_token),
-            ("--tokens", tokens), ("--seed", seed),
-        ):  # fmt: skip
-            if value is not None:
-                raise typer.BadParameter(f"{name} draws a random routing; {routing} names its own")
-        example = read_example(
-            routing, plan=plan, dispatchers=dispatcher or (), hidden_size=hidden_size, dtype=dtype
-        )
+        request.refuse(*random, why=f"draws a random routing; {request.routing} names its own")
+        own = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
+        example = read_example(request.routing, dispatchers=dispatchers, **own)
     if svg is not None:
         from moemesh.report.files import write_texts
         from moemesh.report.pairs import draw
@@ -163,21 +138,16 @@ def show_dispatch(
         typer.echo(dispatch_text(example))
 
 
-def _compare(
-    cluster: str,
-    load: dict[str, int],
-    payload: str,
-    ep: list[int],
-    dispatchers: list[str] | None,
-    as_json: bool,
-) -> None:
+def _compare(request: DispatchRequest, as_json: bool) -> None:
     """Print the table of all dispatchers on a cluster."""
     from moemesh.config.cluster import load_cluster
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
-    from moemesh.planner.dispatch_times import DISPATCHERS, DispatchLoad, dispatch_times
+    from moemesh.planner.dispatches import DISPATCHERS, DispatchLoad, dispatch_times
 
-    wanted = tuple(dispatchers or DISPATCHERS)
+    if request.cluster is None:
+        raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
+    payload, wanted = request.payload or "fp8", tuple(request.dispatcher or DISPATCHERS)
     choices = [("payload", payload, ("fp8", "bfloat16"))]
     choices += [("dispatcher", name, DISPATCHERS) for name in wanted]
     if problems := [
@@ -192,9 +162,12 @@ def _compare(
         if value not in legal
     ]:
         raise ConfigError(problems)
-    machine = load_cluster(cluster)
-    settings = DispatchLoad(**load, fp8=payload == "fp8")
-    found = [row for ranks in ep for row in dispatch_times(machine, settings, ranks, wanted)]
+    machine = load_cluster(request.cluster)
+    names = ("tokens", "hidden_size", "experts", "experts_per_token", "groups", "groups_kept")
+    settings, sizes = DispatchLoad(**request.given(*names), fp8=payload == "fp8"), (8, 16, 32, 64)
+    found = [
+        one for n in request.ep or sizes for one in dispatch_times(machine, settings, n, wanted)
+    ]
     if as_json:
         typer.echo(strict_json([row.to_json() for row in found], indent=2))
     else:
@@ -203,24 +176,13 @@ def _compare(
 
 def compare_text(cluster: str, load: "DispatchLoad", found: "list[DispatchTime]") -> str:
     """The table of dispatchers, one dispatch and one combine each."""
-    rows = [
-        (
-            str(row.ep),
-            row.dispatcher,
-            f"{row.copies:.2f}",
-            f"{row.copies_across:.2f}",
-            *(
-                cell
-                for one in (row.dispatch, row.combine)
-                for cell in (
-                    f"{(one.across_bytes + one.inside_bytes) / 1e6:,.1f}",
-                    f"{one.seconds * 1e6:,.0f}",
-                    f"{one.rate / 1e9:.1f}",
-                )
-            ),
-        )
-        for row in found
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in found:
+        cells = [str(row.ep), row.dispatcher, f"{row.copies:.2f}", f"{row.copies_across:.2f}"]
+        for one in (row.dispatch, row.combine):
+            size = (one.across_bytes + one.inside_bytes) / 1e6
+            cells += [f"{size:,.1f}", f"{one.seconds * 1e6:,.0f}", f"{one.rate / 1e9:.1f}"]
+        rows.append(tuple(cells))
     header = ("ep", "dispatcher", "copies", "across", "MB", "us", "GB/s", "MB", "us", "GB/s")
     limit = f", from {load.groups_kept} of {load.groups} groups" if load.groups else ""
     dtype = "fp8" if load.fp8 else "bfloat16"

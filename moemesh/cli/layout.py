@@ -2,14 +2,16 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
-from moemesh.cli.options import MODEL, PLAN, tokens
-from moemesh.cli.terminal import interval, progress, spans, table
+from moemesh.cli.options import options_from
+from moemesh.cli.terminal import beside, interval, progress, spans, table
+from moemesh.planner.requests import BATCH_HELP, LENGTH_HELP, MODEL_HELP, PLAN_HELP
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -21,25 +23,25 @@ _Column: TypeAlias = "tuple[str, bool, Callable[[RankShare], str]]"
 MOST_ROWS, MOST_GROUPS = 32, 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """A plan, with a model and a batch, or the configuration of a run."""
+
+    config: ConfigFile = None
+    overrides: Overrides = None
+    plan: Annotated[str | None, PLAN_HELP, "PLAN"] = None
+    model: Annotated[str | None, MODEL_HELP, "M"] = None
+    seq_len: Annotated[int | None, LENGTH_HELP, {"tokens": True, "metavar": "S"}] = None
+    global_batch: Annotated[int | None, BATCH_HELP, {"min": 1}] = None
+    rank: Annotated[list[int] | None, "Only this rank. May be repeated.", {"min": 0}] = None
+    svg: Annotated[Path | None, "Draw the two meshes.", "FILE"] = None
+
+
 @app.command(
     "layout", short_help="Show who holds what under a plan: groups, layers, experts, tokens."
 )
-def show_layout(
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-    plan: Annotated[str | None, PLAN] = None,
-    model: Annotated[str | None, MODEL] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(metavar="S", parser=tokens, help="Tokens of one sequence; 4k is 4096."),
-    ] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step.")] = None,
-    rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Only this rank. May be repeated.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the two meshes.")] = None,
-    as_json: AsJson = False,
-) -> None:
+@options_from(LayoutRequest)
+def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     """Print the groups of every axis, and what each rank holds of the model and of a batch.
 
     Either of a configuration, as for train, or of --plan and --model, as for estimate; without a
@@ -51,38 +53,32 @@ def show_layout(
     """
     from moemesh.planner.holdings import Holdings
 
+    model, plan = request.model, request.plan
+    seq_len, global_batch = request.seq_len, request.global_batch
     if plan is None:
-        if given := [
-            name
-            for name, value in (
-                ("--model", model),
-                ("--seq-len", seq_len),
-                ("--global-batch", global_batch),
-            )
-            if value is not None
-        ]:
-            raise typer.BadParameter(f"{', '.join(given)} goes with --plan")
-        from moemesh.config.load import load_run
+        own = (("--model", model), ("--seq-len", seq_len), ("--global-batch", global_batch))
+        if given := ", ".join(name for name, value in own if value is not None):
+            raise typer.BadParameter(f"{given} goes with --plan")
+        from moemesh.sharding.load_run import load_run
 
-        run = load_run([] if config is None else [config], overrides or []).config
-        held = Holdings(
-            run.plan, run.model, seq_len=run.data.seq_len, global_batch=run.data.global_batch
-        )
+        run = load_run([request.config] if request.config else [], request.overrides or []).config
+        data = run.data
+        held = Holdings(run.plan, run.model, seq_len=data.seq_len, global_batch=data.global_batch)
     else:
-        if config is not None or overrides:
+        if request.config is not None or request.overrides:
             raise typer.BadParameter("give --plan, or a configuration (CONFIG.toml, --set)")
         held = Holdings.named(plan, model, seq_len=seq_len, global_batch=global_batch)
-    ranks = sorted(set(rank or ()))
+    ranks = sorted(set(request.rank or ()))
     if ranks and ranks[-1] >= held.world_size:
         raise typer.BadParameter(
             f"there is no rank {ranks[-1]}: the plan has {held.world_size}, from 0"
         )
-    if svg is not None:
+    if request.svg is not None:
         from moemesh.report.files import write_texts
         from moemesh.report.meshes import draw
 
         num_experts = 0 if held.model is None else held.model.num_experts
-        write_texts([(svg, draw(held.layout, num_experts) + "\n")])
+        write_texts([(request.svg, draw(held.layout, num_experts) + "\n")])
     with progress("counting shares", quiet=as_json):
         text = strict_json(held.to_json(ranks or None)) if as_json else layout_text(held, ranks)
     typer.echo(text)
@@ -127,12 +123,8 @@ def _axes_table(held: "Holdings") -> str:
         where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
         text = " | ".join(groups) if axis.size > 1 else "each rank by itself"
         rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where, text))
-    lines = table(("axis", "size", "groups", "a group is on"), [row[:4] for row in rows]).split(
-        "\n"
-    )
-    texts = ["ranks of each group", *(row[4] for row in rows)]
-    width = max(map(len, lines))
-    return "\n".join(f"{line:{width}}  {text}" for line, text in zip(lines, texts, strict=True))
+    lines = table(("axis", "size", "groups", "a group is on"), [row[:4] for row in rows])
+    return beside(lines, ["ranks of each group", *(row[4] for row in rows)])
 
 
 def _shares_table(held: "Holdings", ranks: Sequence[int]) -> str:

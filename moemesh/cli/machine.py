@@ -84,18 +84,14 @@ def links_text(found: dict[str, Any]) -> str:
     header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
     rows = []
     for row in found["links"]:
-        fit = row["fit"]
-        times = dict(zip(row["bytes"], row["seconds"], strict=True))
+        fit, times = row["fit"], dict(zip(row["bytes"], row["seconds"], strict=True))
+        rate = f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-"
         rows.append(
             (
-                row["operation"],
-                str(row["ranks"]),
-                str(row["members_per_node"]),
+                *(row["operation"], str(row["ranks"]), str(row["members_per_node"])),
                 *(f"{times[size] * 1e3:.3f}" if size in times else "" for size in sizes),
-                f"{fit['alpha'] * 1e6:.1f}",
-                f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-",
-                f"{fit['error']:.1%}",
-                f"{fit['root_error']:.1%}",
+                *(f"{fit['alpha'] * 1e6:.1f}", rate),
+                *(f"{fit['error']:.1%}", f"{fit['root_error']:.1%}"),
             )
         )
     rates = ", ".join(f"{name} {peak / 1e9:.1f}" for name, peak in device["peak_flops"].items())

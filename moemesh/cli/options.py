@@ -11,7 +11,6 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.completion import Complete
-from moemesh.planner.requests import BATCH_HELP, CLUSTER_HELP, LENGTH_HELP, MODEL_HELP
 
 
 def options_from(
@@ -19,43 +18,35 @@ def options_from(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
-    An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
-    keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
-    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"), "any sign"
-    where the verb judges it. Its default is the field's. The verb gets an instance.
-    `completions` complete the values of fields in a shell.
+    An option's field is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
+    `Annotated[type, help, keywords]`; the metavar of an argument is "<OUT>". Keywords are those of
+    `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
+    itself), and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it.
+    An option of typer may stand in place of them. Its default is the field's. The verb gets an
+    instance. `completions` complete the values of fields in a shell,
+    :data:`moemesh.cli.completion.BY_FIELD` the others.
     """
+    hints = get_type_hints(settings, include_extras=True)
+    own, names = list[inspect.Parameter](), [field.name for field in fields(settings)]
+    for field in fields(settings):
+        hint = hints[field.name]
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, text, *more = get_args(hint)
+        if isinstance(text, str):
+            hint = Annotated[kind, _option(field.name, kind, text, *more, completions=completions)]
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        way = inspect.Parameter.KEYWORD_ONLY
+        own.append(inspect.Parameter(field.name, way, default=default, annotation=hint))
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)
         _, *others = signature.parameters.values()
-        hints = get_type_hints(settings, include_extras=True)
-        own: list[inspect.Parameter] = []
-        for field in fields(settings):
-            if get_origin(hints[field.name]) is not Annotated:
-                continue
-            kind, text, *more = get_args(hints[field.name])
-            keywords: dict[str, Any] = dict(more[0]) if more else {}
-            make = typer.Argument if keywords.pop("argument", False) else typer.Option
-            flags = keywords.pop("names", ())
-            if parser := keywords.pop("tokens", False):
-                parser = tokens_of_any_sign if parser == "any sign" else tokens
-                keywords = {"parser": parser, "metavar": "N"} | keywords
-            if field.name in completions:
-                keywords["autocompletion"] = completions[field.name]
-            own.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=Annotated[kind, make(*flags, help=text, **keywords)],
-                )
-            )
-        names = [parameter.name for parameter in own]
 
         @wraps(verb)
         def call(**given: Any) -> None:
-            verb(settings(**{name: given.pop(name) for name in names}), **given)
+            asked = {name: given.pop(name) for name in names if name in given}
+            verb(settings(**asked), **given)
 
         others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
         # typer reads both, and follows `__wrapped__` to the verb's own if it is there.
@@ -65,6 +56,23 @@ def options_from(
         return call
 
     return decorate
+
+
+def _option(
+    name: str, kind: Any, text: str, more: str | dict[str, Any] = "", *, completions: dict[str, Any]
+) -> Any:
+    keywords: dict[str, Any] = {"metavar": more or None} if isinstance(more, str) else dict(more)
+    metavar = keywords.get("metavar") or ""
+    make = typer.Option
+    if metavar.startswith("<"):
+        keywords["metavar"], make = metavar.strip("<>"), typer.Argument
+    flags = keywords.pop("names", (f"--{name.replace('_', '-')}",) if kind is bool else ())
+    if parser := keywords.pop("tokens", False):
+        parser = tokens_of_any_sign if parser == "any sign" else tokens
+        keywords = {"parser": parser, "metavar": "N"} | keywords
+    if complete := completions.get(name) or completion.BY_FIELD.get(name):
+        keywords["autocompletion"] = complete
+    return make(*flags, help=text, **keywords)
 
 
 def tokens(text: str | int) -> int:
@@ -85,23 +93,3 @@ def tokens(text: str | int) -> int:
 def tokens_of_any_sign(text: str | int) -> int:
     """The same for verbs that name all that is wrong at once."""
     return int(text) if re.fullmatch(r"[+-]?\d+", str(text).strip()) else tokens(text)
-
-
-#: Options of every verb that is asked about a model on a cluster.
-MODEL = typer.Option(
-    "--model",
-    metavar="M",
-    autocompletion=completion.models,
-    help=MODEL_HELP,
-)
-CLUSTER = typer.Option(
-    "--cluster", metavar="C", autocompletion=completion.clusters, help=CLUSTER_HELP
-)
-PLAN = typer.Option(
-    "--plan",
-    metavar="PLAN",
-    autocompletion=completion.plans,
-    help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
-)
-LENGTH = typer.Option("--seq-len", metavar="S", parser=tokens_of_any_sign, help=LENGTH_HELP)
-BATCH = typer.Option("--global-batch", metavar="B", help=BATCH_HELP)

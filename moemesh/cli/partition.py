@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
 from moemesh.cli.terminal import interval, progress, table
@@ -21,11 +20,8 @@ _MOST_NAMES = 4
 
 
 @app.command(short_help="Cut a model into stages and operator strategies.")
-@options_from(PartitionRequest, model=completion.models, cluster=completion.clusters)
-def partition(
-    request: PartitionRequest,
-    as_json: AsJson = False,
-) -> None:
+@options_from(PartitionRequest)
+def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
     """Cut a model into pipeline stages and lay out the operators of each.
 
     Example:
@@ -45,11 +41,8 @@ def partition(
             heads = ("method", "seconds", "gap", "evaluations", "wall")
             compared = [
                 (
-                    one.method,
-                    f"{one.seconds:.6g}",
-                    f"{one.gap:.2%}",
-                    f"{one.evaluations:,}",
-                    f"{one.wall_seconds:.3g} s",
+                    *(one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}"),
+                    *(f"{one.evaluations:,}", f"{one.wall_seconds:.3g} s"),
                 )
                 for one in found
             ]
@@ -126,9 +119,7 @@ def _assignment(assignment: "OperatorAssignment") -> list[str]:
     ]
     edges = [
         (
-            one.group,
-            f"{one.source} -> {one.target}",
-            f"{one.before} -> {one.after}",
+            *(one.group, f"{one.source} -> {one.target}", f"{one.before} -> {one.after}"),
             f"{one.seconds:.4g}",
         )
         for one in assignment.edges

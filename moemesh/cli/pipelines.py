@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,21 +30,22 @@ Asynchronous schedules drain at the end of a run only, which here is these
 microbatches long."""
 
 
-@app.command("schedule", short_help="Simulate, draw and check a pipeline.")
-@options_from(ScheduleRequest, name=completion.schedules)
-def show_schedule(
-    request: ScheduleRequest,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace for Perfetto.")] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save it: text, or .csv.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(ScheduleRequest):
+    """The schedule, and what is written and shown of it."""
+
+    svg: Annotated[Path | None, "Draw it.", "FILE"] = None
+    trace: Annotated[Path | None, "Trace for Perfetto.", "FILE"] = None
+    save: Annotated[Path | None, "Save it: text, or .csv.", "FILE"] = None
     everything: Annotated[
-        bool, typer.Option("--all", help="Compare all schedules, in place of a name.")
-    ] = False,
-    as_text: Annotated[bool, typer.Option("--text", help="Print only the picture.")] = False,
-    as_json: AsJson = False,
-) -> None:
+        bool, "Compare all schedules, in place of a name.", {"names": ("--all",)}
+    ] = False
+    text: Annotated[bool, "Print only the picture."] = False
+
+
+@app.command("schedule", short_help="Simulate, draw and check a pipeline.")
+@options_from(ScheduleOptions, name=completion.schedules)
+def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     """Simulate a pipeline schedule, draw it, and compare it with its formulas.
 
     Activation counts microbatches on one rank's layers. Example:
@@ -52,12 +54,13 @@ def show_schedule(
 
         moemesh schedule --all --ranks 4 --microbatches 8
     """
-    if everything == bool(request.name):
+    svg, trace, save = request.svg, request.trace, request.save
+    if request.everything == bool(request.name):
         one = "moemesh schedule 1f1b --ranks 4 --microbatches 8"
-        fix = "leave out --all" if everything else one
+        fix = "leave out --all" if request.everything else one
         raise typer.BadParameter(f"give the NAME of a schedule, or --all; fix: {fix}")
-    if everything:
-        if svg is not None or trace is not None or save is not None or as_text:
+    if request.everything:
+        if svg is not None or trace is not None or save is not None or request.text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")
         _compare_all(request, as_json)
         return
@@ -79,7 +82,7 @@ def show_schedule(
         text.save(found.schedule, save)
     if as_json:
         typer.echo(strict_json(found.to_json()))
-    elif as_text:
+    elif request.text:
         typer.echo(timeline_text.draw(timeline))
     else:
         typer.echo(schedule_text(found, timeline_text.draw(timeline)))
@@ -144,8 +147,17 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
         lines += (
             [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
         )
-    lines += ["", *_rank_rows(found)]
-    return "\n".join(lines)
+    formulas = None if closed is None else closed.peak_activation
+    ranks = [
+        (
+            *(str(rank), short(simulation.spans[rank]), short(simulation.busy[rank]), short(peak)),
+            "-" if formulas is None else short(formulas[rank]),
+            str(found.copies[rank]),
+        )
+        for rank, peak in enumerate(simulation.peak_activation)
+    ]
+    header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
+    return "\n".join([*lines, "", table(header, ranks, left=0)])
 
 
 def _wrapped(notes: Sequence[str]) -> list[str]:
@@ -161,21 +173,3 @@ def _formula(closed: "ClosedForm | None", metric: str) -> str:
     value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
     holds = "" if closed.bubble is not None else "not here: "
     return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
-
-
-def _rank_rows(found: "ScheduleAnswer") -> list[str]:
-    from moemesh.schedule.answer import short
-
-    simulation, closed = found.simulation, found.closed
-    formula = None if closed is None else closed.peak_activation
-    rows = [
-        (
-            str(rank),
-            *map(short, (simulation.spans[rank], simulation.busy[rank], peak)),
-            "-" if formula is None else short(formula[rank]),
-            str(found.copies[rank]),
-        )
-        for rank, peak in enumerate(simulation.peak_activation)
-    ]
-    header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
-    return table(header, rows, left=0).splitlines()

@@ -1,5 +1,4 @@
-"""The answer of `moemesh plan` as text and as a page, one offline HTML file: the layouts, their
-figures, reasons, and the command."""
+"""Layouts as text and as a page: the answers of `moemesh estimate` and `moemesh plan`."""
 
 from __future__ import annotations
 
@@ -7,14 +6,16 @@ import shlex
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from math import floor
 from typing import Any
 
 from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
-from moemesh.planner.estimate import by_axis, estimate
+from moemesh.planner.estimate import Estimate, by_axis, estimate
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
+from moemesh.planner.memory import CacheSize, kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
     PlannedAnswer,
@@ -25,9 +26,11 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
-from moemesh.report.section import Table
+from moemesh.planner.speed import decoding_intensity, layer_intensities
+from moemesh.report.section import Table, plural
 from moemesh.report.svg import COLOURS, DARK
-from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
 WIDTH = 80
 #: Keys of [plan] that the table of the page shows.
@@ -52,8 +55,143 @@ PARTS = {
     "optimizer": "update of the weights",
     "other": "all smaller parts",
 }
+#: Parts of a rank's memory, in the order of the table of an estimate.
+_PARTS = (
+    "dense_weights", "expert_weights", "gradients", "optimizer", "activations", "logits",
+    "buffers", "total",
+)  # fmt: skip
 #: A bar: its name, its text, and pieces of (name, size, text).
 _Bar = tuple[str, str, list[tuple[str, float, str]]]
+
+
+def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
+    """One layout: parameters, operations, memory, traffic and seconds; the KV cache of `cache`."""
+    parameters, memory = found.parameters, found.memory
+    causal, full = found.causal.training / 1e9, found.full.training / 1e9
+    low, high = map(_size, found.memory_interval)
+    blocks = layer_intensities(found.shape, found.layout)
+    intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
+    each = kv_bytes_per_token(found.shape)
+    lines = [
+        f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
+        f"({found.shape.name})",
+        f"plan        {found.layout.world_size} devices   {found.text or found.layout.key}",
+        f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)",
+        f"intensity   {intensities} FLOP/byte in a microbatch; the device is bound",
+        f"            by arithmetic from {found.device_balance:,.0f} FLOP/byte on, else by memory",
+        f"KV cache    {each:,.0f} B a token of context in 16 bit, over all ranks",
+    ]
+    if cache is not None:
+        whole, intensity = kv_cache_bytes(found.shape, *cache), decoding_intensity(cache.batch, 2)
+        lines += [
+            f"            {_size(whole)} for {cache.batch:,} sequences of {cache.tokens:,} tokens",
+            f"            decoding one token of each: {intensity:,.0f} FLOP/byte of the weights",
+        ]
+    lines += [
+        "",
+        f"memory      {format_bytes(found.peak['needed_bytes'])} {PREDICTED_PEAK}, of "
+        f"{format_bytes(found.cluster.memory_bytes)}: "
+        + ("fits" if found.peak["fits"] else "does NOT fit"),
+        f"            80 % interval {low} to {high}; "
+        f"{found.usable_share:.1%} of the device is usable",
+        *_worst_routing(found),
+    ]
+    if found.peak["fits"] and found.memory_interval.high > found.cluster.memory_bytes:
+        lines.append(
+            "            it may run out of memory: the interval reaches above the device; "
+            f"it fits with {found.fits_chance:.0%}"
+        )
+    if isinstance(near := found.instead, str):
+        lines.append(f"            {near}")
+    elif near is not None:
+        slower = near.seconds / found.seconds["total"] - 1
+        lines += [
+            f"            nearest that fits: {near.change}: {_size(near.needed)}, "
+            f"{near.seconds:.4g} s a step ({slower:+.1%})",
+            f"            --plan {near.layout.text}",
+        ]
+    lines.append(
+        f"            (what is {PREDICTED_HELD}, below, and what allocator and libraries add)"
+    )
+    ranks = memory.first, memory.last, memory.worst
+    held = [
+        (part.replace("_", " "), *(format_bytes(getattr(rank, part)) for rank in ranks))
+        for part in _PARTS
+    ]
+    sent = [
+        (
+            *(one.axis, one.op, one.phase, one.caller, str(one.count)),
+            *(_size(one.wire_bytes / one.count), format_bytes(one.wire_bytes)),
+        )
+        for one in found.traffic.entries()
+    ]
+    axes = ("axis", "operation", "transfers", "one", "all", "share")
+    callers = ("axis", "operation", "phase", "caller", "count", "one", "sent")
+    speed, (least, most), total = found.speed, found.seconds_interval, found.seconds["total"]
+    times = found.seconds.items()
+    parts = [(name, f"{size:.4g} s") for name, size in times if size and name != "total"]
+    lines += [
+        _indented(table(("rank", "first", "last", "worst"), held)),
+        "",
+        f"traffic     of pipeline rank {found.traffic_rank} of {found.layout.pp}, one device, in a "
+        "step (--rank shows another)",
+        _indented(table(axes, _axis_rows(found.traffic), left=2)),
+        "",
+        "            by phase and caller",
+        _indented(table(callers, sent, left=4)),
+        "",
+        _indented(table(("step", f"{total:.4g} s"), parts)).lstrip(),
+        f"  80 % interval {least:.4g} to {most:.4g} s",
+        f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
+        f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
+        "",
+        *found.notes,
+    ]
+    return "\n".join(lines)
+
+
+def _worst_routing(found: Estimate) -> list[str]:
+    """Memory of the fullest rank when the router sends it all rows that it can."""
+    worst = found.worst_routing
+    if worst is None or worst.rows <= worst.balanced_rows:
+        return []
+    bound, fits = worst.rows_at_once, found.fits(found.crowded_bytes)
+    blocks = "" if bound is None else f" in {worst.blocks} blocks of at most {bound:,}"
+    lines = [
+        f"            worst routing: {_size(found.crowded_bytes)}, which "
+        + ("fits" if fits else "does NOT fit"),
+        f"            {worst.rows:,} rows of a layer at one rank, {worst.times_mean:.4g} times "
+        f"the mean{blocks}",
+    ]
+    if worst.dropped_choices:
+        lines.append(f"            {worst.dropped_choices:,} choices above the capacity dropped")
+    return lines
+
+
+def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
+    """Axis, operation, transfers, bytes of one and of all, and their share."""
+    return [
+        (
+            *(row.axis, row.op, f"{row.transfers:,}", _size(row.bytes_each)),
+            *(format_bytes(row.total_bytes), f"{row.share:.2%}"),
+        )
+        for row in by_axis(traffic)
+    ]
+
+
+def _large(number: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return str(number)
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, "  ")
+
+
+def _size(number: float) -> str:
+    return format_bytes(round(number))
 
 
 def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bool = False) -> str:
@@ -82,25 +220,25 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     kept = ("states", "activations", "logits", "working")
     rest = memory.needed - sum(getattr(memory, name) for name in kept)
     parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
-    held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
-    free = format_bytes(round(capacity - memory.needed))
+    held = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 1)
+    free = _size(capacity - memory.needed)
     rows = [
         (f"  {name}", f"{seconds:.4g} s", f"{percent:.1f}%", f"  {PARTS.get(name, '')}")
         for name, seconds, percent in step_parts(best.breakdown)
     ]
     rows.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
-    step_lines = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
+    step = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
     texts = ["", *(row[3] for row in rows)]
     lines += [
         "",
         *wrapped(
-            f"{format_bytes(cluster.memory_bytes)} a device, {format_bytes(round(capacity))} of it "
+            f"{format_bytes(cluster.memory_bytes)} a device, {_size(capacity)} of it "
             f"usable ({planned.usable_share:.1%}; --headroom leaves more)"
         ),
         *wrapped(f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"),
         *wrapped(mfu_words(planned)),
         "",
-        *(f"{line}{text}".rstrip() for line, text in zip(step_lines, texts, strict=True)),
+        *(f"{line}{text}".rstrip() for line, text in zip(step, texts, strict=True)),
         "",
         *wrapped(
             f"memory ({PREDICTED_PEAK}) of pipeline rank {memory.rank}: "
@@ -130,29 +268,29 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
 def heading(planned: PlannedAnswer) -> str:
     """The model and the machine."""
     cluster = planned.cluster
-    devices = f"{cluster.num_devices:,} {'device' if cluster.num_devices == 1 else 'devices'}"
-    nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
+    devices, nodes = plural(cluster.num_devices, "device"), plural(cluster.nodes, "node")
     return f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})"
 
 
 def batch_words(best: Candidate) -> str:
     """The batch of a step."""
-    layout = best.layout
-    return f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step"
+    return f"{best.layout.global_batch:,} x {best.layout.seq_len:,} tokens a step"
 
 
 def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
-    _, unit = memory_unit(planned)
+    unit, tokens = memory_unit(planned)[1], planned.tokens
     rows: list[tuple[str, ...]] = []
     for found in planned.candidates:
-        speed, tokens = planned.speed(found), planned.tokens
+        speed = planned.speed(found)
         costs = (f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}") if tokens else ()
         rows.append(
             (
                 *(f"{found.seconds:.3f}", between(planned.seconds_interval(found), 1)),
-                f"{found.memory.needed / unit:.1f}",
-                between(planned.memory_interval(found), unit),
+                *(
+                    f"{found.memory.needed / unit:.1f}",
+                    between(planned.memory_interval(found), unit),
+                ),
                 f"{speed.tokens_per_second:,.0f}",
                 f"{speed.tokens_per_second_per_gpu:,.1f}",
                 *(f"{speed.mfu:.1%}", *costs),
@@ -164,21 +302,20 @@ def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
 def _rows(planned: PlannedAnswer) -> list[str]:
     """Figures of every layout, each above its roles and keys: the first's, and where others differ
     from these."""
-    first, texts = plan_keys(planned.candidates[0].layout), list[str]()
-    for number, found in enumerate(planned.candidates, start=1):
-        keys, usual = plan_keys(found.layout), vars(Plan()) if number == 1 else first
+    heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
+    numbered = [(str(number), *row) for number, row in enumerate(figures(planned), start=1)]
+    if planned.tokens:  # with costs the line is full without the speed of one device
+        heads = (*heads[:6], "MFU", "days", "GPU-hours")
+        numbered = [(*row[:6], *row[7:]) for row in numbered]
+    top, *lines = table(heads, numbered).split("\n")
+    first, found = plan_keys(planned.candidates[0].layout), [top]
+    for line, one in zip(lines, planned.candidates, strict=True):
+        is_first = one is planned.candidates[0]
+        keys, usual = plan_keys(one.layout), vars(Plan()) if is_first else first
         said = keys_text({key: x for key, x in keys.items() if x != usual.get(key)})
-        roles = f"{', '.join(found.roles)}: " if found.roles else ""
-        alike = f" (+{found.alike} like it)" if found.alike else ""
-        texts.append(f"{roles}{said}{'' if number == 1 else ', else as 1'}{alike}")
-    heads = ("seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
-    # With costs the line is full without the speed of one device.
-    rows = [(*row[:5], *row[6:]) if planned.tokens else row for row in figures(planned)]
-    heads = (*heads[:5], "MFU", "days", "GPU-hours") if planned.tokens else heads
-    numbered = [(str(number), *row) for number, row in enumerate(rows, start=1)]
-    top, *lines = table(("#", *heads), numbered).split("\n")
-    found = [top]
-    for line, text in zip(lines, texts, strict=True):
+        roles = f"{', '.join(one.roles)}: " if one.roles else ""
+        alike = f" (+{one.alike} like it)" if one.alike else ""
+        text = f"{roles}{said}{'' if is_first else ', else as 1'}{alike}"
         found += [line, *wrapped(f"   {text}", "   ")]
     return found
 
@@ -205,10 +342,11 @@ def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
 
 
 def mfu_words(planned: PlannedAnswer) -> str:
-    """What MFU is, with the numbers of the cluster."""
-    peak = planned.speed(planned.candidates[0]).peak_flops / 1e12
-    devices = planned.cluster.num_devices
-    return f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak:,.4g} TFLOP/s)"
+    """The definition of MFU, with the numbers of the cluster."""
+    peak, devices = planned.speed(planned.candidates[0]).peak_flops, planned.cluster.num_devices
+    return (
+        f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak / 1e12:,.4g} TFLOP/s)"
+    )
 
 
 def between(interval: Interval, unit: float) -> str:
@@ -241,11 +379,11 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
 def risk_of_memory(planned: PlannedAnswer) -> str:
     """Whether the first layout may run out of memory on another software, and what would not."""
     first, *others = planned.candidates
-    device = format_bytes(planned.cluster.memory_bytes)
-    high = format_bytes(round(planned.memory_interval(first).high))
+    high = _size(planned.memory_interval(first).high)
+    end = f"ends at {high} of a device's {format_bytes(planned.cluster.memory_bytes)}"
     if planned.is_safe(first):
-        return f"risk: none seen; the 80 % interval of 1 ends at {high} of a device's {device}"
-    told = f"risk: 1 may run out of memory: its 80 % interval ends at {high} of a device's {device}"
+        return f"risk: none seen; the 80 % interval of 1 {end}"
+    told = f"risk: 1 may run out of memory: its 80 % interval {end}"
     for number, one in enumerate(others, start=2):
         if planned.is_safe(one):
             slower = one.seconds / first.seconds - 1
@@ -315,17 +453,15 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     if rival.beyond:
         told.append(f"outside of what the search assumes and varies: {', '.join(rival.beyond)}")
     if rival.short:
-        needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
-        excess = ", ".join(
-            f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
-        )
+        needed, usable = (_size(size) for size in (found.memory.needed, capacity))
+        excess = ", ".join(f"{name} {_size(size)} more" for name, size in rival.memory if size > 0)
         told.append(
             f"does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are "
-            f"usable, {format_bytes(round(rival.short))} short"
+            f"usable, {_size(rival.short)} short"
             + (f"; against the first: {excess}" if excess else "")
         )
         if near := rival.nearest:
-            size = format_bytes(round(near.needed))
+            size = _size(near.needed)
             told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     if rival.verdict == "equal":
         return [*told, "as fast as the first: the time model does not tell them apart"]
@@ -399,18 +535,15 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
     )
     choices = [cells(one.layout) for one in planned.candidates]
-    alike = {
-        key: value for key, value in choices[0].items() if all(c[key] == value for c in choices)
-    }
+    same = {key for key in COLUMNS if len({one[key] for one in choices}) == 1}
+    alike = ", ".join(f"{key} {choices[0][key]}" for key in COLUMNS if key in same)
+    differing = [key for key in COLUMNS if key not in same]
     layouts = Table(
         caption="Layouts that fit",
-        header=("#", "Role", "Like it", *(key for key in COLUMNS if key not in alike)),
+        header=("#", "Role", "Like it", *differing),
         rows=[
-            [f"{number}", ", ".join(one.roles), f"{one.alike}"]
-            + [value for key, value in choice.items() if key not in alike]
-            for number, (one, choice) in enumerate(
-                zip(planned.candidates, choices, strict=True), start=1
-            )
+            (f"{number}", ", ".join(one.roles), f"{one.alike}", *(own[key] for key in differing))
+            for number, one, own in zip(count(1), planned.candidates, choices, strict=False)
         ],
         num_names=2,
     )
@@ -430,7 +563,7 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         facts=list(zip(heads, rows[0], strict=True)),
         tables=[layouts, of_each],
         legend=[
-            *([f"in every row: {', '.join(map(' '.join, alike.items()))}"] if alike else []),
+            *([f"in every row: {alike}"] if alike else []),
             f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
             "and libraries add",
             INTERVAL,
@@ -463,9 +596,8 @@ def _time_bars(planned: PlannedAnswer) -> Any:
     """Seconds of each layout by part; parts beyond the colours there are count as other."""
     shares = [step_parts(one.breakdown) for one in planned.candidates]
     largest: defaultdict[str, float] = defaultdict(float)
-    for share in shares:
-        for name, seconds, _ in share:
-            largest[name] = max(largest[name], seconds)
+    for name, seconds, _ in chain(*shares):
+        largest[name] = max(largest[name], seconds)
     shown = sorted(largest, key=lambda name: (name == "other", -largest[name]))
     if len(shown) > len(COLOURS):
         shown = shown[: len(COLOURS) - 1]
@@ -474,11 +606,11 @@ def _time_bars(planned: PlannedAnswer) -> Any:
         sums = {name: (seconds, percent) for name, seconds, percent in share if name in shown}
         if rest := [(seconds, percent) for name, seconds, percent in share if name not in shown]:
             sums["other"] = (max(sum(x for x, _ in rest), 0.0), sum(x for _, x in rest))
-        parts = [
-            (name, sums[name][0], f"{sums[name][0]:.4g} s ({sums[name][1]:.1f} %)")
-            for name in dict.fromkeys([*shown, "other"])
-            if name in sums and (sums[name][0] > 0 or name == "other")
-        ]
+        parts: list[tuple[str, float, str]] = []
+        for name in dict.fromkeys([*shown, "other"]):
+            seconds, percent = sums.get(name, (-1.0, 0.0))
+            if seconds > 0 or (name == "other" and name in sums):
+                parts.append((name, seconds, f"{seconds:.4g} s ({percent:.1f} %)"))
         bars.append((f"layout {number}", f"{one.seconds:.4g} s", parts))
     note = "; ".join(f"{name}: {PARTS[name]}" for name in shown if name in PARTS)
     return _chart("Seconds of a step, by part", note, bars)
@@ -489,16 +621,16 @@ def _memory_bars(planned: PlannedAnswer, capacity: float) -> Any:
     for number, one in enumerate(planned.candidates, start=1):
         parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
         parts.append(("libraries", one.memory.needed - sum(size for _, size in parts)))
-        sized = [(name, size, format_bytes(round(size))) for name, size in parts if size > 0]
+        sized = [(name, size, _size(size)) for name, size in parts if size > 0]
         name = f"layout {number}, pipeline rank {one.memory.rank}"
-        bars.append((name, format_bytes(round(one.memory.needed)), sized))
+        bars.append((name, _size(one.memory.needed), sized))
     return _chart(
         f"Memory of the fullest device ({PREDICTED_PEAK}), by part",
         "states: weights, gradients and optimizer; activations: kept for the backward; "
         "working: what exists while one layer runs; libraries: of device, collectives, kernels",
         bars,
         capacity,
-        f"usable: {format_bytes(round(capacity))} ({planned.usable_share:.1%})",
+        f"usable: {_size(capacity)} ({planned.usable_share:.1%})",
     )
 
 
@@ -507,17 +639,21 @@ def _traffic(planned: PlannedAnswer, best: Candidate) -> Table | None:
     is_exact = planned.model.run is None and not untrained(best.layout, planned.model)
     plan = plan_of(best.layout) if is_exact else None
     priced = estimate(planned.model, best.layout, planned.cluster, plan)
-    if not (rows := by_axis(priced.traffic)):
-        return None
-    return Table(
-        caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
-        header=("Axis", "Operation", "Transfers", "Bytes of one", "Bytes of all", "Share of bytes"),
-        rows=[
-            (
-                *(row.axis, row.op, f"{row.transfers:,}", format_bytes(round(row.bytes_each))),
-                *(format_bytes(row.total_bytes), f"{row.share:.2%}"),
-            )
-            for row in rows
-        ],
-        num_names=2,
+    rows = _axis_rows(priced.traffic)
+    return (
+        None
+        if not rows
+        else Table(
+            caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
+            header=(
+                "Axis",
+                "Operation",
+                "Transfers",
+                "Bytes of one",
+                "Bytes of all",
+                "Share of bytes",
+            ),
+            rows=rows,
+            num_names=2,
+        )
     )

@@ -2,55 +2,24 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, PLAN, options_from
+from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress
-from moemesh.planner.requests import HEADROOM_HELP, PlanRequest
+from moemesh.planner.requests import EstimateRequest, PlanRequest
 from moemesh.trace.strict_json import strict_json
 
 
 @app.command(short_help="Price one layout, without running it.")
-def estimate(
-    cluster: Annotated[str, CLUSTER],
-    model: Annotated[str | None, MODEL] = None,
-    plan: Annotated[str | None, PLAN] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="A run's TOML file or folder, in place of --model, --plan, --seq-len and "
-            "--global-batch: with its dtype and optimizer.",
-        ),
-    ] = None,
-    seq_len: Annotated[int | None, LENGTH] = None,
-    global_batch: Annotated[int | None, BATCH] = None,
-    rank: Annotated[
-        str,
-        typer.Option(
-            metavar="RANK",
-            help="Pipeline rank of the traffic: first, inner, last, a number, or worst (memory).",
-        ),
-    ] = "worst",
-    headroom: Annotated[str | None, typer.Option(metavar="SHARE|SIZE", help=HEADROOM_HELP)] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-cache",
-            metavar="BATCHxTOKENS",
-            help='Also the KV cache of so many sequences of so many tokens: "32x4096".',
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@options_from(EstimateRequest)
+def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
 
     Example:
@@ -60,61 +29,50 @@ def estimate(
 
         moemesh estimate --config first.toml --cluster laptop_cpu
     """
+    from moemesh.planner import estimate as planner
     from moemesh.planner.memory import read_cache_size
 
-    if config is not None:
+    model, plan, chosen = request.model, request.plan, ("model", "plan", "seq_len", "global_batch")
+    if request.config is not None:
         # What a configuration says may not be said a second time.
-        own = {
-            "--model": model,
-            "--plan": plan,
-            "--seq-len": seq_len,
-            "--global-batch": global_batch,
-        }
-        if twice := [name for name, value in own.items() if value is not None]:
-            raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
-        from moemesh.config.load import load_run
-        from moemesh.planner.estimate import estimate_run
-
-        with progress("estimating", quiet=as_json):
-            run = load_run([config]).config
-            found = estimate_run(run, cluster, rank=rank, headroom=headroom)
+        given = [name for name in chosen if getattr(request, name) is not None]
+        if twice := ", ".join(f"--{name.replace('_', '-')}" for name in given):
+            raise typer.BadParameter(f"--config says it already: leave out {twice}")
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
         raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
-    else:
-        from moemesh.planner.estimate import estimate_named
+    look: Any = {"rank": request.rank, "headroom": request.headroom}
+    with progress("estimating", quiet=as_json):
+        if request.config is not None:
+            from moemesh.sharding.load_run import load_run
 
-        with progress("estimating", quiet=as_json):
-            found = estimate_named(
-                model, cluster, plan, seq_len, global_batch, rank=rank, headroom=headroom
-            )
-    wanted = None if cache is None else read_cache_size(cache)
+            config = load_run([request.config]).config
+            found = planner.estimate_run(config, request.cluster, **look)
+        else:
+            assert model is not None and plan is not None
+            batch = request.seq_len, request.global_batch
+            found = planner.estimate_named(model, request.cluster, plan, *batch, **look)
+    cache = None if request.cache is None else read_cache_size(request.cache)
     if as_json:
-        typer.echo(strict_json(found.to_json(wanted), indent=2))
+        typer.echo(strict_json(found.to_json(cache), indent=2))
         return
-    from moemesh.cli.planning_text import estimate_text
+    from moemesh.cli.plan_text import estimate_text
 
-    typer.echo(estimate_text(found, wanted))
+    typer.echo(estimate_text(found, cache))
+
+
+@dataclass(frozen=True)
+class PlanOptions(PlanRequest):
+    """The search, and what is written and shown of its answer."""
+
+    html: Annotated[Path | None, "Write the answer as a page, offline.", "FILE"] = None
+    write: Annotated[Path | None, "Write the first layout as a file for train.", "FILE.toml"] = None
+    explain: Annotated[bool, "Also parts of time and memory, limits, assumptions."] = False
 
 
 @app.command(short_help="Find the best layouts of a model on a cluster.")
-@options_from(
-    PlanRequest, model=completion.models, cluster=completion.clusters, settings=completion.settings
-)
-def plan(
-    request: PlanRequest,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Write the first layout as a file for train."),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Also parts of time and memory, limits, assumptions.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@options_from(PlanOptions, settings=completion.settings)
+def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
     Seconds, tokens a second, MFU and memory with 80 % intervals; with --tokens days and GPU-hours;
@@ -130,6 +88,7 @@ def plan(
     from moemesh.planner.search.command import PLAN_FILE, plan_file, plan_named, to_json
     from moemesh.report.files import check_target, write_texts
 
+    html, write, explain = request.html, request.write, request.explain
     for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
         if path is not None:
             check_target(path, kind)

@@ -32,7 +32,7 @@ def replay(
     It prints where the first value that is not finite comes from: rank, microbatch, layer, expert,
     parameter and samples.
     """
-    from moemesh.train.numerics.bundle import replay as run
+    from moemesh.train.numerics.repro_bundle import replay as run
 
     raise typer.Exit(run(bundle, overrides or (), alone=alone, as_json=as_json))
 
@@ -66,25 +66,21 @@ def repro(
         result = {**asdict(found), "differences": causes, "folder": str(folder)}
         typer.echo(strict_json(result, indent=1))
     else:
-        typer.echo()
-        if found.first_step is None:
-            typer.echo(f"equal to the bit: losses and gradient norms of {found.steps} steps")
-        else:
-            typer.echo(
+        lines = ["", f"equal to the bit: losses and gradient norms of {found.steps} steps"]
+        if found.first_step is not None:
+            lines[1:] = [
                 f"different: step {found.first_step} is the first, {found.key} {found.before!r} "
-                f"then, {found.after!r} now\n"
+                f"then, {found.after!r} now",
                 f"{found.num_different} of {found.steps} steps differ, losses by at most "
-                f"{found.largest:.3g}"
-            )
+                f"{found.largest:.3g}",
+            ]
         if causes:
-            typer.echo("what differs between the two runs:")
-            for cause in causes:
-                typer.echo(f"  {cause}")
+            lines += ["what differs between the two runs:", *(f"  {cause}" for cause in causes)]
         elif found.first_step is not None:
-            typer.echo(
+            lines.append(
                 "no difference of packages, hardware, git, data or environment is recorded: "
                 "another process on the machine cannot be the reason, a change of the library or "
                 "of files in place can"
             )
-        typer.echo(f"second run: {folder}")
+        typer.echo("\n".join([*lines, f"second run: {folder}"]))
     raise typer.Exit(0 if found.first_step is None else 1)

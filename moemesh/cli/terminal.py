@@ -45,6 +45,14 @@ def _wrapped(lines: Sequence[Sequence[str]], columns: int, left: int) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
+def beside(table: str, texts: Iterable[str]) -> str:
+    """A table with a text of any length behind each of its lines, aligned to the left."""
+    lines = table.split("\n")
+    width = max(map(len, lines))
+    pairs = zip(lines, texts, strict=True)
+    return "\n".join(f"{line:{width}}  {text}" for line, text in pairs)
+
+
 def interval(numbers: range) -> str:
     """Consecutive numbers: ``0-3``, ``5``, or ``-`` for none."""
     if not numbers:

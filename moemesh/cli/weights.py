@@ -1,75 +1,75 @@
-"""Verbs of trained weights: convert, evaluate, generate."""
+"""Verbs of trained weights: convert, evaluate, generate, esft scores."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from moemesh.cli.application import AsJson, Overrides, app
-from moemesh.cli.options import tokens
+from moemesh.cli.application import AsJson, Overrides, app, esft_app
+from moemesh.cli.options import options_from
+
+_Source = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertRequest:
+    """Weights to convert: from where, to where, in which format."""
+
+    source: Annotated[
+        Path,
+        "A run, one of its checkpoints, or a folder of transformers.",
+        "<IN>",
+    ]
+    out: Annotated[Path, "A new folder.", "<OUT>"]
+    to: Annotated[
+        Literal["huggingface", "moemesh"] | None,
+        "The format to write; by default the one that IN is not in.",
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        "Type of weights; by default that of the run or the folder.",
+    ] = None
+    like: Annotated[
+        Path | None,
+        "A folder of transformers whose config.json and tokenizer the result takes; by "
+        "default the one that the run started from.",
+        "DIR",
+    ] = None
+    expert_layout: Annotated[
+        Literal["per-expert", "fused"] | None,
+        "One tensor for each expert, or one for all experts of a layer (transformers 5); "
+        "by default as transformers writes the family.",
+    ] = None
+    upcycle: Annotated[
+        str | None,
+        "Make a mixture of experts of a dense folder: experts=8,k=2, and every=2, "
+        "noise=0.01, drop=0.5, seed=0 where wanted.",
+        "RECIPE",
+    ] = None
+    adapter: Annotated[
+        bool,
+        "Write the adapters of a run with [lora] alone, in PEFT's format; without it they "
+        "are merged into the weights.",
+    ] = False
+    delta: Annotated[bool, "Write only the tensors that a run has trained."] = False
+    apply: Annotated[Path | None, "Put such tensors onto the folder IN.", "DELTA"] = None
+
+    def refuse(self, *names: str, told: str) -> None:
+        """Raise BadParameter for the first of these options that is given."""
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                flag = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter(told.format(flag), param_hint=flag)
 
 
 @app.command(short_help="Write a run's weights for transformers, or start a run from such.")
-def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN", help="A run, one of its checkpoints, or a folder of transformers."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
-    to: Annotated[
-        Literal["huggingface", "moemesh"] | None,
-        typer.Option("--to", help="The format to write; by default the one that IN is not in."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float64"] | None,
-        typer.Option("--dtype", help="Type of weights; by default that of the run or the folder."),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            "--like",
-            metavar="DIR",
-            help="A folder of transformers whose config.json and tokenizer the result takes; by "
-            "default the one that the run started from.",
-        ),
-    ] = None,
-    expert_layout: Annotated[
-        Literal["per-expert", "fused"] | None,
-        typer.Option(
-            "--expert-layout",
-            help="One tensor for each expert, or one for all experts of a layer (transformers 5); "
-            "by default as transformers writes the family.",
-        ),
-    ] = None,
-    upcycle: Annotated[
-        str | None,
-        typer.Option(
-            "--upcycle",
-            metavar="RECIPE",
-            help="Make a mixture of experts of a dense folder: experts=8,k=2, and every=2, "
-            "noise=0.01, drop=0.5, seed=0 where wanted.",
-        ),
-    ] = None,
-    adapter: Annotated[
-        bool,
-        typer.Option(
-            "--adapter",
-            help="Write the adapters of a run with [lora] alone, in PEFT's format; without it they "
-            "are merged into the weights.",
-        ),
-    ] = False,
-    delta: Annotated[
-        bool, typer.Option("--delta", help="Write only the tensors that a run has trained.")
-    ] = False,
-    apply: Annotated[
-        Path | None,
-        typer.Option("--apply", metavar="DELTA", help="Put such tensors onto the folder IN."),
-    ] = None,
-) -> None:
+@options_from(ConvertRequest)
+def convert(request: ConvertRequest) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
     One tensor is in memory at a time, and a conversion that was interrupted goes on where it
@@ -86,71 +86,64 @@ def convert(
     # All that is looked at here is told before torch, which takes seconds, is imported.
     from moemesh.train.weights import weight_sources
 
-    parts = {"--adapter": adapter, "--delta": delta, "--apply": apply is not None}
-    if chosen := [flag for flag, given in parts.items() if given]:
-        others = {"--to": to, "--like": like, "--expert-layout": expert_layout}
-        others |= {"--upcycle": upcycle, "--dtype": dtype if apply is not None else None}
-        clash = [*chosen[1:], *(flag for flag, given in others.items() if given is not None)]
-        if clash:
-            raise typer.BadParameter(f"does not go with {chosen[0]}", param_hint=clash[0])
+    source, out, to, dtype = request.source, request.out, request.to, request.dtype
+    recipe = None
+    parts = [name for name in ("adapter", "delta", "apply") if getattr(request, name)]
+    if parts:
+        others = (*parts[1:], "to", "like", "expert_layout", "upcycle")
+        others += ("dtype",) if request.apply is not None else ()
+        request.refuse(*others, told=f"does not go with --{parts[0]}")
         weight_sources.check_weights(source)
-        if apply is not None:
-            weight_sources.check_folder(apply)
-        kind = "adapter" if adapter else "delta" if delta else "folder"
-    elif upcycle is not None:
-        from moemesh.train.weights.weight_sources import read_recipe
-
-        for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
-            if given is not None:
-                raise typer.BadParameter(f"{flag} does not go with --upcycle", param_hint=flag)
-        recipe = read_recipe(upcycle)
+        if request.apply is not None:
+            weight_sources.check_folder(request.apply)
+        kind = "adapter" if request.adapter else "delta" if request.delta else "folder"
+    elif request.upcycle is not None:
+        request.refuse("like", "expert_layout", told="{} does not go with --upcycle")
+        recipe = weight_sources.read_recipe(request.upcycle)
         weight_sources.check_weights(source)
         kind = "run" if to == "moemesh" else "folder"
     else:
-        target = weight_sources.target_of(source, to, dtype, expert_layout)
+        target = weight_sources.target_of(source, to, dtype, request.expert_layout)
         kind = "run" if target == "moemesh" else "folder"
     weight_sources.refuse_occupied(source, out, kind)
     from moemesh.train.weights import conversion
 
-    if adapter:
+    if request.adapter:
         conversion.write_adapter(source, out, dtype=dtype)
-    elif delta:
+    elif request.delta:
         conversion.write_trained(source, out, dtype=dtype)
-    elif apply is not None:
-        conversion.apply_delta(source, out, apply, on_file=say)
-    elif upcycle is not None:
-        from moemesh.train.weights.conversion import upcycle as make
-
-        make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
+    elif request.apply is not None:
+        conversion.apply_delta(source, out, request.apply, on_file=say)
+    elif recipe is not None:
+        conversion.upcycle(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
     else:
+        look, layout = request.like, request.expert_layout
         conversion.convert(
-            source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say
+            source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=say
         )
     typer.echo(weight_sources.written_text(out, kind), err=True)
     start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
     typer.echo(start if kind == "run" else str(out))
 
 
-@app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
-def evaluate(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
-    ],
-    data: Annotated[
-        str, typer.Option("--data", metavar="PATH", help="The text: as data.path, in order.")
-    ],
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """Weights, and the text to compute their loss on."""
+
+    source: _Source
+    data: Annotated[str, "The text: as data.path, in order.", "PATH"]
     seq_len: Annotated[
         int | None,
-        typer.Option(
-            "--seq-len",
-            metavar="S",
-            parser=tokens,
-            help="Tokens of a window; of a run: its data.seq_len.",
-        ),
-    ] = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+        "Tokens of a window; of a run: its data.seq_len.",
+        {"tokens": True, "metavar": "S"},
+    ] = None
+    overrides: Overrides = None
+    as_json: AsJson = False
+
+
+@app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
+@options_from(EvaluateRequest)
+def evaluate(request: EvaluateRequest) -> None:
     """Mean loss (nats a token or byte) and perplexity over windows of a text, in any plan.
 
     Window i reads the tokens from i times S on, and its targets are one further; what is left at
@@ -159,12 +152,13 @@ def evaluate(
 
         moemesh evaluate runs/first --data book.txt --seq-len 128
     """
+    source, seq_len, overrides = request.source, request.seq_len, request.overrides or []
     if seq_len is None:
         from moemesh.config.errors import UserError
         from moemesh.config.huggingface.folder import CONFIG
         from moemesh.train.weights.weight_sources import config_of
 
-        config = config_of(source, overrides or [])
+        config = config_of(source, overrides)
         if (source / CONFIG).exists():
             longest = config.model.max_position_embeddings
             most = f", at most {longest}" if longest else ""
@@ -173,46 +167,35 @@ def evaluate(
                 f"one{most}, such as --seq-len {min(2048, longest or 2048)}"
             )
         seq_len = config.data.seq_len  # that of the run
-    _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
+    _check(source, [f"data.seq_len={seq_len}", *overrides])
     from moemesh.train.inference.evaluation import evaluate as run
 
-    raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))
+    raise typer.Exit(run(source, request.data, seq_len, overrides, as_json=request.as_json))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """Weights, the text that they continue, and how tokens are chosen."""
+
+    source: _Source
+    prompt: Annotated[str | None, "The text to continue.", "TEXT"] = None
+    chat: Annotated[
+        bool, "Answer --prompt by the chat template; without it, the lines of stdin."
+    ] = False
+    system: Annotated[str | None, "With --chat: a system turn.", "TEXT"] = None
+    max_tokens: Annotated[int, "Most tokens to add.", {"tokens": True}] = 100
+    temperature: Annotated[
+        float | None, "0, the default, takes the likeliest token; 1 draws.", {"min": 0.0}
+    ] = None
+    top_p: Annotated[float, "Draw from tokens of this probability.", {"min": 0.0, "max": 1.0}] = 1.0
+    seed: Annotated[int, "Random seed.", {"min": 0, "max": 2**63 - 1}] = 0
+    overrides: Overrides = None
+    as_json: AsJson = False
 
 
 @app.command(short_help="Continue a text with a run or a folder of transformers.")
-def generate(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
-    ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Answer --prompt by the chat template; without it, the lines of stdin."
-        ),
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="With --chat: a system turn.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", parser=tokens, help="Most tokens to add.")
-    ] = 100,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", min=0.0, help="0, the default, takes the likeliest token; 1 draws."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float,
-        typer.Option("--top-p", min=0.0, max=1.0, help="Draw from tokens of this probability."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Random seed.")] = 0,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+@options_from(GenerateRequest)
+def generate(request: GenerateRequest) -> None:
     """Continue a text, token by token, with kept keys and values: to try a model out, no server.
 
     One device by default; --set plan.tp=4 --set plan.ep=4 spread the weights over more. Example:
@@ -222,34 +205,89 @@ def generate(
     """
     from moemesh.comm.slurm import rank_of
 
-    if prompt is None and not chat:
-        need = 'is missing; fix: --prompt "What is 3 + 4?"'
-        raise typer.BadParameter(need, param_hint="--prompt")
-    if prompt is None and as_json:
-        need = 'answers one --prompt; fix: --prompt "What is 3 + 4?"'
-        raise typer.BadParameter(need, param_hint="--json")
-    if system is not None and not chat:
-        message = "is a turn of a conversation; fix: add --chat"
-        raise typer.BadParameter(message, param_hint="--system")
-    _check(source, overrides or [])
-    if temperature is None and rank_of(os.environ) == 0:
+    need = '; fix: --prompt "What is 3 + 4?"'
+    for is_wrong, option, message in (
+        (request.prompt is None and not request.chat, "--prompt", f"is missing{need}"),
+        (request.prompt is None and request.as_json, "--json", f"answers one --prompt{need}"),
+        (
+            request.system is not None and not request.chat,
+            "--system",
+            "is a turn of a conversation; fix: add --chat",
+        ),
+    ):
+        if is_wrong:
+            raise typer.BadParameter(message, param_hint=option)
+    given = vars(request) | {
+        "overrides": request.overrides or [],
+        "temperature": request.temperature or 0.0,
+    }
+    _check(request.source, given["overrides"])
+    if request.temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
     from moemesh.train.inference.generation import generate as run
 
-    code = run(
-        source,
-        prompt,
-        overrides or [],
-        chat=chat,
-        system=system,
-        max_tokens=max_tokens,
-        temperature=temperature or 0.0,
-        top_p=top_p,
-        seed=seed,
-        as_json=as_json,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(run(**given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresRequest:
+    """A model, data of a task, and how experts are chosen by them."""
+
+    source: Annotated[Path, "A run, or a folder of transformers.", "<MODEL>"]
+    data: Annotated[str, "Data of the task, as data.path.", "<DATA>"]
+    out: Annotated[Path, "The table to write.", "TABLE.json"]
+    threshold: Annotated[
+        float | None,
+        "Choose the most relevant experts of a layer that together reach this share.",
+        {"metavar": "P", "show_default": "0.2"},
+    ] = None
+    experts_per_layer: Annotated[int | None, "Or: so many of every layer.", {"min": 1}] = None
+    score: Annotated[
+        Literal["gate", "token"], "Relevance: mean gate score, or share of the tokens' choices."
+    ] = "gate"
+    seq_len: Annotated[
+        int | None,
+        "Tokens of a window, at most the positions of the model.",
+        {
+            "tokens": True,
+            "metavar": "S",
+            "show_default": "4096, or the positions of the model where they are fewer",
+        },
+    ] = None
+    samples: Annotated[int, "Most windows to read.", {"metavar": "N", "min": 1}] = 32
+    svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
+    overrides: Overrides = None
+    as_json: AsJson = False
+
+
+@esft_app.command(short_help="Write a table of the experts that the data of a task uses.")
+@options_from(ScoresRequest)
+def scores(given: ScoresRequest) -> None:
+    """Score every expert on the data of a task, and choose those to train (ESFT, arXiv:2407.01906).
+
+    Windows are read in order, in any plan (--set plan.ep=4). Example:
+
+        moemesh esft scores models/Qwen3-30B-A3B law.jsonl --threshold 0.2 --out law.json
+
+        moemesh train sft.toml --set train.esft=law.json
+    """
+    from moemesh.report.files import check_target
+    from moemesh.train.inference.esft_request import EsftRequest
+    from moemesh.train.weights.weight_sources import check_weights, config_of
+
+    source, overrides = given.source, given.overrides or []
+    own = {field.name: getattr(given, field.name) for field in fields(EsftRequest)}
+    request = EsftRequest(**own)
+    # Before torch, which takes seconds, is imported, and before any work.
+    for path, kind in ((given.out, '{\n "model"'), (given.svg, "<svg")):
+        if path is not None and path.exists():
+            check_target(path, kind)
+    request = request.checked(config_of(source, overrides))
+    check_weights(source)
+    from moemesh.train.inference.esft import write_scores
+
+    raise typer.Exit(write_scores(source, request, overrides))
 
 
 def _check(source: Path, given: list[str]) -> None:

@@ -39,24 +39,25 @@ from moemesh.watch.meeting import (
     STACK_SIGNAL,
     STORE,
     WORDS,
+    Node,
     has_supervisor,
+    meet,
     stack_file,
     torchrun_file,
     write_told,
 )
-from moemesh.watch.node import Node, meet
-from moemesh.watch.observer import Ended
 from moemesh.watch.peers import introduce
-from moemesh.watch.signals import STOPPING_SOON
-from moemesh.watch.slow_rank import SlowRank
+from moemesh.watch.progress_words import RANK_BYTES
 from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
+    STOPPING_SOON,
+    Ended,
+    SlowRank,
     Supervisor,
     describe,
     python_command,
 )
 from moemesh.watch.verdict import Limits
-from moemesh.watch.word_file import RANK_BYTES
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.
 MODULE = ("moemesh",)

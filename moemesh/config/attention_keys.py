@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from math import log
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem
-from moemesh.config.section import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Size
+from moemesh.config.suggest import divisors, nearest_divisors
 from moemesh.config.toml import format_value
 
 Attention = Literal["gqa", "mla"]
@@ -47,18 +45,18 @@ class AttentionConfig(Section):
 
     #: Grouped-query attention (arXiv:2305.13245) or multi-head latent attention (arXiv:2405.04434).
     attention: Attention = "gqa"
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 16
+    num_heads: Size = 8
+    num_kv_heads: Size = 4
+    head_dim: Size = 16
     #: The sizes of latent attention; 0 means unused. Without a q_lora_rank, queries are not
     #: compressed.
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rotary_head_dim: int = 0
-    v_head_dim: int = 0
+    q_lora_rank: Count = 0
+    kv_lora_rank: Count = 0
+    qk_nope_head_dim: Count = 0
+    qk_rotary_head_dim: Count = 0
+    v_head_dim: Count = 0
     #: Epsilon of the norms of the latents, whatever that of the other norms is.
-    latent_norm_eps: float = 1e-6
+    latent_norm_eps: Positive = 1e-6
 
     #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
@@ -70,72 +68,45 @@ class AttentionConfig(Section):
     #: A bias on the output projection.
     output_bias: bool = False
     #: Queries, keys and values are clipped to +- this value behind the norm; 0 is no limit.
-    clip_qkv: float = 0.0
+    clip_qkv: NotNegative = 0.0
     #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
     attention_sinks: bool = False
     #: Factor of the scores in place of 1/sqrt(query head size); 0 is that.
-    attention_multiplier: float = 0.0
+    attention_multiplier: NotNegative = 0.0
     #: Keys that a query of a sliding layer sees, its own included; 0: no layer slides.
-    sliding_window: int = 0
+    sliding_window: Count = 0
     #: Which layers slide: one entry a layer, or a pattern that is repeated. Empty: all slide when
     #: there is a sliding_window, else none.
-    layer_types: Annotated[tuple[LayerType, ...], BeforeValidator(as_tuple)] = ()
+    layer_types: tuple[LayerType, ...] = ()
 
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     #: Share of the channels of a head that are rotated, the first ones.
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
     #: Rotated pairs are channels (2i, 2i+1); otherwise (i, i + half).
     rope_interleave: bool = False
     #: How the frequencies are stretched for longer sequences: not at all, all of them
     #: (arXiv:2306.15595), by wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
     rope_type: RopeType = "default"
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1.0)] = 1.0
     #: Positions that the frequencies were trained on before they were stretched.
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: Count = 0
     #: YaRN keeps what turns more than `fast` times over the original positions, divides what turns
     #: less than `slow` times by the factor, and blends in between, from and to whole channels with
     #: `truncate`.
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
+    rope_beta_fast: Positive = 32.0
+    rope_beta_slow: Positive = 1.0
     rope_truncate: bool = True
     #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
     #: 0 is not given; `attention_factor` then follows from the other two, or from rope_factor.
-    rope_mscale: float = 0.0
-    rope_mscale_all_dim: float = 0.0
-    rope_attention_factor: float = 0.0
+    rope_mscale: NotNegative = 0.0
+    rope_mscale_all_dim: NotNegative = 0.0
+    rope_attention_factor: NotNegative = 0.0
     #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
     #: original/high, and blends in between.
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
+    rope_low_freq_factor: Positive = 1.0
+    rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0 is no limit.
-    max_position_embeddings: int = 0
-
-    attention_ranges: ClassVar[Mapping[str, Range]] = {
-        "num_heads": SIZE,
-        "num_kv_heads": SIZE,
-        "head_dim": SIZE,
-        "q_lora_rank": COUNT,
-        "kv_lora_rank": COUNT,
-        "qk_nope_head_dim": COUNT,
-        "qk_rotary_head_dim": COUNT,
-        "v_head_dim": COUNT,
-        "latent_norm_eps": POSITIVE,
-        "clip_qkv": NOT_NEGATIVE,
-        "attention_multiplier": NOT_NEGATIVE,
-        "sliding_window": COUNT,
-        "rope_theta": POSITIVE,
-        "partial_rotary_factor": Range(0.0, 1.0, open_low=True),
-        "rope_factor": Range(1.0),
-        "original_max_position_embeddings": COUNT,
-        "rope_beta_fast": POSITIVE,
-        "rope_beta_slow": POSITIVE,
-        "rope_mscale": NOT_NEGATIVE,
-        "rope_mscale_all_dim": NOT_NEGATIVE,
-        "rope_attention_factor": NOT_NEGATIVE,
-        "rope_low_freq_factor": POSITIVE,
-        "rope_high_freq_factor": POSITIVE,
-        "max_position_embeddings": COUNT,
-    }
+    max_position_embeddings: Count = 0
 
     @property
     def query_head_dim(self) -> int:
@@ -188,116 +159,77 @@ class AttentionConfig(Section):
         """0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), with a weight of the logarithm."""
         return 0.1 * weight * log(self.rope_factor) + 1.0
 
-    def attention_rules(self, num_layers: int) -> list[Problem]:
+    def attention_rules(self, num_layers: int) -> Iterator[Problem]:
         """The rules between these keys, for a model of `num_layers`."""
-        own = self._latent_rules() if self.attention == "mla" else self._grouped_rules()
-        return own + self._rope_rules() + self._window_rules(num_layers)
+        yield from self._latent_rules() if self.attention == "mla" else self._grouped_rules()
+        yield from self._rope_rules()
+        yield from self._window_rules(num_layers)
 
-    def _grouped_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
-            legal = nearest_divisors(max(self.num_heads, 1), self.num_kv_heads)
-            message = f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
-            fix = f"num_kv_heads = {legal}"
-            problems.append(
-                self.problem("not-divisible", "num_kv_heads", message, fix, "num_heads")
+    def _grouped_rules(self) -> Iterator[Problem]:
+        heads, keys, share = self.num_heads, self.num_kv_heads, self.partial_rotary_factor
+        if keys > 0 and heads % keys:
+            message = f"num_kv_heads ({keys}) must divide num_heads ({heads})"
+            fix = f"num_kv_heads = {nearest_divisors(max(heads, 1), keys)}"
+            yield self.problem("not-divisible", "num_kv_heads", message, fix, "num_heads")
+        if share == 1.0:
+            yield from self._even("head_dim", self.head_dim)
+        elif not (rotated := self.rotary_dim) or rotated % 2:
+            size, even = self.head_dim, rotated - rotated % 2
+            legal = sorted({max(even, 2), even + 2})
+            factors = " or ".join(format_value(one / size) for one in legal if one <= size)
+            message = (
+                f"partial_rotary_factor ({share}) of head_dim ({size}) is {rotated} channels: "
+                "RoPE rotates pairs of them"
             )
-        if self.partial_rotary_factor == 1.0:
-            return problems + self._even("head_dim", self.head_dim)
-        if (rotated := self.rotary_dim) and rotated % 2 == 0:
-            return problems
-        legal = sorted({max(rotated - rotated % 2, 2), rotated - rotated % 2 + 2})
-        factors = " or ".join(
-            format_value(size / self.head_dim) for size in legal if size <= self.head_dim
-        )
-        return [
-            *problems,
-            self.problem(
-                "not-divisible",
-                "partial_rotary_factor",
-                f"partial_rotary_factor ({self.partial_rotary_factor}) of head_dim "
-                f"({self.head_dim}) is {rotated} channels: RoPE rotates pairs of them",
-                f"partial_rotary_factor = {factors or 1.0}",
-                "head_dim",
-            ),
-        ]
+            name, fix = "partial_rotary_factor", f"partial_rotary_factor = {factors or 1.0}"
+            yield self.problem("not-divisible", name, message, fix, "head_dim")
 
-    def _latent_rules(self) -> list[Problem]:
-        problems = [
-            self.problem(
-                "missing",
-                name,
-                f'attention = "mla" needs {name} of at least 1, not 0',
-                f'{name} = {self.head_dim}, or attention = "gqa"',
-                "attention",
-            )
-            for name in _MLA_SIZES
-            if getattr(self, name) == 0
-        ]
-        problems += [
-            self.problem(
-                "conflict",
-                name,
-                f'{name} = {format_value(getattr(self, name))} has no use with attention = "mla"',
-                f'{name} = {format_value(unused)}, or attention = "gqa"',
-                "attention",
-            )
-            for name, unused in _NOT_LATENT
-            if getattr(self, name) != unused
-        ]
-        return problems + self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
+    def _latent_rules(self) -> Iterator[Problem]:
+        other = 'or attention = "gqa"'
+        for name in _MLA_SIZES:
+            if getattr(self, name) == 0:
+                message = f'attention = "mla" needs {name} of at least 1, not 0'
+                fix = f"{name} = {self.head_dim}, {other}"
+                yield self.problem("missing", name, message, fix, "attention")
+        for name, unused in _NOT_LATENT:
+            if (value := getattr(self, name)) != unused:
+                message = f'{name} = {format_value(value)} has no use with attention = "mla"'
+                fix = f"{name} = {format_value(unused)}, {other}"
+                yield self.problem("conflict", name, message, fix, "attention")
+        yield from self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
 
-    def _even(self, name: str, size: int) -> list[Problem]:
-        if size % 2 == 0:
-            return []
-        message = f"{name} ({size}) must be even: RoPE rotates pairs of channels"
-        fix = f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}"
-        return [self.problem("not-divisible", name, message, fix)]
+    def _even(self, name: str, size: int) -> Iterator[Problem]:
+        if size % 2:
+            message = f"{name} ({size}) must be even: RoPE rotates pairs of channels"
+            fix = f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}"
+            yield self.problem("not-divisible", name, message, fix)
 
-    def _rope_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
+    def _rope_rules(self) -> Iterator[Problem]:
+        kind = format_value(self.rope_type)
         for name, (types, unused) in _ROPE_KEYS.items():
             value = getattr(self, name)
             if value != unused and self.rope_type not in types:
-                message = (
-                    f"{name} ({value}) has no use with rope_type = {format_value(self.rope_type)}"
-                )
-                fix = (
-                    f"{name} = {unused}, or rope_type = "
-                    f"{' or '.join(format_value(kind) for kind in types)}"
-                )
-                problems.append(self.problem("conflict", name, message, fix, "rope_type"))
+                message = f"{name} ({value}) has no use with rope_type = {kind}"
+                fix = f"{name} = {unused}, or rope_type = {' or '.join(map(format_value, types))}"
+                yield self.problem("conflict", name, message, fix, "rope_type")
         if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
-            longest = self.max_position_embeddings
-            message = (
-                f"rope_type = {format_value(self.rope_type)} needs "
-                "original_max_position_embeddings: the positions before they were stretched"
-            )
-            fix = (
-                "original_max_position_embeddings = "
-                f"{max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096}"
-            )
-            problems.append(
-                self.problem(
-                    "missing", "original_max_position_embeddings", message, fix, "rope_type"
-                )
-            )
+            name, longest = "original_max_position_embeddings", self.max_position_embeddings
+            message = f"rope_type = {kind} needs {name}: the positions before they were stretched"
+            usual = max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096
+            yield self.problem("missing", name, message, f"{name} = {usual}", "rope_type")
         slow, fast = self.rope_beta_slow, self.rope_beta_fast
         if self.rope_type == "yarn" and slow > fast:
-            message = f"rope_beta_slow ({slow}) must not exceed rope_beta_fast ({fast})"
-            fix = f"rope_beta_slow = {fast}"
-            problems.append(
-                self.problem("too-large", "rope_beta_slow", message, fix, "rope_beta_fast")
-            )
+            name, other = "rope_beta_slow", "rope_beta_fast"
+            message = f"{name} ({slow}) must not exceed {other} ({fast})"
+            yield self.problem("too-large", name, message, f"{name} = {fast}", other)
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if self.rope_type == "llama3" and low >= high:
             name, other = "rope_low_freq_factor", "rope_high_freq_factor"
             message = f"{name} ({low}) must be below {other} ({high})"
-            problems.append(self.problem("too-large", name, message, f"{name} = {high / 4}", other))
-        return problems
+            yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)
 
-    def _window_rules(self, num_layers: int) -> list[Problem]:
-        types, problems = self.layer_types, list[Problem]()
+    def _window_rules(self, num_layers: int) -> Iterator[Problem]:
+        types, window = self.layer_types, self.sliding_window
         if types and num_layers > 0 and num_layers % len(types):
             near = [size for size in divisors(num_layers) if size <= len(types)][-1]
             lengths = f"{near} or {num_layers}" if near < num_layers else f"{num_layers}"
@@ -306,19 +238,16 @@ class AttentionConfig(Section):
                 f"must divide num_layers ({num_layers})"
             )
             fix = f"a list of {lengths} entries"
-            problems.append(
-                self.problem("not-divisible", "layer_types", message, fix, "num_layers")
-            )
+            yield self.problem("not-divisible", "layer_types", message, fix, "num_layers")
         slides = "sliding_attention" in types
-        if slides and not self.sliding_window:
+        if slides and not window:
             message = 'layer_types has "sliding_attention", but sliding_window is 0'
             fix = "sliding_window = 128, or no sliding layers"
-            problems.append(self.problem("missing", "sliding_window", message, fix, "layer_types"))
-        if types and self.sliding_window and not slides:
+            yield self.problem("missing", "sliding_window", message, fix, "layer_types")
+        if types and window and not slides:
             message = (
-                f"sliding_window ({self.sliding_window}) has no use: no entry of layer_types "
+                f"sliding_window ({window}) has no use: no entry of layer_types "
                 'is "sliding_attention"'
             )
             fix = "sliding_window = 0"
-            problems.append(self.problem("conflict", "sliding_window", message, fix, "layer_types"))
-        return problems
+            yield self.problem("conflict", "sliding_window", message, fix, "layer_types")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moemesh.config.errors import UserError
-from moemesh.config.migration import SCHEMA_KEY
-from moemesh.config.schema import SECTIONS
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]
@@ -48,8 +48,15 @@ TRAINING = frozenset(
         "plan.payload",
     }
 )
-#: Schedules that train on stale weights: moving to or from one changes more than the layout.
-ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw", "ampnet"})
+
+#: Of every other key.
+_SECTIONS: dict[str, Kind] = {
+    "plan": "layout",
+    "model": "model",
+    "lora": "model",
+    "train": "training",
+    "data": "training",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +122,11 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
         return "free"  # the run folder's copy of the table tells whether it trains the same
     if key == "train.esft":
         return "model"
-    if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
-        return "training"
+    if key == "plan.schedule" and {old, new} & {*ASYNCHRONOUS_SCHEDULES}:
+        return "training"  # moving to or from stale weights changes more than the layout
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):
         return "model"  # a checkpoint has the moments of what trains, and of nothing else
-    section = key.partition(".")[0]
-    if section == "plan":
-        return "layout"
-    if section in ("model", "lora"):
-        return "model"
-    return "training" if section in ("train", "data") else "free"
+    return _SECTIONS.get(key.partition(".")[0], "free")
 
 
 def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:

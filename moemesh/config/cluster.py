@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import textwrap
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import NotNegative, Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value, unreadable
@@ -28,56 +27,11 @@ class ClusterKey(NamedTuple):
     example: str
 
 
-KEYS: dict[str, ClusterKey] = {
-    "name": ClusterKey("Name of the cluster in answers", "text", '"my_cluster"'),
-    "nodes": ClusterKey("Nodes; `plan --nodes` takes another number", "nodes", "2"),
-    "gpus_per_node": ClusterKey(
-        "Devices of a node, joined by its fast links: `nvidia-smi -L | wc -l`", "devices", "8"
-    ),
-    "memory_bytes": ClusterKey(
-        "Memory of one device: the total of `nvidia-smi`, MiB times 1048576", "bytes", "85899345920"
-    ),
-    "memory_bandwidth": ClusterKey(
-        "Rate of a device's memory (HBM), from its data sheet", "bytes/s", "3.35e12"
-    ),
-    "peak_flops": ClusterKey(
-        "Dense peak of matrix products by number type: half of a figure printed with sparsity",
-        "operations/s of one device",
-        "{ bfloat16 = 989.4e12, float8 = 1978.9e12 }",
-    ),
-    "intra_node_bandwidth": ClusterKey(
-        "Links inside a node (NVLink, else PCIe), one device, one direction: half of a figure that "
-        "counts both ways",
-        "bytes/s",
-        "450e9",
-    ),
-    "intra_node_latency": ClusterKey("Latency of a message inside a node", "seconds", "3e-6"),
-    "inter_node_bandwidth": ClusterKey(
-        "Network between nodes (InfiniBand, RoCE, Ethernet), one device's share, one direction: "
-        "Gb/s of a node's cards / 8 / devices of a node",
-        "bytes/s",
-        "50e9",
-    ),
-    "inter_node_latency": ClusterKey("Latency of a message between nodes", "seconds", "8e-6"),
-    "accelerator": ClusterKey(
-        "The device by name, for constants that were calibrated on its kind", "text", '"H100-80G"'
-    ),
-    "usable_share": ClusterKey(
-        "Share of a device's memory that a job may take; left out: as calibrated", "0 to 1", "0.95"
-    ),
-    "constants": ClusterKey(
-        "Constants of the time model, as `moemesh calibrate` writes them",
-        "by name",
-        "{ gemm_efficiency = 0.8 }",
-    ),
-    "links": ClusterKey(
-        "Measured collectives, as `moemesh bench links` writes them", "a list of tables", "[]"
-    ),
-    "own_runs": ClusterKey(
-        "Runs that taught what the constants cannot say, as `moemesh calibrate` writes them",
-        "a list of tables",
-        "[]",
-    ),
+KEYS = {
+    name: ClusterKey(**row)
+    for name, row in tomllib.loads(
+        Path(__file__).with_name("cluster_keys.toml").read_text(encoding="utf-8")
+    ).items()
 }
 
 
@@ -108,8 +62,8 @@ class LinkCurve(Section):
     operation: LinkOperation
     ranks: int
     members_per_node: int
-    bytes: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
-    seconds: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
 
     def mistake(self) -> str:
         """The problem of the curve; "" for nothing."""
@@ -152,16 +106,16 @@ class Cluster(Section):
     section: ClassVar[str] = "cluster"
 
     name: str
-    nodes: int
-    gpus_per_node: int
+    nodes: Size
+    gpus_per_node: Size
     #: Memory of one device.
-    memory_bytes: int
-    memory_bandwidth: float
+    memory_bytes: Annotated[int, Range(1)]
+    memory_bandwidth: Positive
     peak_flops: dict[str, float]
-    intra_node_bandwidth: float
-    intra_node_latency: float
-    inter_node_bandwidth: float
-    inter_node_latency: float
+    intra_node_bandwidth: Positive
+    intra_node_latency: NotNegative
+    inter_node_bandwidth: Positive
+    inter_node_latency: NotNegative
     #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
@@ -169,20 +123,9 @@ class Cluster(Section):
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
-    links: Annotated[tuple[LinkCurve, ...], BeforeValidator(as_tuple)] = ()
+    links: tuple[LinkCurve, ...] = ()
     #: Runs of the cluster, as `moemesh calibrate` writes them: they correct layouts like theirs.
-    own_runs: Annotated[tuple[OwnRun, ...], BeforeValidator(as_tuple)] = ()
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "nodes": SIZE,
-        "gpus_per_node": SIZE,
-        "memory_bytes": Range(1),
-        "memory_bandwidth": POSITIVE,
-        "intra_node_bandwidth": POSITIVE,
-        "intra_node_latency": NOT_NEGATIVE,
-        "inter_node_bandwidth": POSITIVE,
-        "inter_node_latency": NOT_NEGATIVE,
-    }
+    own_runs: tuple[OwnRun, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -196,32 +139,29 @@ class Cluster(Section):
             else one
             for one in self.range_problems()
         ]
-        share = self.usable_share
+        share, found = self.usable_share, list[tuple[str, object, str, str]]()
         if share is not None and not 0 < share <= 1:
             message = f"usable_share is the part of a device's memory for a job, not {share}"
-            fix = "usable_share = 0.95"
-            key = "cluster.usable_share"
-            problems.append(Problem.of("out-of-range", key, share, message, fix))
+            found.append(("usable_share", share, message, "usable_share = 0.95"))
         for dtype, flops in self.peak_flops.items():
             if flops <= 0:
-                key = f"cluster.peak_flops.{dtype}"
                 message = f"peak_flops of {dtype} must be above 0, not {flops}"
                 fix = f"the dense peak in operations/s, or leave {dtype} out"
-                problems.append(Problem.of("out-of-range", key, flops, message, fix))
+                found.append((f"peak_flops.{dtype}", flops, message, fix))
         for name, value in self.constants.items():
             if value <= 0:
-                key = f"cluster.constants.{name}"
                 message = f"a calibrated constant is above 0, not {value}"
                 fix = "leave it out; the planner knows a usual value"
-                problems.append(Problem.of("out-of-range", key, value, message, fix))
+                found.append((f"constants.{name}", value, message, fix))
         for number, curve in enumerate(self.links, start=1):
-            if message := curve.mistake():
-                where = f"{curve.operation} of {curve.ranks} ranks"
-                key = f"cluster.links.{number}"
-                message = f"the measured {where}: {message}"
+            if mistake := curve.mistake():
+                message = f"the measured {curve.operation} of {curve.ranks} ranks: {mistake}"
                 fix = "measure again with `moemesh bench links`, or leave it out"
-                problems.append(Problem.of("out-of-range", key, None, message, fix))
-        return problems
+                found.append((f"links.{number}", None, message, fix))
+        return [
+            *problems,
+            *(Problem.of("out-of-range", f"cluster.{key}", *rest) for key, *rest in found),
+        ]
 
     def to_toml(self, heading: str, *, explained: bool = False) -> str:
         """The file that :func:`load_cluster` reads; `heading` becomes a comment, and so do, where
@@ -302,29 +242,17 @@ def _build(table: dict[str, object], origin: str) -> Cluster:
         problems: list[Problem] = []
         for detail in error.errors(include_url=False):
             name = ".".join(str(part) for part in detail["loc"])
-            value = None if detail["type"] == "missing" else detail["input"]
-            key, message, code = name.partition(".")[0], detail["msg"], "wrong-type"
-            fix = example(key)
+            code, value, message = "wrong-type", detail["input"], detail["msg"]
+            fix = example(name.partition(".")[0])
             if detail["type"] == "missing":
-                code, message = "missing", "it must be given"
+                code, value, message = "missing", None, "it must be given"
             if name in KEYS:
                 message = f"{message[0].lower()}{message[1:]}: {told(name)}"
             if detail["type"] == "extra_forbidden":
-                code = "unknown-key"
-                message, fix = (
-                    f"a cluster has no key `{name}`",
-                    nearest_choice(name, tuple(Cluster.model_fields)),
-                )
-            problems.append(
-                Problem(
-                    code=code,
-                    key=f"cluster.{name}",
-                    value=value,
-                    origin=origin,
-                    message=message,
-                    fix=fix,
-                )
-            )
+                code, message = "unknown-key", f"a cluster has no key `{name}`"
+                fix = nearest_choice(name, tuple(Cluster.model_fields))
+            problem = Problem.of(code, f"cluster.{name}", value, message, fix)
+            problems.append(replace(problem, origin=origin))
         raise ConfigError(problems) from None
     if problems := cluster.check():
         raise ConfigError(problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from math import isfinite
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.section import POSITIVE, SHARE, SIZE, Range, Section, as_tuple
+from moemesh.config.section import Positive, Section, Share, Size
 
 DataFormat = Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset", "indexed"]
 Documents = Literal["auto", "ignore", "mask"]
@@ -67,11 +67,9 @@ class DataSource(Section):
     #: A file, folder or glob; None: as of ``data.path``.
     path: str | None = None
     #: Windows of this source are drawn in proportion to it.
-    weight: float = 1.0
+    weight: Positive = 1.0
     format: DataFormat = "auto"
     text_key: str = "text"
-
-    ranges: ClassVar[Mapping[str, Range]] = {"weight": POSITIVE}
 
 
 class DataConfig(Section):
@@ -86,7 +84,7 @@ class DataConfig(Section):
     #: Key or column of the text in jsonl, parquet and datasets.
     text_key: str = "text"
     #: In place of `path`, `format` and `text_key`: several of them, mixed by weight.
-    sources: Annotated[tuple[DataSource, ...], BeforeValidator(as_tuple)] = ()
+    sources: tuple[DataSource, ...] = ()
     #: Own files for validation, in place of a share of the training data.
     validation: str | None = None
     validation_format: DataFormat = "auto"
@@ -99,24 +97,17 @@ class DataConfig(Section):
     #: Conversations of more tokens than a sequence has.
     long_conversations: LongConversations = "truncate"
     #: Tokens of one sequence.
-    seq_len: Annotated[int, BeforeValidator(_length)] = 128
+    seq_len: Annotated[Size, BeforeValidator(_length)] = 128
     #: Sequences of one step, over all ranks.
-    global_batch: int = 32
+    global_batch: Size = 32
     #: Share of the samples kept for validation.
-    held_out: float = 0.05
+    held_out: Share = 0.05
     #: A record that cannot be read ends the run, or is left out and counted.
     bad_records: BadRecords = "fail"
     #: With "skip": the largest share of bad records of a source.
-    bad_record_share: float = 0.01
+    bad_record_share: Share = 0.01
     #: Folder of tokenized text, kept for the next start; None: ``token_cache`` beside the run.
     cache: str | None = None
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "seq_len": SIZE,
-        "global_batch": SIZE,
-        "held_out": SHARE,
-        "bad_record_share": SHARE,
-    }
 
     @property
     def loss_unit(self) -> str:
@@ -135,15 +126,8 @@ class DataConfig(Section):
         problems = self.range_problems()
         for name in ("path", "tokenizer", "text_key", "validation", "cache"):
             if getattr(self, name) == "":
-                problems.append(
-                    Problem.of(
-                        "empty",
-                        f"data.{name}",
-                        "",
-                        f"{name} is empty",
-                        f"leave {name} out to take the default, or name a file or folder",
-                    )
-                )
+                fix = f"leave {name} out to take the default, or name a file or folder"
+                problems.append(self.problem("empty", name, f"{name} is empty", fix))
         return [*problems, *self._source_rules(), *self._format_rules()]
 
     def _source_rules(self) -> Iterator[Problem]:

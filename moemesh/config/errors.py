@@ -10,6 +10,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar, get_args, get_type_hints
 
+from moemesh.config.shown import cut
 from moemesh.config.toml import format_value
 
 P = ParamSpec("P")
@@ -113,8 +114,7 @@ class Problem:
         head = self.key
         if self.value is not None:
             shown = f"{self.key} = {format_value(self.value)}".lstrip(" =")
-            limit = len(self.key) + LONGEST_VALUE
-            head = shown if len(shown) <= limit else shown[: limit - 3] + "..."
+            head = cut(shown, len(self.key) + LONGEST_VALUE)
         lines = [head + (f"   ({self.origin})" if self.origin else "")]
         lines.append(f"    {self.message} [{self.code}]")
         if self.fix:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
-from moemesh.config.paths import nearest_path
+from moemesh.config.suggest import nearest_path
 
 #: The copy of a run's table in its folder.
 KEPT_TABLE = "esft.json"

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import Problem
-from moemesh.config.section import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Share, Size
+from moemesh.config.suggest import nearest_divisors
 from moemesh.config.toml import format_value
 
 RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -45,30 +34,30 @@ class ExpertConfig(Section):
 
     section: ClassVar[str] = "model"
 
-    num_layers: int = 8
+    num_layers: Annotated[int, Range(1, MOST_LAYERS)] = 8
     #: Width of a dense MLP.
-    intermediate_size: int = 384
+    intermediate_size: Size = 384
     #: The first layers, which have a dense MLP in place of experts.
-    first_dense_layers: int = 1
+    first_dense_layers: Count = 1
     #: The layers with experts, ascending, where they are not all but the first ones.
-    moe_layers: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
+    moe_layers: tuple[Count, ...] | None = None
     #: 0 makes the model dense.
-    num_experts: int = 8
-    experts_per_token: int = 2
+    num_experts: Count = 8
+    experts_per_token: Size = 2
     #: Width of one expert.
-    expert_intermediate_size: int = 128
-    num_shared_experts: int = 1
+    expert_intermediate_size: Size = 128
+    num_shared_experts: Count = 1
     #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
-    shared_intermediate_size: int | None = None
+    shared_intermediate_size: Size | None = None
     #: The shared experts' output times the sigmoid of a learned projection to one number.
     shared_gate: bool = False
     #: Biases on both projections of the routed experts.
     expert_bias: bool = False
     #: Every SwiGLU is ``gate * sigmoid(alpha * gate) * (up + offset)``. With a limit above 0 the
     #: gate is at most the limit, and up within +- the limit (gpt-oss: 7, 1.702, 1).
-    swiglu_limit: float = 0.0
-    swiglu_alpha: float = 1.0
-    swiglu_offset: float = 0.0
+    swiglu_limit: NotNegative = 0.0
+    swiglu_alpha: Positive = 1.0
+    swiglu_offset: NotNegative = 0.0
     #: Logits become gates by softmax, sigmoid or sqrt(softplus), before or after the choice.
     router_score: RouterScore = "softmax"
     router_when: RouterWhen = "before"
@@ -81,27 +70,27 @@ class ExpertConfig(Section):
     #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
     router_dtype: RouterDtype = "float32"
     #: Training only: each logit is multiplied by a random number within 1 +- jitter.
-    router_jitter: float = 0.0
+    router_jitter: Share = 0.0
     #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
     router_selection_bias: bool = False
-    router_bias_rate: float = 1e-3
+    router_bias_rate: NotNegative = 1e-3
     #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
-    router_groups: int = 1
-    router_groups_kept: int = 1
+    router_groups: Size = 1
+    router_groups_kept: Size = 1
     #: A group counts by the sum of its two best scores, or by its best.
     router_group_score: GroupScore = "top2"
     #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
     #: multiply by the scale, either the gates or the summed output of the routed experts.
     router_normalize: bool = True
-    router_normalize_eps: float = 0.0
-    router_normalize_min: float = 0.0
-    router_scale: float = 1.0
+    router_normalize_eps: NotNegative = 0.0
+    router_normalize_min: NotNegative = 0.0
+    router_scale: Positive = 1.0
     router_scale_on: RouterScaleOn = "weights"
     #: Shared and routed experts are added, or averaged.
     shared_combine: SharedCombine = "sum"
     #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
     #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
-    capacity_factor: float = 0.0
+    capacity_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
     #: Who stays when an expert is full: the largest weights, or the earliest tokens.
     capacity_policy: CapacityPolicy = "probability"
     #: A token that lost an expert keeps its total weight.
@@ -114,40 +103,13 @@ class ExpertConfig(Section):
     #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
     #: softmax of its logits, where the scores are none (MiniMax-M2).
     aux_loss_probabilities: AuxLossProbabilities = "router"
-    aux_loss_coefficient: float = 0.01
-    z_loss_coefficient: float = 0.0
+    aux_loss_coefficient: NotNegative = 0.01
+    z_loss_coefficient: NotNegative = 0.0
 
     #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
-    num_mtp_layers: int = 0
+    num_mtp_layers: Annotated[int, Range(0, MOST_LAYERS)] = 0
     #: Weight of their losses' mean beside the main loss.
-    mtp_loss_weight: float = 0.3
-
-    expert_ranges: ClassVar[Mapping[str, Range]] = {
-        "num_layers": Range(1, MOST_LAYERS),
-        "intermediate_size": SIZE,
-        "first_dense_layers": COUNT,
-        "num_experts": COUNT,
-        "experts_per_token": SIZE,
-        "expert_intermediate_size": SIZE,
-        "num_shared_experts": COUNT,
-        "shared_intermediate_size": SIZE,
-        "moe_layers": COUNT,
-        "swiglu_limit": NOT_NEGATIVE,
-        "swiglu_alpha": POSITIVE,
-        "swiglu_offset": NOT_NEGATIVE,
-        "router_bias_rate": NOT_NEGATIVE,
-        "router_groups": SIZE,
-        "router_groups_kept": SIZE,
-        "router_jitter": SHARE,
-        "router_normalize_eps": NOT_NEGATIVE,
-        "router_normalize_min": NOT_NEGATIVE,
-        "router_scale": POSITIVE,
-        "capacity_factor": Range(0.0, 1e6),
-        "aux_loss_coefficient": NOT_NEGATIVE,
-        "z_loss_coefficient": NOT_NEGATIVE,
-        "num_mtp_layers": Range(0, MOST_LAYERS),
-        "mtp_loss_weight": NOT_NEGATIVE,
-    }
+    mtp_loss_weight: NotNegative = 0.3
 
     @property
     def shared_width(self) -> int:
@@ -215,146 +177,110 @@ class ExpertConfig(Section):
             f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
         )
 
-    def expert_rules(self) -> list[Problem]:
+    def expert_rules(self) -> Iterator[Problem]:
         """The rules between these keys."""
-        if self.num_experts == 0:
-            return []
-        return self._expert_rules() + self._group_rules() + self._router_rules()
+        if self.num_experts:
+            yield from self._layer_rules()
+            yield from self._shared_rules()
+            yield from self._group_rules()
+            yield from self._router_rules()
 
-    def _layer_rules(self) -> list[Problem]:
+    def _layer_rules(self) -> Iterator[Problem]:
         """Which layers have experts."""
-        layers, problems = self.moe_layers, list[Problem]()
+        layers, dense, count = self.moe_layers, self.first_dense_layers, self.num_layers
         if layers is None:
-            if self.first_dense_layers > self.num_layers:
-                message = (
-                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
-                    f"num_layers ({self.num_layers})"
-                )
-                fix = f"first_dense_layers = {self.num_layers}"
-                problems.append(
-                    self.problem("too-large", "first_dense_layers", message, fix, "num_layers")
-                )
-            return problems
-        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
-            legal = sorted({index for index in layers if 0 <= index < self.num_layers})
+            if dense > count:
+                message = f"first_dense_layers ({dense}) exceeds num_layers ({count})"
+                fix = f"first_dense_layers = {count}"
+                yield self.problem("too-large", "first_dense_layers", message, fix, "num_layers")
+            return
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= count:
+            legal = sorted({index for index in layers if 0 <= index < count})
             message = (
                 f"moe_layers {list(layers)} must be different layers, ascending, from 0 to "
-                f"num_layers - 1 ({self.num_layers - 1})"
+                f"num_layers - 1 ({count - 1})"
             )
-            fix = f"moe_layers = {legal or list(range(min(self.num_layers, 3)))}"
-            problems.append(self.problem("out-of-range", "moe_layers", message, fix, "num_layers"))
+            fix = f"moe_layers = {legal or list(range(min(count, 3)))}"
+            yield self.problem("out-of-range", "moe_layers", message, fix, "num_layers")
         default = type(self).model_fields["first_dense_layers"].default
-        if self.first_dense_layers != default:
+        if dense != default:
             message = (
-                f"first_dense_layers ({self.first_dense_layers}) and moe_layers both say which "
-                "layers have experts"
+                f"first_dense_layers ({dense}) and moe_layers both say which layers have experts"
             )
             fix = f"first_dense_layers = {default}, or leave moe_layers out"
-            problems.append(
-                self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
-            )
-        return problems
+            yield self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
 
-    def _expert_rules(self) -> list[Problem]:
-        problems = self._layer_rules()
-        if self.experts_per_token > self.num_experts:
-            message = (
-                f"experts_per_token ({self.experts_per_token}) exceeds "
-                f"num_experts ({self.num_experts})"
-            )
-            fix = f"experts_per_token = {self.num_experts}"
-            problems.append(
-                self.problem("too-large", "experts_per_token", message, fix, "num_experts")
-            )
+    def _shared_rules(self) -> Iterator[Problem]:
+        """Experts of a token, and shared ones."""
+        chosen, experts, width = self.experts_per_token, self.num_experts, self.shared_width
+        if chosen > experts:
+            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+            fix = f"experts_per_token = {experts}"
+            yield self.problem("too-large", "experts_per_token", message, fix, "num_experts")
         if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            name = "shared_intermediate_size"
             message = (
-                f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
-                "num_shared_experts is 0"
+                f"{name} ({self.shared_intermediate_size}) has no use: num_shared_experts is 0"
             )
-            fix = "num_shared_experts = 1, or leave shared_intermediate_size out"
-            problems.append(
-                self.problem(
-                    "conflict", "shared_intermediate_size", message, fix, "num_shared_experts"
-                )
-            )
-        if self.shared_gate and not self.shared_width:
+            fix = f"num_shared_experts = 1, or leave {name} out"
+            yield self.problem("conflict", name, message, fix, "num_shared_experts")
+        if self.shared_gate and not width:
             message = "shared_gate has nothing to multiply: num_shared_experts is 0"
             fix = "shared_gate = false, or num_shared_experts = 1"
-            problems.append(
-                self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
-            )
-        return problems
+            yield self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
 
-    def _group_rules(self) -> list[Problem]:
+    def _group_rules(self) -> Iterator[Problem]:
         groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
         if groups <= 0:
-            return []
+            return
         if experts % groups:
             message = f"router_groups ({groups}) must divide num_experts ({experts})"
             fix = f"router_groups = {nearest_divisors(experts, groups)}"
-            return [self.problem("not-divisible", "router_groups", message, fix, "num_experts")]
-        problems: list[Problem] = []
-        size = experts // groups
+            yield self.problem("not-divisible", "router_groups", message, fix, "num_experts")
+            return
+        size, chosen = experts // groups, self.experts_per_token
+        keys = ("router_groups", "num_experts")
         if kept > groups:
             message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
             fix = f"router_groups_kept = {groups}"
-            problems.append(
-                self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
-            )
-        elif kept * size < self.experts_per_token <= experts:
-            needed = -(-self.experts_per_token // size)
+            yield self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
+        elif kept * size < chosen <= experts:
             message = (
-                f"experts_per_token ({self.experts_per_token}) exceeds the {kept * size} experts "
+                f"experts_per_token ({chosen}) exceeds the {kept * size} experts "
                 f"of the kept groups ({kept} of {groups} groups of {size})"
             )
-            fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
-            related = ("router_groups_kept", "router_groups", "num_experts")
-            problems.append(self.problem("too-large", "experts_per_token", message, fix, *related))
+            fix = f"router_groups_kept = {-(-chosen // size)}, or experts_per_token = {kept * size}"
+            related = ("router_groups_kept", *keys)
+            yield self.problem("too-large", "experts_per_token", message, fix, *related)
         if groups > 1 and self.router_group_score == "top2" and size < 2:
             message = (
                 f'router_group_score = "top2" needs groups of at least 2 experts; '
                 f"num_experts ({experts}) / router_groups ({groups}) is {size}"
             )
             fix = 'router_group_score = "max"'
-            related = ("router_groups", "num_experts")
-            problems.append(self.problem("conflict", "router_group_score", message, fix, *related))
-        return problems
+            yield self.problem("conflict", "router_group_score", message, fix, *keys)
 
-    def _router_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.router_normalize_min > 0 and not self.router_normalize:
-            message = "router_normalize_min has no use: router_normalize is false"
-            fix = "router_normalize = true, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem("conflict", "router_normalize_min", message, fix, "router_normalize")
-            )
-        if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
-            message = "router_normalize_min and router_normalize_eps are two ways to one end"
-            fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem(
-                    "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
-                )
-            )
-        if self.router_selection != "token_choice":
-            # Balanced choices leave no room for other means to the same end.
-            others: list[tuple[str, bool, str]] = [
-                ("router_selection_bias", self.router_selection_bias, "false"),
-                ("router_groups", self.router_groups > 1, "1"),
-            ]
-            if self.router_selection == "expert_choice":
-                # A token may get no expert at all, or many: no K scores to take the softmax of.
-                others.append(("router_when", self.router_when == "after", '"before"'))
-            problems += [
-                self.problem(
-                    "conflict",
-                    name,
-                    f'router_selection = "{self.router_selection}" does not go with '
-                    f"{name} = {format_value(getattr(self, name))}",
-                    f'{name} = {legal}, or router_selection = "token_choice"',
-                    "router_selection",
-                )
-                for name, wrong, legal in others
-                if wrong
-            ]
-        return problems
+    def _router_rules(self) -> Iterator[Problem]:
+        least, name = self.router_normalize_min > 0, "router_normalize_min"
+        if least and not self.router_normalize:
+            message = f"{name} has no use: router_normalize is false"
+            fix = f"router_normalize = true, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize")
+        if least and self.router_normalize_eps > 0:
+            message = f"{name} and router_normalize_eps are two ways to one end"
+            fix = f"router_normalize_eps = 0.0, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize_eps")
+        selection = self.router_selection
+        is_expert_choice = selection == "expert_choice"
+        # Balanced choices leave no room for other means to the same end; and with expert_choice a
+        # token may get no expert at all, or many: no K scores to take the softmax of.
+        for name, wrong, legal in (
+            ("router_selection_bias", self.router_selection_bias, "false"),
+            ("router_groups", self.router_groups > 1, "1"),
+            ("router_when", is_expert_choice and self.router_when == "after", '"before"'),
+        ):
+            if wrong and selection != "token_choice":
+                value = format_value(getattr(self, name))
+                message = f'router_selection = "{selection}" does not go with {name} = {value}'
+                fix = f'{name} = {legal}, or router_selection = "token_choice"'
+                yield self.problem("conflict", name, message, fix, "router_selection")

@@ -8,10 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
-from moemesh.config.schema import SECTIONS
+from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names
 
@@ -54,29 +51,24 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": (kind.__doc__ or "").partition("\n")[0],
-        "additionalProperties": False,
-        "properties": {
-            name: _named(f"{prefix}{name}", _field(field, kind.ranges.get(name)))
-            for name, field in kind.model_fields.items()
-        },
-    }
-
-
 def _named(key: str, found: dict[str, Any]) -> dict[str, Any]:
     meaning = meanings().get(key)
     return found if meaning is None else {**found, "description": meaning}
 
 
-def _field(field: FieldInfo, limits: Range | None) -> dict[str, Any]:
-    found = _of_type(field.annotation, limits)
-    default = field.default
-    if default is None or field.is_required():
-        return found
-    return {**found, "default": list(default) if isinstance(default, tuple) else default}  # pyright: ignore[reportUnknownArgumentType]
+def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        one, default = _of_type(field.annotation, kind.ranges.get(name)), field.default
+        if default is not None and not field.is_required():
+            one["default"] = list(default) if isinstance(default, tuple) else default  # pyright: ignore[reportUnknownArgumentType]
+        found[name] = _named(f"{prefix}{name}", one)
+    return {
+        "type": "object",
+        "description": (kind.__doc__ or "").partition("\n")[0],
+        "additionalProperties": False,
+        "properties": found,
+    }
 
 
 def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,18 +12,23 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from moemesh.config.data import DataConfig, DataSource
+from moemesh.config.data import DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
-from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
-from moemesh.config.lora import LoraConfig
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
-from moemesh.config.run import DEFAULT_PRESET, RunConfig
-from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
+from moemesh.config.run import DEFAULT_PRESET, RunCheck, RunConfig
+from moemesh.config.schema import (
+    PATH_KEY,
+    PRESET_KEY,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    SECTIONS,
+    all_keys,
+    explain_unknown_key,
+)
 from moemesh.config.section import Section
+from moemesh.config.shown import cut
 from moemesh.config.sources import (
     ConfigSource,
     Leaf,
@@ -34,7 +39,7 @@ from moemesh.config.sources import (
     read_overrides,
     read_preset,
 )
-from moemesh.config.suggest import choices_of, explain_unknown_key, nearest_choice
+from moemesh.config.suggest import choices_of, nearest_choice
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 
@@ -59,8 +64,8 @@ FOLLOWING = {
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
-
-
+#: (the folder of ``model.path``, given keys, broken keys) -> problems of keys beside the folder.
+FolderCheck = Callable[[ConfigSource, Mapping[str, Leaf], Collection[str]], Iterable[Problem]]
 S = TypeVar("S", bound=Section)
 
 
@@ -74,15 +79,15 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def load_run(
-    files: Sequence[Path] = (),
-    overrides: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+def resolve(
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    folder_checks: Sequence[FolderCheck],
+    run_checks: Sequence[RunCheck],
 ) -> Resolved:
-    """Merge defaults, preset, `files`, environment and `overrides` (weakest first) and check all.
-
-    `environ` None reads the process environment. Raises ConfigError with every problem found.
-    """
+    """As :func:`moemesh.sharding.load_run.load_run`, which adds the checks: `folder_checks` of
+    ``model.path``, `run_checks` of sections that are right by themselves."""
     given = [
         *(read_file(path) for path in files),
         # The one place where the configuration reads the environment.
@@ -118,13 +123,16 @@ def load_run(
         problems += section_problems
         broken |= {problem.key for problem in section_problems}
     if path is not None and not base.problems:
-        contradicting = list(contradictions(base, chosen, broken))
-        problems += contradicting
-        broken |= {problem.key for problem in contradicting}
-    config = _run_config(sections, preset, path).with_following()
+        found = [one for check in folder_checks for one in check(base, chosen, broken)]
+        problems += found
+        broken |= {problem.key for problem in found}
+    config = RunConfig(**cast("Any", sections), model_preset=preset, model_path=path)
+    config = config.with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
-    problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
+    problems += [
+        _with_origins(item, origins) for item in independent(config.check(run_checks), broken)
+    ]
     if problems:
         raise ConfigError(_as_the_model(problem, base) for problem in problems)
     sources = given if "data.tokenizer" in leaves else [base, *given]
@@ -132,15 +140,10 @@ def load_run(
     return Resolved(config=config, origins=origins, notes=notes)
 
 
-def load_recorded(
-    path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
+def read_recorded(
+    path: Path, overrides: Sequence[str], sections: Sequence[str], run_checks: Sequence[RunCheck]
 ) -> RunConfig:
-    """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
-    with `overrides`: every key is there, so neither presets nor the folder that the run started
-    from are read again.
-
-    Raises ConfigError with every problem found.
-    """
+    """As :func:`moemesh.sharding.load_run.load_recorded`, with its checks."""
     source, given = read_file(path), read_overrides(overrides)
     problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
     kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
@@ -155,8 +158,9 @@ def load_recorded(
     for name in SECTIONS:
         built[name], wrong = build_section(SECTIONS[name], leaves)
         problems += wrong
-    config = _run_config(built, preset or DEFAULT_PRESET, folder)
-    if problems := problems or config.check():
+    preset = preset or DEFAULT_PRESET
+    config = RunConfig(**cast("Any", built), model_preset=preset, model_path=folder)
+    if problems := problems or config.check(run_checks):
         raise ConfigError(problems)
     return config
 
@@ -216,38 +220,14 @@ def _plain(value: object) -> object:
     )
 
 
-def _run_config(sections: Mapping[str, Section], preset: str, path: str | None) -> RunConfig:
-    return RunConfig(
-        model=cast("ModelConfig", sections["model"]),
-        plan=cast("Plan", sections["plan"]),
-        data=cast("DataConfig", sections["data"]),
-        train=cast("TrainConfig", sections["train"]),
-        lora=cast("LoraConfig", sections["lora"]),
-        model_preset=preset,
-        model_path=path,
-    )
-
-
 def _unknown_keys(sources: Sequence[ConfigSource]) -> list[Problem]:
     """One problem for every leaf of any source that is no key."""
-    known = set(all_keys())
-    problems: list[Problem] = []
+    known, problems = set(all_keys()), list[Problem]()
     for source in sources:
         for key, leaf in source.leaves.items():
-            if key in known:
-                continue
-            message, fix = explain_unknown_key(key)
-            value = None if isinstance(leaf.value, dict) else leaf.value
-            problems.append(
-                Problem(
-                    code="unknown-key",
-                    key=key,
-                    value=value,
-                    origin=leaf.origin,
-                    message=message,
-                    fix=fix,
-                )
-            )
+            if key not in known:
+                shown = replace(leaf, value=None) if isinstance(leaf.value, dict) else leaf
+                problems.append(shown.problem("unknown-key", key, *explain_unknown_key(key)))
     return problems
 
 
@@ -264,15 +244,15 @@ def _choose_model(chosen: Mapping[str, Leaf]) -> tuple[str, str | None, set[str]
         else:
             given = "is empty" if leaf.value == "" else "must be text in quotes"
             message = f"{key} {given}"
-            problems.append(_at(leaf, "wrong-type", key, message, "the name, in quotes"))
+            problems.append(leaf.problem("wrong-type", key, message, "the name, in quotes"))
     preset, path = names.get(PRESET_KEY, DEFAULT_PRESET), names.get(PATH_KEY)
     if PRESET_KEY in names and path is not None:
         message = f"model.preset and model.path both choose the model ({chosen[PATH_KEY].origin})"
-        problems.append(_at(chosen[PRESET_KEY], "conflict", PRESET_KEY, message, "keep one"))
+        problems.append(chosen[PRESET_KEY].problem("conflict", PRESET_KEY, message, "keep one"))
     if preset not in preset_names():
         message = f"there is no preset {format_value(preset)}"
         fix = nearest_choice(preset.replace("_", "-"), preset_names())
-        problems.append(_at(chosen[PRESET_KEY], "not-a-choice", PRESET_KEY, message, fix))
+        problems.append(chosen[PRESET_KEY].problem("not-a-choice", PRESET_KEY, message, fix))
         preset = DEFAULT_PRESET
     return preset, path, {problem.key for problem in problems}, problems
 
@@ -322,19 +302,19 @@ def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
     place = f"{key.rpartition('.')[2]}[{detail['loc'][1]}]"
     if len(detail["loc"]) == 2:
         message = f"{place} must be a table"
-        return _at(leaf, "wrong-type", key, message, '{ path = "FOLDER", weight = 2.0 }')
+        return leaf.problem("wrong-type", key, message, '{ path = "FOLDER", weight = 2.0 }')
     name = str(detail["loc"][2])
     if detail["type"] == "extra_forbidden":
         keys = tuple(DataSource.model_fields)
         message = f"{place} has no key `{name}`"
-        return _at(leaf, "unknown-key", key, message, nearest_choice(name, keys))
+        return leaf.problem("unknown-key", key, message, nearest_choice(name, keys))
     choices = choices_of(DataSource.model_fields[name].annotation)
     shown = format_value(detail["input"])[:60]
     if choices:
         message = f"{place}: {name} cannot be {shown}"
-        return _at(leaf, "not-a-choice", key, message, nearest_choice(shown.strip('"'), choices))
+        return leaf.problem("not-a-choice", key, message, nearest_choice(shown.strip('"'), choices))
     expected = _EXPECTED.get(detail["type"], detail["msg"])
-    return _at(leaf, "wrong-type", key, f"{place}: {name} must be {expected}, not {shown}", "")
+    return leaf.problem("wrong-type", key, f"{place}: {name} must be {expected}, not {shown}", "")
 
 
 def _type_problem(
@@ -343,12 +323,10 @@ def _type_problem(
     """One value of a wrong type or outside a list of names; `wrong` is it, or the part of it."""
     key = f"{kind.section}.{field}"
     choices = choices_of(kind.model_fields[field].annotation)
-    shown = format_value(leaf.value)
-    if len(shown) > 60:
-        shown = shown[:57] + "..."
+    shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
         message = f"{field} cannot be {shown}"
-        return _at(leaf, "not-a-choice", key, message, nearest_choice(str(wrong), choices))
+        return leaf.problem("not-a-choice", key, message, nearest_choice(str(wrong), choices))
     expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
     if key == SOURCES_KEY:
         expected = "a list of tables"
@@ -357,7 +335,7 @@ def _type_problem(
     if not fix and not kind.model_fields[field].is_required():
         shown = format_value(default)
         fix = f"leave {field} out" if default is None else f"{field} = {shown}{_DEFAULT}"
-    return _at(leaf, "wrong-type", key, message, fix)
+    return leaf.problem("wrong-type", key, message, fix)
 
 
 def _rewritten(field: str, value: object, reason: str) -> str:
@@ -383,12 +361,6 @@ def _rewritten(field: str, value: object, reason: str) -> str:
         if number.is_integer():
             return f"{field} = {int(number)}"
     return ""
-
-
-def _at(leaf: Leaf, code: str, key: str, message: str, fix: str) -> Problem:
-    return Problem(
-        code=code, key=key, value=leaf.value, origin=leaf.origin, message=message, fix=fix
-    )
 
 
 def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, NamedTuple
-
-from pydantic import BeforeValidator
+from typing import ClassVar, NamedTuple
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import COUNT, POSITIVE, Range, Section, as_tuple
+from moemesh.config.section import Count, Positive, Section
 
 #: The target that stands for every projection of attention and MLPs, experts included.
 ALL_LINEAR = "all-linear"
@@ -37,16 +35,14 @@ class LoraConfig(Section):
 
     section: ClassVar[str] = "lora"
 
-    rank: int = 0
-    alpha: float = 16.0
+    rank: Count = 0
+    alpha: Positive = 16.0
     #: Projections that have an adapter, by transformers' names.
-    targets: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = (ALL_LINEAR,)
+    targets: tuple[str, ...] = (ALL_LINEAR,)
     #: alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski, 2023, arXiv:2312.03732).
     rslora: bool = False
     #: A folder of PEFT's whose adapters the run starts from; None: B is zero.
     path: str | None = None
-
-    ranges: ClassVar[Mapping[str, Range]] = {"rank": COUNT, "alpha": POSITIVE}
 
     @property
     def trains(self) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 from pydantic import PrivateAttr
 
@@ -12,35 +11,23 @@ from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
 from moemesh.config.lora import LoraConfig
 from moemesh.config.rules import CutSizes
-from moemesh.config.section import LARGEST_SIZE, POSITIVE, SIZE, Range
+from moemesh.config.section import LARGEST_SIZE, Positive, Range, Size
 
 
 class ModelConfig(ExpertConfig, AttentionConfig):
     """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
 
-    vocab_size: int = 256
-    hidden_size: int = 128
+    vocab_size: Annotated[int, Range(2, LARGEST_SIZE)] = 256
+    hidden_size: Size = 128
     tied_embeddings: bool = False
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
     #: Standard deviation of the initial weights.
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     #: Factors (Granite): of the embedding, of what every block adds to the residual stream; and
     #: what the logits are divided by.
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        **AttentionConfig.attention_ranges,
-        **ExpertConfig.expert_ranges,
-        "vocab_size": Range(2, LARGEST_SIZE),
-        "hidden_size": SIZE,
-        "norm_eps": POSITIVE,
-        "init_std": POSITIVE,
-        "embedding_multiplier": POSITIVE,
-        "residual_multiplier": POSITIVE,
-        "logits_scaling": POSITIVE,
-    }
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
 
     #: The adapters beside the weights: no key of [model], and no part of what the model computes
     #: before training.
@@ -100,5 +87,5 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         ranges = self.range_problems()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in ranges):
             return ranges  # rules go through the layers, one by one
-        rules = self.attention_rules(self.num_layers) + self.expert_rules()
+        rules = [*self.attention_rules(self.num_layers), *self.expert_rules()]
         return ranges + independent(rules, {problem.key for problem in ranges})

@@ -1,70 +1,25 @@
-"""The plan: how a model is spread over ranks, and every rule that a plan must keep."""
+"""The section [plan]: how a model is spread over ranks, and every rule that a plan must keep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from math import ceil
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator
 
-from moemesh.config.asynchronous import asynchronous_problems
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import (
+    ASYNCHRONOUS_SCHEDULES,
+    MIRRORED_SCHEDULES,
     V_SCHEDULES,
     degree_problems,
-    node_problems,
-    plan_problem,
     server_problems,
 )
-from moemesh.config.schedule_rules import is_schedule_file, pipeline_problems
-from moemesh.config.section import COUNT, POSITIVE, SIZE, Range, Section, as_tuple
-
-# The rules of sharded states: `plan.reshard` and `plan.shard_group` belong to what they cut.
-
-
-SHARDED_DATA = ("zero1", "zero2", "zero3")
-
-
-class ShardedPlan(Protocol):
-    """Values of a plan that the rules read."""
-
-    @property
-    def dp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def data(self) -> str: ...
-    @property
-    def reshard(self) -> str: ...
-    @property
-    def shard_group(self) -> int | None: ...
-
-
-def sharding_problems(plan: ShardedPlan) -> list[Problem]:
-    """Everything that is wrong with them."""
-    problems: list[Problem] = []
-    if plan.reshard != "always" and plan.data != "zero3":
-        message = f"reshard = {plan.reshard} keeps weights that zero3 gathers, not {plan.data}"
-        fix = "leave reshard out, or data = zero3"
-        problems.append(plan_problem(plan, "conflict", "reshard", message, fix, "plan.data"))
-    group, ranks = plan.shard_group, plan.dp * plan.cp
-    if group is None or group < 1:
-        return problems
-    if plan.data not in SHARDED_DATA:
-        message = f"shard_group ({group}) cuts states that data = {plan.data} does not shard"
-        fix = "leave shard_group out, or data = zero1, zero2 or zero3"
-        problems.append(plan_problem(plan, "conflict", "shard_group", message, fix, "plan.data"))
-    elif ranks % group:
-        keys = ("plan.dp", "plan.cp")
-        message = f"shard_group ({group}) must divide the data-parallel ranks dp*cp ({ranks})"
-        fix = f"shard_group = {nearest_divisors(ranks, group)}"
-        problems.append(plan_problem(plan, "not-divisible", "shard_group", message, fix, *keys))
-    return problems
-
+from moemesh.config.section import Count, Positive, Range, Section, Size
+from moemesh.config.suggest import divisors, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
@@ -88,6 +43,15 @@ ScheduleName = Literal[
 ]
 
 
+#: Endings by which a schedule in a file is known; any other file is named with a slash.
+SCHEDULE_FILES = (".txt", ".csv")
+
+
+def is_schedule_file(name: str) -> bool:
+    """Whether `name` stands for a file and not for a schedule that has a generator."""
+    return name.endswith(SCHEDULE_FILES) or "/" in name
+
+
 def _schedule_file(name: str) -> str:
     if not is_schedule_file(name):
         raise ValueError("neither the name of a schedule nor a file")
@@ -102,12 +66,21 @@ DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server
 Reshard = Literal["always", "step"]
 Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
+#: Values of `data` that shard states.
+SHARDED_DATA = ("zero1", "zero2", "zero3")
+#: Key of asynchronous schedules -> its default, the schedules that have it.
+_ASYNCHRONOUS_KEYS: dict[str, tuple[object, tuple[str, ...]]] = {
+    "update_window": (None, ("pipedream_2bw", "ampnet")),
+    "max_in_flight": (None, ("ampnet",)),
+    "ampnet_backward": ("recompute", ("ampnet",)),
+    "replay": (None, ("ampnet",)),
+}
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
 #: More ranks than any machine has; keeps products of degrees from growing without bound.
 LARGEST_DEGREE = 2**20
-_DEGREE = Range(1, LARGEST_DEGREE)
+Degree = Annotated[int, Range(1, LARGEST_DEGREE)]
 
 
 class Plan(Section):
@@ -115,29 +88,29 @@ class Plan(Section):
 
     section: ClassVar[str] = "plan"
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
+    pp: Degree = 1
+    dp: Degree = 1
+    cp: Degree = 1
+    tp: Degree = 1
+    ep: Degree = 1
+    etp: Degree = 1
     attention_exit: AttentionExit = "reduce_scatter"
     context: Context = "ring"
     dispatcher: Dispatcher = "all_to_all"
     combine: Combine = "fast"
     payload: Payload = "same"
-    dispatch_chunks: int = 1
+    dispatch_chunks: Size = 1
     #: A name, a file of a schedule, or "search" for the best order that the automatic scheduler
     #: finds for the costs of this plan.
     schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
     #: search: where operation times come from: "estimated" from the model, or the folder of a run.
     schedule_costs: str = "estimated"
     #: search: most activation on a rank, in microbatches on its share of layers; None: no bound.
-    schedule_memory_cap: float | None = None
-    stages_per_rank: int = 1
+    schedule_memory_cap: Positive | None = None
+    stages_per_rank: Size = 1
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
-    layers_per_stage: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
-    microbatches: int = 1
+    layers_per_stage: tuple[Size, ...] | None = None
+    microbatches: Size = 1
     #: dualpipe, dualpipe_v: the forward and the backward of a block take turns, each while an
     #: exchange of the other is under way; else they run one after the other.
     overlap_blocks: bool = True
@@ -145,51 +118,35 @@ class Plan(Section):
     #: after, with the step taken back where it must be; then no step waits for all stages.
     optimizer_validation: OptimizerValidation = "before"
     #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
-    update_window: int | None = None
+    update_window: Size | None = None
     #: ampnet: microbatches under way at once; None takes pp.
-    max_in_flight: int | None = None
+    max_in_flight: Size | None = None
     #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
     #: stored activations with current weights.
     ampnet_backward: AmpnetBackward = "recompute"
     #: ampnet: the folder of a run whose recorded order is carried out once more.
     replay: str | None = None
     #: terapipe: slices of a sequence; None takes pp.
-    slices: int | None = None
+    slices: Size | None = None
     data: DataStrategy = "replicate"
     #: zero3: gathered weights are freed behind every use, or kept until the step is over.
     reshard: Reshard = "always"
     #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
     #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
-    shard_group: int | None = None
+    shard_group: Size | None = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
-    servers: int = 1
+    servers: Size = 1
     recompute: Recompute = "none"
     #: Parts that "selective" computes again: between the projections of attention blocks; gate and
     #: up of the routed experts.
     recompute_attention: bool = True
     recompute_experts: bool = True
-    spare_slots: int = 0
+    spare_slots: Count = 0
     #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
     #: most loaded experts, on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
-    ranks_per_node: int | None = None
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(DEGREES, _DEGREE),
-        "dispatch_chunks": SIZE,
-        "stages_per_rank": SIZE,
-        "layers_per_stage": SIZE,
-        "microbatches": SIZE,
-        "update_window": SIZE,
-        "max_in_flight": SIZE,
-        "slices": SIZE,
-        "servers": SIZE,
-        "shard_group": SIZE,
-        "schedule_memory_cap": POSITIVE,
-        "spare_slots": COUNT,
-        "ranks_per_node": SIZE,
-    }
+    ranks_per_node: Size | None = None
 
     @property
     def layout(self) -> Layout:
@@ -257,28 +214,143 @@ class Plan(Section):
         if any(problem.key.removeprefix("plan.") in DEGREES for problem in ranges):
             # The other rules divide by degrees or multiply them: they would only echo this.
             return ranges
-        rules = degree_problems(self, None if model is None else model.sizes)
-        # Nothing must divide, but a plan may not ask for parts that hold nothing at all.
-        problems: list[Problem] = []
+        rules = [
+            *degree_problems(self, None if model is None else model.sizes),
+            *self._size_rules(seq_len, global_batch),
+            *self._sharding_rules(),
+            *self._asynchronous_rules(model),
+            *self._schedule_rules(seq_len),
+        ]
+        return ranges + independent(rules, {problem.key for problem in ranges})
+
+    def _size_rules(self, seq_len: int | None, global_batch: int | None) -> Iterator[Problem]:
+        """Nodes must cut the ranks evenly. Nothing else must divide, but a plan may not ask for
+        parts that hold nothing at all."""
+        node, world = self.ranks_per_node, self.world_size
+        if node is not None and node >= 1 and world % node:
+            name, keys = "ranks_per_node", ("pp", "dp", "cp", "tp")
+            message = f"{name} ({node}) must divide the number of ranks pp*dp*cp*tp ({world})"
+            fix = f"{name} = {nearest_divisors(world, node)}"
+            yield self.problem("not-divisible", name, message, fix, *keys)
         if global_batch is not None and self.microbatches > global_batch > 0:
             message = (
                 f"microbatches ({self.microbatches}) exceeds data.global_batch "
                 f"({global_batch} sequences): some would be empty"
             )
-            fix = f"microbatches = {global_batch}"
-            problems.append(
-                plan_problem(self, "too-large", "microbatches", message, fix, "data.global_batch")
-            )
+            fix, key = f"microbatches = {global_batch}", "data.global_batch"
+            yield self.problem("too-large", "microbatches", message, fix, key)
         if seq_len is not None and self.cp > seq_len > 0:
             message = (
                 f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
                 "never hold a token"
             )
             fix = f"cp = {max(n for n in divisors(self.cp) if n <= seq_len)}"
-            problems.append(plan_problem(self, "too-large", "cp", message, fix, "data.seq_len"))
-        rules += node_problems(self) + problems
+            yield self.problem("too-large", "cp", message, fix, "data.seq_len")
+
+    def _sharding_rules(self) -> Iterator[Problem]:
+        """`servers`, `reshard` and `shard_group` belong to what they cut."""
         if self.data == "parameter_server":
-            rules += server_problems(self)
-        rules += sharding_problems(self)
-        rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
-        return ranges + independent(rules, {problem.key for problem in ranges})
+            yield from server_problems(self)
+        if self.reshard != "always" and self.data != "zero3":
+            message = f"reshard = {self.reshard} keeps weights that zero3 gathers, not {self.data}"
+            fix = "leave reshard out, or data = zero3"
+            yield self.problem("conflict", "reshard", message, fix, "data")
+        group, ranks = self.shard_group, self.dp * self.cp
+        if group is None or group < 1:
+            return
+        if self.data not in SHARDED_DATA:
+            message = f"shard_group ({group}) cuts states that data = {self.data} does not shard"
+            fix = "leave shard_group out, or data = zero1, zero2 or zero3"
+            yield self.problem("conflict", "shard_group", message, fix, "data")
+        elif ranks % group:
+            message = f"shard_group ({group}) must divide the data-parallel ranks dp*cp ({ranks})"
+            fix = f"shard_group = {nearest_divisors(ranks, group)}"
+            yield self.problem("not-divisible", "shard_group", message, fix, "dp", "cp")
+
+    def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
+        """Keys of asynchronous schedules, update windows, and what stages share."""
+        strangers = [
+            (name, " or ".join(schedules))
+            for name, (default, schedules) in _ASYNCHRONOUS_KEYS.items()
+            if getattr(self, name) != default and self.schedule not in schedules
+        ]
+        for name, owners in strangers:
+            message = f"{name} is a key of schedule {owners}, the schedule is {self.schedule}"
+            fix = f"leave {name} out, or schedule = {owners}"
+            yield self.problem("conflict", name, message, fix, "schedule")
+        window, pp, microbatches = self.update_window or 0, self.pp, self.microbatches
+        if window > 0 and not strangers:
+            if microbatches % window:
+                message = f"update_window ({window}) must divide microbatches ({microbatches})"
+                fix = f"update_window = {nearest_divisors(microbatches, window)}"
+                keys = ("microbatches", "schedule")
+                yield self.problem("not-divisible", "update_window", message, fix, *keys)
+            elif self.schedule == "pipedream_2bw" and window < pp:
+                # 2BW's two versions are enough when a window fills the pipeline.
+                message = f"pipedream_2bw needs update_window ({window}) >= pp ({pp})"
+                enough = next((n for n in divisors(microbatches) if n >= pp), None)
+                fix = f"update_window = {enough or f'{pp}, microbatches = {pp}'}"
+                yield self.problem("too-small", "update_window", message, fix, "pp", "schedule")
+        if self.ampnet_backward == "live" and self.recompute != "none":
+            message = (
+                "ampnet_backward = live keeps the activations of the forward, recompute = "
+                f"{self.recompute} does not"
+            )
+            fix = 'ampnet_backward = "recompute", or recompute = "none"'
+            yield self.problem("conflict", "ampnet_backward", message, fix, "recompute")
+        if self.schedule not in ASYNCHRONOUS_SCHEDULES or model is None:
+            return
+        if pp > 1 and model.ends_share_a_table:
+            what, fix = "tied embeddings put a weight", "tied_embeddings = false"
+            if model.num_mtp_layers:
+                what = "extra prediction layers put the embedding"
+                fix = "num_mtp_layers = 0"
+            message = (
+                f"{self.schedule} updates every stage by itself, but {what} "
+                f"on the first and the last of pp = {pp} stages"
+            )
+            keys = ("pp", f"model.{fix.partition(' ')[0]}")
+            fix += ", pp = 1, or a synchronous schedule such as 1f1b"
+            yield self.problem("conflict", "schedule", message, fix, *keys)
+        if self.ampnet_backward == "live" and model.router_dtype == "model":
+            message = (
+                "ampnet_backward = live reads weights where they are, "
+                "router_dtype = model works on a rounded copy"
+            )
+            fix = 'ampnet_backward = "recompute"'
+            yield self.problem("conflict", "ampnet_backward", message, fix, "model.router_dtype")
+
+    def _schedule_rules(self, seq_len: int | None) -> Iterator[Problem]:
+        """Slices of sequences, steps that are validated late, and the automatic scheduler. A length
+        that is not known breaks no rule."""
+        schedule, pp = self.schedule, self.pp
+        if schedule != "terapipe" and not is_schedule_file(schedule):
+            if self.slices is not None:
+                message = f"slices belongs to schedule = terapipe, not {schedule}"
+                fix = "leave slices out, or schedule = terapipe"
+                yield self.problem("conflict", "slices", message, fix, "schedule")
+        elif seq_len is not None and 0 < seq_len < self.num_slices:
+            said = f"slices ({self.slices})" if self.slices else f"pp ({pp}, slices by default)"
+            message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
+            fix, keys = f"slices = {seq_len}", ("pp", "schedule", "data.seq_len")
+            yield self.problem("too-large", "slices", message, fix, *keys)
+        # Stepping early needs stages that wait for each other, and nothing else between them.
+        message, fix = "", "optimizer_validation = before"
+        if schedule in ASYNCHRONOUS_SCHEDULES:
+            message = f"{schedule} updates every stage by itself: no step is taken together"
+        elif schedule in MIRRORED_SCHEDULES:
+            message = (
+                f"{schedule} keeps two replicas of every stage, whose gradients and loads are "
+                f"summed between both ends of pp ({pp}) before a step"
+            )
+            fix += f", or schedule = {'zb_v' if schedule == 'chimera' else 'dualpipe_v'}"
+        elif pp < 2:
+            message = f"pp ({pp}) is one stage: its step waits for no other"
+            fix += ", or pp = 2"
+        if message and self.optimizer_validation != "before":
+            yield self.problem("conflict", "optimizer_validation", message, fix, "schedule", "pp")
+        for name in ("schedule_costs", "schedule_memory_cap"):
+            if schedule != "search" and getattr(self, name) != Plan.model_fields[name].default:
+                message = f"{name} belongs to schedule = search, not {schedule}"
+                fix = f"leave {name} out, or schedule = search"
+                yield self.problem("conflict", name, message, fix, "schedule")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.train import TrainConfig, usual_rate
-from moemesh.config.tuning import Tuning, tuning_problems
+from moemesh.config.tuning import Tuning
 
 # The projections of a model by transformers' names, and what [lora] may ask of them.
 
@@ -31,45 +32,28 @@ class Projection(NamedTuple):
 
 def projections(model: ModelConfig) -> list[Projection]:
     """Every projection that `model` has in some layer and that can have an adapter."""
+    hidden, heads, rank = model.hidden_size, model.num_heads, model.q_lora_rank
+    queries, keys = heads * model.query_head_dim, model.num_kv_heads * model.head_dim
+    latent = model.kv_lora_rank
+    own = [("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys)]
     if model.attention == "mla":
-        found = _latent(model)
-    else:
-        heads = {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
-        found = [
-            Projection(f"{name}_proj", "attention", model.hidden_size, number * model.head_dim)
-            for name, number in heads.items()
+        down = [("q_a_proj", hidden, rank), ("q_b_proj", rank, queries)] if rank else own[:1]
+        own = [
+            *down,
+            ("kv_a_proj_with_mqa", hidden, latent + model.qk_rotary_head_dim),
+            ("kv_b_proj", latent, heads * (model.qk_nope_head_dim + model.v_head_dim)),
         ]
-    values = model.num_heads * model.value_head_dim
-    found.append(Projection("o_proj", "attention", values, model.hidden_size))
-    widths = {
-        "mlp": model.intermediate_size if model.num_dense_layers else 0,
-        "shared experts": model.shared_width if model.num_moe_layers else 0,
-        "experts": model.expert_intermediate_size if model.num_moe_layers else 0,
-    }
-    for block, width in widths.items():
+    own.append(("o_proj", heads * model.value_head_dim, hidden))
+    found = [Projection(target, "attention", *sizes) for target, *sizes in own]
+    for block, width in (
+        ("mlp", model.intermediate_size if model.num_dense_layers else 0),
+        ("shared experts", model.shared_width if model.num_moe_layers else 0),
+        ("experts", model.expert_intermediate_size if model.num_moe_layers else 0),
+    ):
         if width:
-            for target in ("gate_proj", "up_proj"):
-                found.append(Projection(target, block, model.hidden_size, width))
-            found.append(Projection("down_proj", block, width, model.hidden_size))
+            found += [Projection(name, block, hidden, width) for name in ("gate_proj", "up_proj")]
+            found.append(Projection("down_proj", block, width, hidden))
     return found
-
-
-def _latent(model: ModelConfig) -> list[Projection]:
-    hidden, queries = model.hidden_size, model.num_heads * model.query_head_dim
-    rank, latent = model.q_lora_rank, model.kv_lora_rank
-    both = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
-    found = [Projection("q_proj", "attention", hidden, queries)]
-    if rank:
-        found = [
-            Projection("q_a_proj", "attention", hidden, rank),
-            Projection("q_b_proj", "attention", rank, queries),
-        ]
-    down = latent + model.qk_rotary_head_dim
-    return [
-        *found,
-        Projection("kv_a_proj_with_mqa", "attention", hidden, down),
-        Projection("kv_b_proj", "attention", latent, both),
-    ]
 
 
 def adapter_rules(model: ModelConfig) -> list[Problem]:
@@ -149,8 +133,9 @@ class RunConfig(Shown):
         """The peak learning rate of such a run."""
         return usual_rate(loads_weights=self.model_path is not None, lora_rank=self.lora.rank)
 
-    def check(self) -> list[Problem]:
-        """Every problem inside the sections and between them; an empty list is a good run."""
+    def check(self, further: Sequence[RunCheck] = ()) -> list[Problem]:
+        """Every problem inside the sections and between them, and those that the `further` checks
+        find where sections are right by themselves; an empty list is a good run."""
         model = self.model.check()
         own = model + self.data.check() + self.train.check() + self.lora.check()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):
@@ -160,33 +145,24 @@ class RunConfig(Shown):
         )
         vocab_size, length = self.model.vocab_size, self.data.seq_len
         if self.data.tokenizer == "bytes" and vocab_size < NUM_BYTES:
-            rules.append(
-                Problem(
-                    code="too-small",
-                    key="model.vocab_size",
-                    value=vocab_size,
-                    message=f"vocab_size ({vocab_size}) is below the {NUM_BYTES} ids of the "
-                    'tokenizer "bytes"',
-                    fix=f"vocab_size = {NUM_BYTES}",
-                    related=("data.tokenizer",),
-                )
-            )
+            name = 'the tokenizer "bytes"'
+            message = f"vocab_size ({vocab_size}) is below the {NUM_BYTES} ids of {name}"
+            fix, key = f"vocab_size = {NUM_BYTES}", "data.tokenizer"
+            rules.append(self.model.problem("too-small", "vocab_size", message, fix, key))
         if (longest := self.model.max_position_embeddings) and length > longest:
-            rules.append(
-                Problem(
-                    code="too-large",
-                    key="data.seq_len",
-                    value=length,
-                    message=f"seq_len ({length}) exceeds the positions that RoPE is made for, "
-                    f"max_position_embeddings ({longest})",
-                    fix=f"data.seq_len = {longest}, or RoPE stretched by model.rope_type and "
-                    "model.rope_factor",
-                    related=("model.max_position_embeddings",),
-                )
+            message = (
+                f"seq_len ({length}) exceeds the positions that RoPE is made for, "
+                f"max_position_embeddings ({longest})"
             )
+            fix = (
+                f"data.seq_len = {longest}, or RoPE stretched by model.rope_type and "
+                "model.rope_factor"
+            )
+            key = "model.max_position_embeddings"
+            rules.append(self.data.problem("too-large", "seq_len", message, fix, key))
         own += adapter_rules(self.model) + self._cluster_problems()
         if not own:
-            own += self._table_problems() or tuning_problems(self.tuning, self.model, self.plan)
+            own += self._table_problems() or [one for check in further for one in check(self)]
         return own + independent(rules, {problem.key for problem in own})
 
     def _cluster_problems(self) -> list[Problem]:
@@ -215,3 +191,7 @@ class RunConfig(Shown):
             return []
         message = f"{self.train.esft} {reason}: it is a table of another model"
         return [self.train.problem("conflict", "esft", message, "moemesh esft scores")]
+
+
+#: A check of a whole configuration, on a floor above this one.
+RunCheck = Callable[[RunConfig], list[Problem]]

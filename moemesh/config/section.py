@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, cast
+from typing import Annotated, ClassVar, NamedTuple, cast, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from moemesh.config.errors import Problem
 from moemesh.config.shown import Shown
@@ -37,16 +37,32 @@ class Range(NamedTuple):
         return f"{'below' if self.open_high else 'at most'} {high}"
 
 
-COUNT = Range(0, LARGEST_SIZE)
-SIZE = Range(1, LARGEST_SIZE)
-POSITIVE = Range(0.0, open_low=True)
-NOT_NEGATIVE = Range(0.0)
-SHARE = Range(0.0, 1.0, open_high=True)
+# Types of fields with a range.
+Count = Annotated[int, Range(0, LARGEST_SIZE)]
+Size = Annotated[int, Range(1, LARGEST_SIZE)]
+Positive = Annotated[float, Range(0.0, open_low=True)]
+NotNegative = Annotated[float, Range(0.0)]
+Share = Annotated[float, Range(0.0, 1.0, open_high=True)]
 
 
-def as_tuple(value: object) -> object:
-    """TOML has lists only; a frozen section keeps a tuple."""
-    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+def range_in(annotation: object) -> Range | None:
+    """The range of a number in an annotation, or of those in a tuple of numbers."""
+    found = (range_in(part) for part in get_args(annotation))
+    return annotation if isinstance(annotation, Range) else next(filter(None, found), None)
+
+
+def problem_of(
+    section: str, values: object, code: str, name: str, message: str, fix: str, *related: str
+) -> Problem:
+    """:meth:`Section.problem` of other `values` that have an attribute `name`, too."""
+    return Problem(
+        code=code,
+        key=f"{section}.{name}",
+        value=getattr(values, name),
+        message=message,
+        fix=fix,
+        related=tuple(key if "." in key else f"{section}.{key}" for key in related),
+    )
 
 
 class Section(Shown, BaseModel):
@@ -56,62 +72,52 @@ class Section(Shown, BaseModel):
 
     #: The name of the section in a file, the first part of its keys.
     section: ClassVar[str] = ""
+    #: Field -> the range of its numbers, from its annotation.
     ranges: ClassVar[Mapping[str, Range]] = {}
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        fields = cls.model_fields.items()
+        limits = {name: range_in(tuple[one.annotation, *one.metadata]) for name, one in fields}
+        cls.ranges = {name: one for name, one in limits.items() if one is not None}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tuples(cls, values: object) -> object:
+        """TOML has lists only; a frozen section keeps tuples."""
+        if not isinstance(values, dict):
+            return values
+        given = cast("dict[str, object]", values)
+        return {
+            key: tuple(cast("list[object]", value)) if isinstance(value, list) else value
+            for key, value in given.items()
+        }
+
     def problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
-        """A problem of the key `name` of this section; `related` are other keys of it."""
-        return Problem(
-            code=code,
-            key=f"{self.section}.{name}",
-            value=getattr(self, name),
-            message=message,
-            fix=fix,
-            related=tuple(f"{self.section}.{other}" for other in related),
-        )
+        """A problem of the key `name` of this section; `related` are other keys that the rule
+        reads, of this section where they name none."""
+        return problem_of(self.section, self, code, name, message, fix, *related)
 
     def range_problems(self) -> list[Problem]:
-        """One problem for every number outside its range."""
+        """One problem for every field with a number outside its range."""
         problems: list[Problem] = []
         for name, legal in self.ranges.items():
             value = cast("float | tuple[float, ...] | None", getattr(self, name))
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is None or legal.holds(number):
-                    continue
+            numbers = value if isinstance(value, tuple) else (value,)
+            for number in [one for one in numbers if one is not None and not legal.holds(one)][:1]:
+                end, is_open = legal.low, legal.open_low
+                if number > legal.low:
+                    end, is_open = legal.high, legal.open_high
                 field = type(self).model_fields[name]
-                default = None if field.is_required() else cast("float", field.default)
-                near = _nearest(number, legal, default)
-                problems.append(
-                    Problem.of(
-                        "out-of-range",
-                        f"{self.section}.{name}",
-                        value,
-                        f"{name} must be {legal.describe(number)}, not {_short(number)}",
-                        (
-                            f"give {name} a value {legal.describe(number)}"
-                            if near is None
-                            else f"{name} = {format_value(near)}"
-                        ),
-                    )
-                )
-                break
+                default = None if field.is_required() else cast("float | None", field.default)
+                if is_open or isinstance(default, tuple):  # the end itself is not legal
+                    end = default
+                words, shown = legal.describe(number), str(number)
+                if isinstance(number, int) and abs(number) >= 10**30:
+                    shown = "an integer of more than 30 digits"
+                fix = f"give {name} a value {words}"
+                if end is not None:
+                    fix = f"{name} = {format_value(end)}"
+                message = f"{name} must be {words}, not {shown}"
+                problems.append(self.problem("out-of-range", name, message, fix))
         return problems
-
-
-def _short(number: float) -> str:
-    digits = 30
-    if isinstance(number, int) and abs(number) >= 10**digits:
-        return f"an integer of more than {digits} digits"
-    return str(number)
-
-
-def _nearest(number: float, legal: Range, default: object) -> object:
-    """The end of the range next to `number`; the default where the end itself is not legal, None
-    for a key without one."""
-    if number <= legal.low:
-        end, is_open = legal.low, legal.open_low
-    else:
-        assert legal.high is not None
-        end, is_open = legal.high, legal.open_high
-    if is_open or isinstance(default, tuple):
-        return cast("object", default)
-    return end

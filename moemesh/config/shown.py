@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sized
 from html import escape
 from typing import Any, ClassVar, cast
 
-#: Characters of a repr, and of a value in it, at most.
-LONGEST, LONGEST_VALUE = 400, 120
+#: Characters of a repr, and of a fact in it, at most.
+LONGEST, LONGEST_FACT = 400, 120
 #: Name of a class -> the SVG of one of its objects, from `moemesh.api.pictures`.
 PICTURES: dict[str, Callable[[Any], str]] = {}
 
@@ -44,10 +44,10 @@ class Shown:
 def short_repr(thing: object, facts: Mapping[str, object]) -> str:
     """The name of the object's class and its facts, cut at :data:`LONGEST` characters."""
     said = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
-    return _cut(f"{type(thing).__name__}({said})", LONGEST)
+    return cut(f"{type(thing).__name__}({said})", LONGEST)
 
 
-def brief(value: Any, longest: int = LONGEST_VALUE) -> str:
+def brief(value: Any, longest: int = LONGEST_FACT) -> str:
     """The value in at most so many characters: the type and shape of an array, the number of items
     of a long collection."""
     if isinstance(value, float):
@@ -59,8 +59,9 @@ def brief(value: Any, longest: int = LONGEST_VALUE) -> str:
         size = len(cast("Sized", value))
         text = repr(cast("object", value)) if size <= 16 else ""
         return text if 0 < len(text) <= longest else f"{size} items"
-    return _cut(repr(value), longest)
+    return cut(repr(value), longest)
 
 
-def _cut(text: str, longest: int) -> str:
+def cut(text: str, longest: int) -> str:
+    """The text in at most so many characters."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -12,10 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
-from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION, later_version
-from moemesh.config.paths import nearest_path
-from moemesh.config.schema import SECTIONS
+from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
+from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
+from moemesh.config.shown import cut
+from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
@@ -27,6 +27,11 @@ class Leaf:
 
     value: object
     origin: str
+
+    def problem(self, code: str, key: str, message: str, fix: str = "") -> Problem:
+        """A problem of this value of `key`."""
+        found = Problem.of(code, key, self.value, message, fix)
+        return replace(found, origin=self.origin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +60,9 @@ def read_file(path: Path) -> ConfigSource:
         rows = text.splitlines() or [""]
         number = int(found.group(1)) if found else len(rows)
         line = rows[min(number, len(rows)) - 1].strip()
-        problem = Problem(
-            code="syntax",
-            key="",
-            value=line[:80] or None,
-            origin=f"{name}:{number}",
-            message=unreadable(error),
-            fix=_syntax_fix(str(error), line),
-        )
-        return ConfigSource(problems=(problem,))
+        wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
+        fix = _syntax_fix(str(error), line)
+        return ConfigSource(problems=(wrong.problem("syntax", "", unreadable(error), fix),))
     lines = key_lines(text)
 
     def origin(*key: str) -> str:
@@ -74,22 +73,54 @@ def read_file(path: Path) -> ConfigSource:
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     for section, content in document.items():
+        leaf = Leaf(value=content, origin=origin(section))
         if section == SCHEMA_KEY:
             if not isinstance(content, int) or isinstance(content, bool) or content < 1:
                 message = f"{SCHEMA_KEY} must be a whole number of at least 1"
                 fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
-                wrong = Problem.of("wrong-type", SCHEMA_KEY, content, message, fix)
-                problems.append(replace(wrong, origin=origin(section)))
+                problems.append(leaf.problem("wrong-type", SCHEMA_KEY, message, fix))
             elif content > SCHEMA_VERSION:
-                problems.append(later_version(content, origin(section)))
+                problems.append(_later_version(content, leaf.origin))
         elif section not in SECTIONS:
-            leaves[section] = Leaf(value=content, origin=origin(section))
+            leaves[section] = leaf
         elif isinstance(content, dict):
             for key, value in cast("dict[str, object]", content).items():
                 leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
         else:
-            problems.append(_not_a_section(section, content, origin(section)))
+            problems.append(_not_a_section(section, leaf))
     return ConfigSource(leaves=leaves, problems=tuple(problems))
+
+
+def _later_version(version: int, origin: str) -> Problem:
+    """A file whose keys are of a version that is not known yet."""
+    message = f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}"
+    leaf = Leaf(value=version, origin=origin)
+    return leaf.problem("too-large", SCHEMA_KEY, message, "a newer moemesh")
+
+
+def migrate(text: str, name: str = "") -> tuple[str, list[str]]:
+    """`text`, a TOML file called `name`, with its `schema_version`, and a sentence for each change.
+
+    Raises ConfigError for what is no TOML, and for a file of a later version.
+    """
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([Problem.of("syntax", name, None, unreadable(error))]) from None
+    version = document.get(SCHEMA_KEY)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ConfigError([_later_version(version, name)])
+    if version == SCHEMA_VERSION:
+        return text, []
+    lines, given = text.splitlines(), f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
+    if number := key_lines(text).get((SCHEMA_KEY,)):
+        lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
+    else:  # behind the comment that the file begins with
+        first = next((i for i, line in enumerate(lines) if line[:1] != "#"), len(lines))
+        gap = [] if lines[first : first + 1] in ([""], []) else [""]
+        lines[first:first] = [given, *gap]
+    ending = "\n" if text.endswith("\n") or not text else ""
+    return "\n".join(lines) + ending, [given]
 
 
 def _mended(text: str) -> str:
@@ -148,7 +179,7 @@ def read_environment(environ: Mapping[str, str]) -> ConfigSource:
         key = variable.removeprefix(ENVIRONMENT_PREFIX).replace("__", ".")
         origin = f"environment {variable}"
         if key in SECTIONS:
-            problems.append(_not_a_section(key, environ[variable], origin))
+            problems.append(_not_a_section(key, Leaf(value=environ[variable], origin=origin)))
         elif isinstance(value := parse_value(environ[variable], key, origin), Problem):
             problems.append(value)
         else:
@@ -163,14 +194,10 @@ def _nearly_ours(variable: str, value: str) -> Problem | None:
     if prefix.lower() != "moemesh" or section.lower() not in SECTIONS or not key.strip("_"):
         return None
     name = f"{section.lower()}.{key.strip('_').lower()}"
-    return Problem(
-        code="syntax",
-        key=name,
-        value=value,
-        origin=f"environment {variable}",
-        message="parts of a variable's name are joined by two underscores, and case counts",
-        fix=f"{ENVIRONMENT_PREFIX}{name.replace('.', '__')}={value}",
-    )
+    message = "parts of a variable's name are joined by two underscores, and case counts"
+    fix = f"{ENVIRONMENT_PREFIX}{name.replace('.', '__')}={value}"
+    leaf = Leaf(value=value, origin=f"environment {variable}")
+    return leaf.problem("syntax", name, message, fix)
 
 
 def read_overrides(overrides: Sequence[str]) -> ConfigSource:
@@ -182,15 +209,14 @@ def read_overrides(overrides: Sequence[str]) -> ConfigSource:
     for text in overrides:
         key, equals, raw = text.partition("=")
         key = key.strip()
-        origin = f"--set {text}" if len(text) <= 80 else f"--set {text[:77]}..."
+        origin = f"--set {cut(text, LONGEST_VALUE)}"
         if not equals or not key or key[0] in "[{":
             message, name = "an override has the form section.key=value", key.strip("[]{} ")
             fix = f"--set {name if '.' in name else 'plan.ep'}=VALUE"
-            problems.append(
-                Problem(code="syntax", key=key or "--set", origin=origin, message=message, fix=fix)
-            )
+            leaf = Leaf(value=None, origin=origin)
+            problems.append(leaf.problem("syntax", key or "--set", message, fix))
         elif key in SECTIONS:
-            problems.append(_not_a_section(key, raw, origin))
+            problems.append(_not_a_section(key, Leaf(value=raw, origin=origin)))
         elif isinstance(value := parse_value(raw.strip(), key, origin), Problem):
             problems.append(value)
         else:
@@ -202,11 +228,11 @@ def read_overrides(overrides: Sequence[str]) -> ConfigSource:
 
 def parse_value(text: str, key: str, origin: str) -> object:
     """`text` as a TOML value, else as plain text; a Problem when it is broken TOML."""
+    leaf = Leaf(value=text, origin=origin)
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = "the value is not UTF-8 text"
-        return Problem(code="syntax", key=key, value=text, origin=origin, message=message)
+        return leaf.problem("syntax", key, "the value is not UTF-8 text")
     if "\n" not in text:
         try:
             return cast("object", tomllib.loads(f"value = {text}")["value"])
@@ -214,23 +240,15 @@ def parse_value(text: str, key: str, origin: str) -> object:
             if text[:1] in ("[", "{", '"', "'"):
                 message = f"not a TOML value: {str(error).partition(' (at line')[0]}"
                 fix = f"close every quote and bracket: {shlex.quote(f'{key}={_mended(text)}')}"
-                return Problem(
-                    code="syntax", key=key, value=text, origin=origin, message=message, fix=fix
-                )
+                return leaf.problem("syntax", key, message, fix)
     return text
 
 
 @cache
 def preset_names(folder: str = "") -> tuple[str, ...]:
     """Names of the packaged presets (`folder` "clusters" for clusters)."""
-    home = files("moemesh.config") / "presets" / folder
-    return tuple(
-        sorted(
-            item.name.removesuffix(".toml")
-            for item in home.iterdir()
-            if item.name.endswith(".toml")
-        )
-    )
+    names = [item.name for item in (files("moemesh.config") / "presets" / folder).iterdir()]
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
@@ -256,12 +274,7 @@ def merge(sources: Iterable[ConfigSource]) -> dict[str, Leaf]:
     return merged
 
 
-def _not_a_section(section: str, value: object, origin: str) -> Problem:
-    return Problem(
-        code="wrong-type",
-        key=section,
-        value=value,
-        origin=origin,
-        message=f"{section} is a section and takes keys, not a value",
-        fix=f"set a key in it, such as {section}.{next(iter(SECTIONS[section].model_fields))}",
-    )
+def _not_a_section(section: str, leaf: Leaf) -> Problem:
+    message = f"{section} is a section and takes keys, not a value"
+    fix = f"set a key in it, such as {section}.{next(iter(SECTIONS[section].model_fields))}"
+    return leaf.problem("wrong-type", section, message, fix)

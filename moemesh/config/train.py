@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Share, Size
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Optimizer = Literal["adamw", "sgd"]
@@ -32,7 +22,7 @@ OnMismatch = Literal["stop", "majority"]
 
 def _as_patterns(value: object) -> object:
     """One pattern may be given without a list around it."""
-    return (value,) if isinstance(value, str) else as_tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
@@ -49,25 +39,26 @@ class TrainConfig(Section):
 
     section: ClassVar[str] = "train"
 
-    steps: int = 200
+    steps: Size = 200
     #: In place of `steps`: how often a run reads its training samples.
-    epochs: float | None = None
-    seed: int = 0
+    epochs: Positive | None = None
+    #: Counter-based random numbers take a 64-bit key; TOML integers are signed.
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     dtype: Dtype = "float32"
     optimizer: Optimizer = "adamw"
     #: Peak learning rate, after a linear warmup; a cosine takes it to lr * final_lr_ratio.
-    lr: float = 3e-3
-    final_lr_ratio: float = 0.1
+    lr: Positive = 3e-3
+    final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
     #: At most the default, and a tenth of the steps, where nobody gives it.
-    warmup_steps: int = 20
+    warmup_steps: Count = 20
     #: Decay of AdamW's first and second moment.
-    adam_betas: Annotated[tuple[float, float], BeforeValidator(as_tuple)] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    adam_betas: tuple[Share, Share] = (0.9, 0.95)
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
     #: For sgd.
-    momentum: float = 0.0
+    momentum: Share = 0.0
     #: Largest norm of the gradient; 0 turns clipping off.
-    clip: float = 1.0
+    clip: NotNegative = 1.0
     #: Patterns over names of parameters: those that keep their values, and those that alone train
     #: (none: all); see :mod:`moemesh.config.tuning`.
     freeze: Patterns = ()
@@ -75,78 +66,50 @@ class TrainConfig(Section):
     #: A table of experts that alone train, besides what matches `train_only` (ESFT).
     esft: str | None = None
     #: Steps between checkpoints; 0 saves only at the end.
-    checkpoint_every: int = 100
-    checkpoints_kept: int = 2
+    checkpoint_every: Count = 100
+    checkpoints_kept: Size = 2
     #: Where this run alone keeps checkpoints: a folder, or an address of fsspec's, such as
     #: ``s3://bucket/prefix``; empty: in the run folder.
     checkpoint_folder: str = ""
     #: Training goes on while a copy of the state is written, as memory of the host allows.
     checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
-    rebalance_every: int = 0
+    rebalance_every: Count = 0
     #: Steps between lines of a log; 0: one a minute, at least one in 50 steps or in a quarter of
     #: the run.
-    log_every: int = 0
+    log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
-    sinks: Annotated[tuple[Sink, ...], BeforeValidator(as_tuple)] = ()
+    sinks: tuple[Sink, ...] = ()
     #: loads.jsonl sums neighbouring steps: it holds at most twice as many bins; 0: every step.
-    load_bins: int = 128
+    load_bins: Count = 128
     #: Steps between validations; 0 validates only at the end.
-    validate_every: int = 100
-    validation_batches: int = 8
+    validate_every: Count = 100
+    validation_batches: Size = 8
     #: After a step whose loss or gradient is not finite, which no rank applies: go on without it,
     #: go back to the newest checkpoint and leave out the data since, or stop.
     on_nonfinite: OnNonfinite = "skip"
     #: Most steps in a row that are skipped, and returns to one checkpoint, before a run stops.
-    max_skips: int = 5
+    max_skips: Size = 5
     #: Size of one replay bundle of such a step, at most; 0 writes none.
-    bundle_gib: float = 8.0
+    bundle_gib: NotNegative = 8.0
     #: A loss so many robust standard deviations above those of the last steps is a spike; 0: none.
-    spike_sigma: float = 7.0
+    spike_sigma: NotNegative = 7.0
     #: After a spike: an event, a step without an update, or as with `on_nonfinite` a rollback.
     on_spike: OnSpike = "alarm"
     #: Steps between comparisons of the copies of weights on different ranks; 0 compares none.
-    vote_every: int = 100
+    vote_every: Count = 100
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: OnMismatch = "stop"
     resume: Resume = "auto"
     #: How often ranks that died are started again, from the newest checkpoint, without any progress
     #: between; 0: never.
-    restarts: int = 2
+    restarts: Count = 2
     device: Device = "auto"
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
     cluster: str | None = None
-    #: A collective that waits longer than this has lost a rank.
-    timeout_seconds: float = 600.0
-
-    ranges: ClassVar[Mapping[str, Range]] = {
-        "steps": SIZE,
-        "epochs": POSITIVE,
-        # Counter-based random numbers take a 64-bit key; TOML integers are signed.
-        "seed": Range(0, 2**63 - 1),
-        "lr": POSITIVE,
-        "final_lr_ratio": Range(0.0, 1.0),
-        "warmup_steps": COUNT,
-        "adam_betas": SHARE,
-        "epsilon": POSITIVE,
-        "weight_decay": NOT_NEGATIVE,
-        "momentum": SHARE,
-        "clip": NOT_NEGATIVE,
-        "checkpoint_every": COUNT,
-        "checkpoints_kept": SIZE,
-        "rebalance_every": COUNT,
-        "log_every": COUNT,
-        "load_bins": COUNT,
-        "validate_every": COUNT,
-        "validation_batches": SIZE,
-        "max_skips": SIZE,
-        "bundle_gib": NOT_NEGATIVE,
-        "spike_sigma": NOT_NEGATIVE,
-        "vote_every": COUNT,
-        "restarts": COUNT,
-        # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.
-        "timeout_seconds": Range(0.0, 315_360_000, open_low=True),
-    }
+    #: A collective that waits longer than this has lost a rank. Ten years, the upper end, keep the
+    #: launcher's timedelta from overflowing.
+    timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
 
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""

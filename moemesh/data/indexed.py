@@ -32,7 +32,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from moemesh.config.paths import nearest_path
+from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1

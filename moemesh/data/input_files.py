@@ -19,7 +19,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from moemesh.config.paths import nearest_path
+from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
 #: Formats of one file. "dataset" is a folder that Hugging Face datasets has saved.

@@ -19,7 +19,7 @@ import numpy as np
 
 from moemesh.config.data import NUM_BYTES
 from moemesh.config.errors import UserError
-from moemesh.config.paths import nearest_path
+from moemesh.config.suggest import nearest_path
 
 FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 #: Other files that tokenizers come as -> what they lack.

@@ -158,7 +158,7 @@ class Memory(Protocol):
 
 
 class WeightGate(Protocol):
-    """The presence of a unit's weights; units are those of :mod:`moemesh.config.buckets`
+    """The presence of a unit's weights; units are those of :mod:`moemesh.sharding.buckets`
     ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
 
     def fetch(self, unit: str) -> None:

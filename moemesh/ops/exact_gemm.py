@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from moemesh.config.dispatchers import EXACT_ROWS
+from moemesh.sharding.dispatchers import EXACT_ROWS
 
 
 class PaddedRows:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.config.dispatchers import FP8_BLOCK as BLOCK
+from moemesh.sharding.dispatchers import FP8_BLOCK as BLOCK
 
 #: The largest finite e4m3 value.
 LARGEST = 448.0

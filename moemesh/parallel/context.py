@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from moemesh.comm import collectives, transfers
 from moemesh.comm.mesh import Axis
 from moemesh.comm.point_to_point import exchange
-from moemesh.config.context import context_runs, context_sizes, head_share
 from moemesh.model.attention_core import (
     attend_to,
     attention,
@@ -35,6 +34,7 @@ from moemesh.model.attention_core import (
 )
 from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Partial, merge, nothing_seen, wide
+from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 # Rows of all positions of a sequence: in their order, or in that of the ranks that hold them.
 

@@ -21,15 +21,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import (
-    FULL,
-    STACKS,
-    Tuning,
-    first_stage,
-    first_unit,
-    places,
-    units_without_backward,
-)
+from moemesh.config.tuning import FULL, STACKS, Tuning
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
@@ -51,6 +43,7 @@ from moemesh.parallel.tensor import (
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.parameters import first_stage, first_unit, places, units_without_backward
 
 # Chosen experts: where some of a layer train and others do not, they are stacks of their own.
 #

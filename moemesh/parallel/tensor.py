@@ -9,11 +9,11 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_gather, all_reduce, all_reduce_
-from moemesh.config.context import context_runs, context_sizes
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.model.visibility import Runs
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Weight, linear
+from moemesh.sharding.context import context_runs, context_sizes
 
 # Between the token-sharded residual stream and head- or width-sharded blocks: three exits.
 #
@@ -107,7 +107,7 @@ def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
 
 
 class ShardedTokens:
-    """Positions are spread over cp (:mod:`moemesh.config.context`); the flattened tokens of a
+    """Positions are spread over cp (:mod:`moemesh.sharding.context`); the flattened tokens of a
     rank's positions are cut over tp in contiguous, balanced blocks, in rank order.
 
     `stage`: the axis of all ranks that run the same layers.

@@ -1,4 +1,5 @@
-"""One small routing under every dispatcher: the rows and bytes of each pair of ranks."""
+"""Dispatches under every dispatcher: bytes of one small routing by pairs of ranks, and times on a
+cluster."""
 
 from __future__ import annotations
 
@@ -6,35 +7,35 @@ import json
 import random
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import nearest_choice
-from moemesh.planner.plan_text import read_plan, smallest_batch
+from moemesh.config.suggest import nearest_choice, nearest_divisors
+from moemesh.planner.layout_sources import read_plan, smallest_batch
 from moemesh.planner.planned_layout import ELEMENT_BYTES
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic
+from moemesh.planner.timing.columns import hardware_row
+from moemesh.planner.timing.links import Links, visited_nodes
+from moemesh.planner.timing.price import pricing
+from moemesh.planner.traffic.dispatch_traffic import Choices, DispatchTraffic, count_choices
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.routing import Choices, count_choices
+from moemesh.sharding.dispatchers import HOPS, expected_distinct, packed_bytes, slots_per_pair
 from moemesh.trace.ledger import Ledger
 
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.
 
 
-_Key = tuple[str, str, str, str]
-_Matrix = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One collective of a dispatch, on all groups of its axis. ``sent[i][j]``: bytes that rank i
     gives rank j; what it keeps for itself stands on the diagonal and crosses no wire."""
 
@@ -42,7 +43,7 @@ class Exchange:
     op: str
     phase: str
     caller: str
-    sent: _Matrix
+    sent: tuple[tuple[float, ...], ...]
 
     def wire_sent(self, rank: int) -> float:
         """Bytes that `rank` sends to others."""
@@ -74,32 +75,9 @@ class DispatchExchanges:
         return (*out, *reversed(back))
 
 
-class _PairLines(LedgerLines):
-    """Ledger lines of one rank that also keep, for each exchange, what each peer is sent."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        super().__init__(layout, rank)
-        self.pairs: dict[_Key, list[float]] = {}
-
-    def _add(
-        self,
-        axis: str,
-        op: str,
-        phase: str,
-        caller: str,
-        moved: Sequence[float],
-        times: int,
-        sent: Sequence[float] = (),
-    ) -> None:
-        super()._add(axis, op, phase, caller, moved, times, sent)
-        row = self.pairs.setdefault((axis, op, phase, caller), [0.0] * self.layout.world_size)
-        for peer, size in zip(self.members(axis), sent, strict=True):
-            row[peer] += size
-
-
 ROUTINGS = "routings"
 #: What every plan can carry out without a package of its own.
-DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
+DISPATCHERS = tuple(HOPS)
 #: Dtypes of rows.
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
 #: Choices of all tokens of all ranks that are drawn, and experts: seconds of one core.
@@ -173,23 +151,33 @@ class RoutingExample:
             count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
         ]
         most = max(map(len, self.choices))
-        lines = [_PairLines(layout, rank) for rank in range(layout.world_size)]
+        ranks = range(layout.world_size)
+        lines = [LedgerLines(layout, rank) for rank in ranks]
         traffic = [
-            DispatchTraffic(own, model, plan, element, most, sent.__getitem__, 1) for own in lines
-        ]
-        for one in traffic:
-            one.enter()
-        nothing = [0.0] * layout.world_size
-        exchanges = tuple(
-            Exchange(
-                axis=key[0],
-                op=key[1],
-                phase=key[2],
-                caller=key[3],
-                sent=tuple(tuple(own.pairs.get(key, nothing)) for own in lines),
+            DispatchTraffic(
+                lines=own,
+                model=model,
+                plan=plan,
+                element=element,
+                max_tokens=most,
+                sent_by=sent.__getitem__,
             )
-            for key in dict.fromkeys(key for own in lines for key in own.pairs)
-        )
+            for own in lines
+        ]
+        #: Bytes from each rank to each other one, of every exchange.
+        pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
+        for rank, own in enumerate(lines):
+            for one in traffic[rank].exchanges():
+                peers, (out, *_) = own.members(one.axis), one.amounts
+                own.enter(*one[:4], *one.amounts)
+                if len(peers) > 1:
+                    nothing = [[0.0] * len(ranks) for _ in ranks]
+                    matrix = pairs.setdefault(one[:4], nothing)
+                    for place, peer in enumerate(peers):
+                        # A gather gives every peer the same block.
+                        place = peers.index(rank) if one.op == "all_gather" else place
+                        matrix[rank][peer] += out[place]
+        exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
             ledgers=tuple(own.ledger() for own in lines),
@@ -341,21 +329,190 @@ def _table(source: str) -> dict[str, Any]:
 def to_json(example: RoutingExample) -> dict[str, Any]:
     """Everything as plain values: per dispatcher its exchanges with bytes by pair of ranks."""
     shown: dict[str, Any] = {}
+    keys = ("axis", "op", "phase", "caller", "sent_bytes")
     for name in example.dispatchers:
         found = example.exchanges(name)
         shown[name] = {
             "row_bytes": {"out": found.row_out, "back": found.row_back},
-            "exchanges": [
-                {
-                    "axis": one.axis,
-                    "op": one.op,
-                    "phase": one.phase,
-                    "caller": one.caller,
-                    "sent_bytes": one.sent,
-                }
-                for one in found.exchanges
-            ],
+            "exchanges": [dict(zip(keys, one, strict=True)) for one in found.exchanges],
             "wire_bytes": [ledger.total().wire_bytes for ledger in found.ledgers],
             "received_bytes": [ledger.total().received_bytes for ledger in found.ledgers],
         }
     return {"about": example.about, "experts": example.choices, "dispatchers": shown}
+
+
+# One dispatch and combine under every dispatcher: copies, bytes, seconds and rate on a cluster.
+#
+# Every rank has `tokens` tokens of `hidden` channels, each for `chosen` of `experts`, which may lie
+# in at most `groups_kept` of `groups` groups (node-limited routing). Bytes are those of one rank.
+#
+#     all_to_all     a row for each choice: k T
+#     low_latency    the same into fixed slots, twice the mean for every pair of ranks
+#     all_gather     every token to every rank: (P - 1) T
+#     hierarchical   a token once to each node it visits, and there once to each rank
+#
+# What stays on the rank, or (across) in its node, crosses no wire. A direct exchange takes the
+# longer of its part over the network card and its part over the links of the node, a ring the rate
+# of its group; both begin with their latencies. Rates are the cluster's times the calibrated share
+# of them, or measured ones. The rate is the bytes over the slower kind of link in the time of the
+# exchange, as DeepEP prints it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchLoad:
+    """The dispatched tokens. Defaults are DeepEP's published settings: DeepSeek-V3's pre-training
+    batch, in fp8 there and in bfloat16 back. `groups` = 0: no limit."""
+
+    tokens: int = 4096
+    hidden_size: int = 7168
+    experts: int = 256
+    experts_per_token: int = 8
+    groups: int = 8
+    groups_kept: int = 4
+    fp8: bool = True
+
+    def check(self, ep: int) -> list[Problem]:
+        """Every broken rule for `ep` ranks."""
+        sizes = ("tokens", "hidden_size", "experts", "experts_per_token")
+        found = [
+            Problem.of("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")
+            for name in sizes
+            if not 1 <= (value := getattr(self, name)) <= LARGEST_SIZE
+        ]
+        if found:
+            return found
+        if ep < 2 or self.experts % ep:
+            message = f"ep ({ep}) must be at least 2 and divide the {self.experts} experts"
+            fix = f"ep = {nearest_divisors(self.experts, max(ep, 2))}"
+            found.append(Problem.of("not-divisible", "ep", ep, message, fix))
+        if self.groups and (self.experts % self.groups or not 1 <= self.groups_kept <= self.groups):
+            message = (
+                f"groups ({self.groups}) must divide the experts ({self.experts}), and a token "
+                f"keeps 1 to {self.groups} of them, not {self.groups_kept}"
+            )
+            fix = f"groups = {nearest_divisors(self.experts, self.groups)}"
+            found.append(Problem.of("not-divisible", "groups", self.groups, message, fix))
+        reach = self.experts * self.groups_kept // self.groups if self.groups else self.experts
+        if not found and self.experts_per_token > reach:
+            message = f"a token cannot choose {self.experts_per_token} of {reach} experts"
+            fix = f"experts_per_token = {reach}"
+            key, value = "experts_per_token", self.experts_per_token
+            found.append(Problem.of("too-large", key, value, message, fix))
+        return found
+
+    @property
+    def row_out(self) -> float:
+        """Bytes of a row on its way to the experts."""
+        return packed_bytes(self.hidden_size) if self.fp8 else 2 * self.hidden_size
+
+    @property
+    def row_back(self) -> float:
+        """Bytes of a result, in bfloat16."""
+        return 2 * self.hidden_size
+
+    def visited(self, places: int) -> float:
+        """Nodes, or ranks, out of `places` that a token visits: its groups, then its experts in
+        them, are drawn evenly."""
+        groups, kept = (self.groups, self.groups_kept) if self.groups else (1, 1)
+        # The closed form of whole groups (or parts of them) in a place, else a smooth one.
+        if groups % places and places % groups:
+            return float(visited_nodes(self.experts, self.experts_per_token, places, groups, kept))
+        return expected_distinct(places, self.experts, self.experts_per_token, groups, kept)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One direction: bytes that a rank sends over its network card and inside its node, seconds,
+    and bytes a second over the kind of link that is the slower."""
+
+    across_bytes: float
+    inside_bytes: float
+    seconds: float
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchTime:
+    """One dispatcher on `ep` ranks; `copies` of a token leave its rank, `copies_across` its node.
+    ``link``: "network" or "node", whichever is slower."""
+
+    ep: int
+    dispatcher: str
+    copies: float
+    copies_across: float
+    link: str
+    dispatch: Exchanged
+    combine: Exchanged
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of the table; bytes, seconds, bytes/s."""
+        return asdict(self)
+
+
+def dispatch_times(
+    cluster: Cluster, load: DispatchLoad, ep: int, dispatchers: Sequence[str] = DISPATCHERS
+) -> list[DispatchTime]:
+    """The table for `ep` ranks; a cluster of fewer nodes gets as many more of the same kind.
+    Raises ConfigError with every broken rule."""
+    problems = load.check(ep)
+    node = cluster.gpus_per_node
+    if ep > node and ep % node:
+        message = f"ep ({ep}) spans nodes of {node} devices and must be a multiple of them"
+        problems.append(
+            Problem.of("not-divisible", "ep", ep, message, f"ep = {-(-ep // node) * node}")
+        )
+    if problems:
+        raise ConfigError(problems)
+    known = pricing(cluster)
+    links = Links.of(hardware_row(known.device), known.constants, known.table)
+    node = min(node, ep)
+    nodes = ep // node
+    outside = 1 - 1 / nodes
+    slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
+    chosen = float(load.experts_per_token)
+    #: Copies of a token that leave its rank, and its node.
+    copies = {
+        "all_to_all": (chosen * (1 - 1 / ep), chosen * outside),
+        "low_latency": (slots * (ep - 1), slots * (ep - node)),
+        "all_gather": (ep - 1.0, float(ep - node)),
+        "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
+    }
+    hops = {"hierarchical": 2 if nodes > 1 else 1}
+    latency = float(links.latency)
+    found: list[DispatchTime] = []
+    for name in DISPATCHERS:
+        if name not in dispatchers:
+            continue
+        both, across = copies[name]
+        # A node-aware dispatch brings rows into a node once and copies them inside it.
+        inside = both if name == "hierarchical" else both - across
+        directions: list[Exchanged] = []
+        for row in (load.row_out, load.row_back):
+            size = load.tokens * row
+            crossing, staying = across * size, inside * size
+            seconds = float("nan")
+            if name in ("all_to_all", "all_gather"):
+                whole = (crossing + staying) * ep / (ep - 1)
+                seconds = float(links.measured(name, ep, 1, whole))
+            if np.isnan(seconds) and name == "all_gather":
+                seconds = (crossing + staying) / float(links.bandwidth(ep, 1)) + (ep - 1) * latency
+            elif np.isnan(seconds):
+                seconds = max(crossing / links.inter, staying / links.intra)
+                seconds += hops.get(name, 1) * latency
+            bottleneck = crossing if nodes > 1 else staying
+            if name == "all_gather":
+                bottleneck = both * size
+            rate = bottleneck / seconds if seconds else 0.0
+            directions.append(Exchanged(crossing, staying, seconds, rate))
+        found.append(
+            DispatchTime(
+                ep=ep,
+                dispatcher=name,
+                copies=both,
+                copies_across=across,
+                link="network" if nodes > 1 else "node",
+                dispatch=directions[0],
+                combine=directions[1],
+            )
+        )
+    return found

@@ -15,10 +15,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
-from moemesh.config.tuning import num_trained
-from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import exact_plan, from_plan, trained_shares
+from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
 from moemesh.planner.memory import (
     CacheSize,
     MemoryEstimate,
@@ -27,8 +25,13 @@ from moemesh.planner.memory import (
     kv_bytes_per_token,
     kv_cache_bytes,
 )
-from moemesh.planner.parameters import Parameters, count_parameters
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.parameters import (
+    Flops,
+    Parameters,
+    count_flops,
+    count_parameters,
+    hardware_flops,
+)
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
@@ -39,6 +42,7 @@ from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.planner.worst_routing import WorstRouting, worst_routing
+from moemesh.sharding.parameters import num_trained
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import PlannedStep
@@ -75,9 +79,7 @@ def by_axis(ledger: Ledger) -> list[AxisTraffic]:
         AxisTraffic(axis, op, count, total / count, total, total / whole)
         for (axis, op, _), (count, total) in sums.items()
     ]
-    axes: defaultdict[str, int] = defaultdict(int)
-    for row in rows:
-        axes[row.axis] += row.total_bytes
+    axes = {row.axis: ledger.total(axis=row.axis).wire_bytes for row in rows}
     return sorted(rows, key=lambda row: (-axes[row.axis], row.axis, -row.total_bytes, row.op))
 
 
@@ -292,38 +294,34 @@ def _traffic(
         exact = "no [plan] of `moemesh train` says this layout"
     else:
         exact = exact_plan(config, plan)
-    if config is not None and isinstance(exact, Plan):
-        rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
-        of_rank = partial(
-            predict_ledger,
-            config,
-            exact,
-            seq_len=layout.seq_len,
-            global_batch=layout.global_batch,
-            dtype=layout.dtype,
-            on_accelerator=on_accelerator,
+    if config is None or isinstance(exact, str):
+        return volumes_ledger(model.shape, layout, pp_rank), (
+            f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
+            f"routing; not to the byte: {exact}"
         )
-        ledger = of_rank(rank=rank)
-        note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
-        if exact.data == "parameter_server" and other != rank:
-            # Of gradients and weights a server and a worker do not send alike.
-            own, theirs = (
-                format_bytes(
-                    sum(
-                        one.wire_bytes
-                        for one in sent.entries()
-                        if one.caller in ("gradients", "weights")
-                    )
-                )
-                for sent in (ledger, of_rank(rank=other))
-            )
-            note += f"; it serves weights: with gradients {own} are sent by it, "
-            note += f"{theirs} by rank {other}"
-        return ledger, note
-    return volumes_ledger(model.shape, layout, pp_rank), (
-        f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
-        f"routing; not to the byte: {exact}"
+    rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
+    of_rank = partial(
+        predict_ledger,
+        config,
+        exact,
+        seq_len=layout.seq_len,
+        global_batch=layout.global_batch,
+        dtype=layout.dtype,
+        on_accelerator=on_accelerator,
     )
+    ledger = of_rank(rank=rank)
+    note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
+    if exact.data == "parameter_server" and other != rank:
+        # Of gradients and weights a server and a worker do not send alike.
+        own, its = (
+            format_bytes(
+                sum(sent.total(caller=name).wire_bytes for name in ("gradients", "weights"))
+            )
+            for sent in (ledger, of_rank(rank=other))
+        )
+        note += f"; it serves weights: with gradients {own} are sent by it, "
+        note += f"{its} by rank {other}"
+    return ledger, note
 
 
 #: Words for a pipeline rank.
@@ -410,26 +408,18 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         note = f"memory and traffic are those of training every weight: {plan}"
         return replace(found, notes=(*found.notes, note))
     placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
-    element = ELEMENT_BYTES[train.dtype]
     ranks: list[RankMemory] = []
     for memory in found.memory.ranks:
-        rank = memory.rank * layout.stage_ranks
         states = predict_states(
             placement,
-            element=element,
+            element=ELEMENT_BYTES[train.dtype],
             optimizer=train.optimizer,
             momentum=train.momentum,
-            rank=rank,
+            rank=memory.rank * layout.stage_ranks,
         )
-        ranks.append(
-            replace(
-                memory,
-                dense_weights=states.dense_weights + states.gathered_weights,
-                expert_weights=states.expert_weights,
-                gradients=states.gradients,
-                optimizer=states.optimizer,
-            )
-        )
+        own = {name: getattr(states, name) for name in ("expert_weights", "gradients", "optimizer")}
+        dense = states.dense_weights + states.gathered_weights
+        ranks.append(replace(memory, dense_weights=dense, **own))
     tuned = MemoryEstimate(ranks=tuple(ranks))
     less = found.memory.worst.total - tuned.worst.total
     needed = found.peak["needed_bytes"] - less

@@ -1,7 +1,7 @@
 """Shares of ranks under a plan: groups of every axis; layers, heads, experts and tokens.
 
 Everything here is asked of the functions that place parameters and cut batches in a run
-(:mod:`moemesh.config.layout`, :mod:`moemesh.config.context`,
+(:mod:`moemesh.config.layout`, :mod:`moemesh.sharding.context`,
 :mod:`moemesh.planner.traffic.tensors`), so that the answer is what `moemesh train` does.
 """
 
@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, TypeAlias, cast
+from functools import cached_property
+from typing import Any, cast
 
-from moemesh.config.context import context_runs
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
-from moemesh.planner.plan_text import read_plan, smallest_batch
+from moemesh.planner.layout_sources import read_plan, smallest_batch
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.sharding.context import context_runs
+from moemesh.sharding.parameters import ParameterTensor
 
-_Held: TypeAlias = (
-    "tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool, bool, list[ParameterTensor]]"
-)
 #: The axes of the two meshes, outermost first; the ones that both have come once.
 AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
 
@@ -90,7 +87,7 @@ class Holdings:
                 problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
                 raise ConfigError([problem]) from None
         # Ranks are many, places that differ few.
-        self._held = cache(self._held_by)
+        self._held: dict[int, tuple[list[ParameterTensor], bool, bool]] = {}
         self._parameters: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -169,7 +166,12 @@ class Holdings:
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
-        stages, layers, has_table, has_experts, held = self._held(at["pp"])
+        if at["pp"] not in self._held:
+            held = placement.held(at["pp"])
+            has_table = not {"embedding.weight", "head.weight"}.isdisjoint(t.name for t in held)
+            self._held[at["pp"]] = held, has_table, any(tensor.is_expert for tensor in held)
+        held, has_table, has_experts = self._held[at["pp"]]
+        stages = tuple(placement.stages(at["pp"]))
         # Tensor parallelism cuts heads; with grouped queries those of keys and values.
         groups = model.num_heads if model.attention == "mla" else model.num_kv_heads
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
@@ -186,7 +188,7 @@ class Holdings:
             node=self.node_of(rank),
             at=at,
             stages=stages,
-            layers=layers,
+            layers=tuple(tuple(placement.layers_of(stage)) for stage in stages),
             vocabulary=shard_range(model.vocab_size if has_table else 0, plan.tp, at["tp"]),
             heads=range(kv_heads.start * each, kv_heads.stop * each),
             kv_heads=kv_heads,
@@ -202,29 +204,13 @@ class Holdings:
             parameters=self._parameters[place],
         )
 
-    def _held_by(self, pp_rank: int) -> _Held:
-        """Stages of a pipeline rank, layers of each, whether a table and experts; its tensors."""
-        placement = self._placement
-        assert placement is not None
-        held, stages = placement.held(pp_rank), placement.stages(pp_rank)
-        return (
-            tuple(stages),
-            tuple(tuple(placement.layers_of(stage)) for stage in stages),
-            any(tensor.name in ("embedding.weight", "head.weight") for tensor in held),
-            any(tensor.is_expert for tensor in held),
-            held,
-        )
-
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """The answer as plain values; `ranks` None: all of them."""
-        rows: list[dict[str, Any]] = []
-        for rank in range(self.world_size) if ranks is None else ranks:
-            if self.model is None:
-                rows.append(
-                    {"rank": rank, "node": self.node_of(rank), "at": self.coordinates(rank)}
-                )
-            else:
-                rows.append({name: _plain(part) for name, part in vars(self.share(rank)).items()})
+        chosen = range(self.world_size) if ranks is None else ranks
+        if self.model is None:
+            rows = [{"rank": r, "node": self.node_of(r), "at": self.coordinates(r)} for r in chosen]
+        else:
+            rows = [{k: _plain(v) for k, v in vars(self.share(r)).items()} for r in chosen]
         return {
             "world_size": self.world_size,
             "nodes": self.num_nodes,

@@ -1,33 +1,48 @@
-"""A Plan or a run as a layout, a layout as a Plan, and what of it `moemesh train` refuses."""
+"""A layout by whatever names it: a Plan, a run, ``tp=8,pp=4,…``, a packaged plan, a TOML file.
+
+And back: a layout as a Plan, and what of it `moemesh train` refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import ceil, prod
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.load import load_run
+from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
-from moemesh.config.plan import DEGREES, Plan, ScheduleName
+from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
-from moemesh.config.stages import cut_layers
+from moemesh.config.schema import aliases
+from moemesh.config.section import LARGEST_SIZE
+from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
+from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
+from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
     DATA,
+    ELEMENT_BYTES,
+    RECOMPUTABLE,
     RECOMPUTED,
     TRAINED,
     PlannedLayout,
     Precision,
+    shown,
     widths,
 )
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.schedule.plan_schedule import step_problems
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import tensors
+from moemesh.sharding.stages import cut_layers
 
 #: Keys that a Plan and a layout share, values included.
 _SAME = (
@@ -218,3 +233,286 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool]:
         "trained_dense": trained[False] / max(own[False], 1),
         "trained_experts": trained[True] / max(own[True], 1),
     }
+
+
+# A layout from text, a table of keys or a file.
+
+
+PLANS = "plans"
+
+_LAYOUT_FIELDS = {item.name: item for item in fields(PlannedLayout)}
+_KNOWN = tuple(dict.fromkeys([*Plan.model_fields, *_LAYOUT_FIELDS]))
+#: Set by the command, not by a plan.
+_BATCH = ("seq_len", "global_batch")
+_RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
+
+
+#: Keys of a Plan that a layout says in its own way.
+_TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
+
+
+class ReadLayout(NamedTuple):
+    """A layout, and the Plan that says the same to `moemesh train` (None: no plan can). `unread`
+    are keys of [plan] that were given and that no formula of the planner reads."""
+
+    layout: PlannedLayout
+    plan: Plan | None
+    unread: dict[str, object]
+
+    @property
+    def text(self) -> str:
+        """All that was given, as ``--plan`` reads it back, sequence and batch with it."""
+        rest = (f"{name}={shown(value)}" for name, value in self.unread.items())
+        return ",".join([self.layout.key, *rest])
+
+
+def read_plan(
+    source: str | Mapping[str, Any],
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    model: Model | None = None,
+) -> ReadLayout:
+    """The layout that `source` names, for a sequence length and a batch: key=value pairs, a
+    packaged plan, a TOML file, or a table of keys such as `plan --json` prints.
+
+    Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences a microbatch) and
+    `microbatches` (how many) say the same thing: give one. Raises ConfigError with every problem
+    found, those with `model` among them.
+    """
+    table = plan_table(source)
+    batch: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch}
+    for name in _BATCH:
+        written = table.pop(name, None)
+        batch[name] = written if batch[name] is None else batch[name]
+    problems: list[Problem] = []
+    for key, value in table.items():
+        if key not in _KNOWN:
+            fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
+            if (foreign := aliases().get(key, "")).startswith("plan."):
+                fix = f"here it is called {foreign.removeprefix('plan.')}"
+            message = f"a plan has no key `{key}`"
+            problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
+    problems += _batch_problems(batch, table)
+    known = {key: value for key, value in table.items() if key in _KNOWN}
+    broken = {problem.key for problem in problems}
+    if "global_batch" not in broken and "plan.microbatch" not in broken:
+        problems += _division(known, batch["global_batch"])
+    planned = None
+    try:
+        # Broken numbers of the batch leave the rest to be checked with harmless ones.
+        legal = smallest_batch(known) if problems else batch["global_batch"]
+        sequence = 1 if "seq_len" in broken else batch["seq_len"]
+        parts = _recomputed(known)
+        dtype = known.get("dtype", "bfloat16")
+        beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
+        if beyond or parts is not None:
+            # Keys of a Plan are translated first, but for a recomputation that it has no word for;
+            # a microbatch is of one sequence where nothing is said of it.
+            own = {key: known[key] for key in known if key in {*Plan.model_fields, "dtype"}}
+            if parts is not None:
+                del own["recompute"]
+            if "microbatches" not in known:
+                own["microbatch"] = known.get("microbatch", 1)
+            plan, said = None, _plan(own, legal)
+            base = from_plan(said, seq_len=sequence, global_batch=legal, dtype=dtype)
+            layout = _changed(base, known, base.recompute if parts is None else parts)
+        else:
+            said = plan = _plan(known, legal, sequence)
+            config = None if model is None else model.config
+            if config is not None and plan.num_stages > config.num_layers:
+                config = None
+            layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        unread: dict[str, object] = {
+            name: value
+            for name, item in Plan.model_fields.items()
+            if name not in _LAYOUT_FIELDS
+            and name not in _TRANSLATED
+            and (value := getattr(said, name)) != item.default
+        }
+        planned = ReadLayout(layout, plan, unread)
+    except ConfigError as error:
+        problems += error.problems
+    if planned is not None and model is not None:
+        problems += planned.layout.check(model.shape.sizes)
+    if problems:
+        raise ConfigError(problems)
+    assert planned is not None
+    return planned
+
+
+def smallest_batch(source: str | Mapping[str, Any]) -> int:
+    """The smallest global batch that the plan `source` can divide, in sequences."""
+    table = plan_table(source)
+    values = (table.get(key, 1) for key in ("dp", "microbatch", "microbatches"))
+    return prod(value for value in values if isinstance(value, int) and value > 0)
+
+
+def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Keys and values of what names a plan. Raises ConfigError for what cannot be read."""
+    if not isinstance(source, str):
+        return dict(source)
+    if source in preset_names(PLANS):
+        return read_preset_table(source, PLANS)
+    if "=" not in source:
+        path = Path(source)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError:
+            message = "neither key=value pairs, a packaged plan nor a readable TOML file"
+            fix = nearest_choice(source, preset_names(PLANS))
+            raise ConfigError([Problem.of("no-file", "plan", source, message, fix)]) from None
+        except (ValueError, RecursionError) as error:
+            message = unreadable(error)
+            raise ConfigError([Problem.of("syntax", "plan", source, message)]) from None
+        return dict(cast("dict[str, Any]", table.get("plan", table)))
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for part in _split(source):
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not text:
+            message = "a plan is a list of key=value, with commas between"
+            problems.append(Problem.of("syntax", "plan", part, message, 'such as "tp=8,pp=4"'))
+        elif key in found:
+            problems.append(Problem.of("duplicate", key, text, f"{key} is given twice", "keep one"))
+        else:
+            value = parse_value(text, key, "--plan")
+            if key == "layers_per_stage" and re.fullmatch(r"\d+(-\d+)*", text):
+                value = [int(size) for size in text.split("-")]  # no bracket for a shell to read
+            if isinstance(value, Problem):
+                problems.append(value)
+            else:
+                found[key] = value
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _split(source: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in source:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]
+
+
+def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in _BATCH:
+        value = batch[name]
+        option = f"--{name.replace('_', '-')}"
+        if value is None:
+            yield Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            message = f"{name} must be a whole number of at least 1"
+            yield Problem.of("out-of-range", name, value, message, f"{option} 1")
+        elif value > LARGEST_SIZE:
+            message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
+            yield Problem.of("out-of-range", name, value, message, fix)
+    key, each = "plan.microbatch", table.get("microbatch", 1)
+    if isinstance(each, int) and each < 1:
+        message = f"a microbatch is at least 1 sequence, not {each}"
+        yield Problem.of("out-of-range", key, each, message, "microbatch = 1")
+    if "microbatch" in table and "microbatches" in table:
+        message = "microbatch (sequences each) and microbatches (how many) say the same thing"
+        yield Problem.of("conflict", key, None, message, "keep one of them")
+
+
+def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
+    """Every replica must run the same number of equal microbatches."""
+    name = "microbatch" if "microbatch" in table else "microbatches"
+    dp, value = table.get("dp", 1), table.get(name, 1)
+    for number in (dp, table.get("microbatch", 1), table.get("microbatches", 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            return []  # told by the checks of the keys themselves
+
+    def near(legal: str, step: int) -> str:
+        below, above = global_batch // step * step, -(-global_batch // step) * step
+        return f"{legal}, or global_batch = " + " or ".join(str(x) for x in (below, above) if x)
+
+    if global_batch % dp:
+        message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
+        fix = near(f"dp = {nearest_divisors(global_batch, dp)}", dp)
+        return [Problem.of("not-divisible", "plan.dp", dp, message, fix)]
+    share = global_batch // dp
+    if share % value:
+        message = (
+            f"{name} ({value}) must divide the sequences of a replica "
+            f"({global_batch} / dp {dp} = {share})"
+        )
+        fix = near(f"{name} = {nearest_divisors(share, value)}", dp * value)
+        return [Problem.of("not-divisible", f"plan.{name}", value, message, fix)]
+    return []
+
+
+def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:
+    values = {key: value for key, value in table.items() if key in Plan.model_fields}
+    if "microbatch" in table and isinstance(table["microbatch"], int) and table["microbatch"] > 0:
+        values["microbatches"] = global_batch // max(values.get("dp", 1), 1) // table["microbatch"]
+    leaves = {f"plan.{key}": Leaf(value=value, origin="") for key, value in values.items()}
+    plan, broken = build_section(Plan, leaves)
+    if broken:
+        raise ConfigError(broken)
+    problems = plan.check(seq_len=seq_len)
+    if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
+        # A layout cannot be made of broken degrees.
+        raise ConfigError(problems)
+    if (dtype := table.get("dtype", "bfloat16")) not in ELEMENT_BYTES:
+        problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
+    message = f"{key} is one of {', '.join(choices)}"
+    return Problem.of(
+        "not-a-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
+    )
+
+
+def _changed(
+    base: PlannedLayout, table: Mapping[str, Any], recompute: frozenset[str]
+) -> PlannedLayout:
+    """The layout with the fields that a Plan does not have."""
+    values = {key: value for key, value in table.items() if key in _LAYOUT_FIELDS}
+    for key in set(values) & set(Plan.model_fields):
+        del values[key]
+    values["recompute"] = recompute
+    problems: list[Problem] = []
+    for key, value in values.items():
+        default = _LAYOUT_FIELDS[key].default
+        if key == "recompute" or default is None:
+            continue
+        if type(value) is not type(default) and not (
+            isinstance(default, float) and isinstance(value, int)
+        ):
+            wanted = type(cast("object", default)).__name__
+            message = f"{key} is a {wanted}"
+            problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
+    hints = get_type_hints(PlannedLayout)
+    problems += [
+        _bad_choice(key, value, choices)
+        for key, value in values.items()
+        if (choices := choices_of(hints[key])) and value not in choices
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return base.changed(**values)
+
+
+def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
+    """Parts that recomputation names one by one ("norm+moe"); None: what a Plan can say."""
+    given = table.get("recompute", "none")
+    if not isinstance(given, str) or given in _RECOMPUTE_CHOICES:
+        return None
+    parts = frozenset(part.strip() for part in given.split("+"))
+    if unknown := sorted(parts - set(RECOMPUTABLE)):
+        choices = (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:])
+        message = f"`{unknown[0]}` names nothing that can be recomputed"
+        fix = nearest_choice(unknown[0], choices)
+        raise ConfigError([Problem.of("not-a-choice", "plan.recompute", given, message, fix)])
+    return parts

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ from moemesh.planner.parameters import (
 )
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
+from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
@@ -111,12 +111,6 @@ class StageContent:
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = StageContent.of(shape, layout, rank)
-    return _content_weights(shape, layout, content)
-
-
-def _content_weights(
-    shape: ModelShape, layout: PlannedLayout, content: StageContent
-) -> WeightCounts:
     whole = layout.attention_exit == "all_to_all"
     found = kind_weights(shape, content.kinds, whole_output=whole)
     if content.has_embedding:
@@ -178,42 +172,35 @@ def _counts_by_moments(
     return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
-#: Bytes of one microbatch on one rank that are there for the tensors of a layer.
-Habits = Callable[[ActivationBytes], Number]
-
-
 class ChunkBytes:
     """Activation bytes of chunks of layers under one layout: worked out once for all its ranks,
     of which most have the same chunks.
 
     ``once`` of a layer is kept from its forward to its backward, ``whole`` is held while its
-    backward runs.
+    backward runs. `habits`: bytes of one microbatch on one rank that are there for a layer's
+    tensors; those of the tensors themselves by default.
     """
 
     def __init__(
-        self, shape: ModelShape, layout: PlannedLayout, habits: Habits | None = None
+        self,
+        shape: ModelShape,
+        layout: PlannedLayout,
+        habits: Callable[[ActivationBytes], Number] | None = None,
     ) -> None:
-        """`habits`: bytes of one rank for those of a layer's tensors, which is the default."""
-        self._shape, self._layout = shape, layout
-
-        def exact(kept: ActivationBytes) -> Number:
-            return kept.on_rank(layout)
-
-        self._whole = habits or exact
+        bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
+        exact = partial(ActivationBytes.on_rank, layout=layout)
+        as_whole = habits or exact
         # Of a layer that is computed again as a whole nothing is kept but its input.
-        self._once = exact if "full" in layout.recompute else self._whole
-        self._bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-        self._layers: dict[LayerKind, tuple[Number, Number]] = {}
-        self._chunks: dict[tuple[object, ...], Number] = {}
+        at_once = exact if "full" in layout.recompute else as_whole
 
-    def layer(self, kind: LayerKind) -> tuple[Number, Number]:
-        """(once, whole) of one layer on one rank."""
-        if kind not in self._layers:
-            once = whole = self._once(layer_kept(self._shape, kind, self._layout))
-            if self._layout.recompute:
-                whole = self._whole(layer_kept(self._shape, kind, self._bare))
-            self._layers[kind] = once, whole
-        return self._layers[kind]
+        @cache
+        def layer(kind: LayerKind) -> tuple[Number, Number]:
+            """(once, whole) of one layer on one rank."""
+            once = at_once(layer_kept(shape, kind, layout))
+            return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
+
+        self.layer = layer
+        self._chunks: dict[tuple[object, ...], Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
         """What the layers of a chunk keep when only `limit` of them are computed again."""
@@ -236,25 +223,26 @@ def rank_memory(
     """Every part of one pipeline rank's memory, on its most loaded member; `chunks`: those of the
     layout, where they are known."""
     chunks = chunks or ChunkBytes(shape, layout)
-    content = StageContent.of(shape, layout, rank)
-    weights = _content_weights(shape, layout, content)
+    content, w = StageContent.of(shape, layout, rank), layout.element_bytes
+    weights = rank_weights(shape, layout, rank)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
-    n_dense, n_expert = layout.dense_shards, layout.expert_shards
     trained = layout.trained_dense * dense, layout.trained_experts * expert
-    versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
-    cut_w = (n_dense, n_expert) if layout.zero >= 3 else (1, 1)
-    cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
-    cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
+    versions = w * weight_copies(pipeline_step(layout, 1), rank)
+
+    def parts(level: int) -> tuple[int, int]:
+        """Ranks that share the states which ZeRO cuts from this level on."""
+        return (layout.dense_shards, layout.expert_shards) if layout.zero >= level else (1, 1)
+
+    cut_w, cut_g, cut_o = parts(3), parts(2), parts(1)
     if layout.parameter_server:
-        replicas = layout.dense_replicas, layout.edp
-        cut_o = (min(layout.servers, replicas[0]), min(layout.servers, replicas[1]))
+        cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
         logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
-        logits = logits + 2 * layout.element_bytes * layout.token_shard * shape.hidden_size
+        logits = logits + 2 * w * layout.token_shard * shape.hidden_size
     limit = layout.recompute_layers
     share = None if limit is None else limit / len(content.chunks)
     kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
@@ -262,6 +250,22 @@ def rank_memory(
     for kind in content.kinds:
         once, whole = chunks.layer(kind)
         work = maximum(work, whole - once)
+    # Buffers of communication: gathered inputs, unsharded units of ZeRO-3.
+    buffers: Number = 0.0
+    if layout.sequence_parallel:
+        buffers = where(layout.tp > 1, 2 * w * layout.tokens * shape.hidden_size, 0.0)
+    if layout.zero >= 3:
+        largest: Number = 0.0
+        if content.has_embedding or content.has_head:
+            largest = shape.vocab_size * shape.hidden_size / layout.tp
+        for kind in content.kinds:
+            unit = kind_weights(shape, {kind: 1})
+            largest = maximum(largest, dense_share(unit, layout) + expert_share(unit, layout))
+        # Two units gathered (one in use, one prefetched) and one unsharded gradient.
+        gathered = 2 * largest
+        if layout.reshard == "step":
+            gathered = dense_share(weights, layout) + expert_share(weights, layout)
+        buffers = buffers + w * (gathered + largest)
     return RankMemory(
         rank=rank,
         dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
@@ -270,31 +274,8 @@ def rank_memory(
         optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
         activations=held(layout, rank, kept) + ("full" in layout.recompute) * work,
         logits=logits,
-        buffers=_buffers(shape, layout, content),
+        buffers=buffers,
     )
-
-
-def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:
-    """Buffers of communication: gathered inputs, unsharded units of ZeRO-3."""
-    found = 0.0
-    if layout.sequence_parallel:
-        gathered = 2 * layout.element_bytes * layout.tokens * shape.hidden_size
-        found = where(layout.tp > 1, gathered, 0.0)
-    if layout.zero >= 3:
-        largest = 0.0
-        if content.has_embedding or content.has_head:
-            largest = shape.vocab_size * shape.hidden_size / layout.tp
-        for kind in content.kinds:
-            unit = kind_weights(shape, {kind: 1})
-            whole = dense_share(unit, layout) + expert_share(unit, layout)
-            largest = maximum(largest, whole)
-        # Two units gathered (one in use, one prefetched) and one unsharded gradient.
-        gathered = 2 * largest
-        if layout.reshard == "step":
-            weights = _content_weights(shape, layout, content)
-            gathered = dense_share(weights, layout) + expert_share(weights, layout)
-        found = found + layout.element_bytes * (gathered + largest)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,30 +386,90 @@ def _peaks(
     shape: ModelShape, layout: PlannedLayout, allocation: Allocation
 ) -> Iterator[PeakMemory]:
     """The peaks of the ranks one of which is the worst."""
-    changed = with_values(
+    layout = with_values(
         layout,
         gradient_bytes=allocation.gradient_bytes,
         optimizer_bytes=allocation.optimizer_bytes,
         fused_activation=allocation.fused_activation,
     )
-    both = ChunkBytes(shape, changed), _habits(shape, changed, allocation)
+    hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
+    is_full = "full" in layout.recompute
+    # What a stack keeps of layers beyond their tensors: norms, and scores; and scores at work.
+    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+    shards = layout.tp if layout.sequence_parallel else 1
+    gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
+    score_bytes, score_work = 0.0, 0.0
+    if layout.attention_kernel != "flash":
+        name = "eager" if layout.attention_kernel == "eager" else "fused"
+        each = getattr(allocation, f"{name}_score_work")
+        score_work = each * tokens * layout.seq_len * shape.num_heads / layout.tp
+        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
+        score_bytes = (getattr(allocation, f"{name}_score_bytes") - w) * counted
+
+    def habits(tensors: ActivationBytes) -> Number:
+        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
+        return allocation.activation_scale * (found + score_bytes)
+
+    tensors, chunks = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
     for rank in worst_ranks(shape, layout):
-        yield _rank_peak(shape, changed, allocation, rank, *both)
+        content = StageContent.of(shape, layout, rank)
+        exact = rank_memory(shape, layout, rank, tensors)
+        kept = [chunks.chunk(chunk) for chunk in content.chunks]
+        working: Number = 0.0
+        for kind in content.kinds:
+            _, whole = chunks.layer(kind)
+            work = whole if is_full else 0.0
+            working = maximum(working, work + allocation.working_layers * whole + score_work)
+        if content.kinds and not layout.adapters:
+            # The gradient of the largest matrix of a layer exists once more.
+            matrix = (2 if shape.gated else 1) * hidden
+            if list(content.kinds)[-1].moe:
+                matrix = matrix * shape.expert_intermediate_size / layout.etp
+            else:
+                matrix = matrix * shape.intermediate_size / layout.tp
+            working = working + allocation.layer_gradient_bytes * matrix
+        logits: Number = 0.0
+        if content.has_head:
+            numbers = layout.tokens * shape.vocab_size
+            logits = allocation.logit_bytes * numbers / layout.tp
+            logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
+            head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
+            logits = logits + allocation.head_gradient_bytes * head
+        if layout.zero >= 3 and is_full:
+            # The loss is over before the first layer runs backward.
+            logits, working = maximum(logits, working), 0.0
+        activations = held(layout, rank, kept)
+        if layout.pp > 1:
+            activations = activations + allocation.extra_in_flight * sum(kept)
+        buffers = exact.buffers if layout.zero >= 3 else 0.0
+        allocated = exact.states + activations + logits + working + buffers
+        if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
+            weights = rank_weights(shape, layout, rank)
+            whole = dense_share(weights, layout) + expert_share(weights, layout)
+            allocated = allocated + allocation.whole_bytes * whole
+        yield PeakMemory(
+            rank=rank,
+            allocated=allocated,
+            # What a step must hold is a floor, whatever the habits of a stack say.
+            needed=maximum(allocated + allocation.workspace_bytes, exact.total),
+            states=exact.states,
+            activations=activations,
+            logits=logits,
+            working=working,
+        )
 
 
 def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
     """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
     whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
-    return _worst_ranks(shape, pipeline_step(layout, 1), layout.layers_per_stage or ())
+    return _worst_ranks(Stages.of(shape, layout, microbatches=1))
 
 
 @lru_cache(maxsize=4096)
-def _worst_ranks(
-    shape: ModelShape, step: PipelineStep, layers_per_stage: tuple[int, ...]
-) -> tuple[int, ...]:
+def _worst_ranks(stages: Stages) -> tuple[int, ...]:
+    step = stages.step
     if step.ranks == 1:
         return (0,)
-    stages = Stages(shape, step, layers_per_stage or default_cut(shape, step.num_stages))
     contents = [StageContent(stages, rank) for rank in range(step.ranks)]
     many = step.of(step.settled(8 * step.ranks))
     moments = alive(many)
@@ -448,93 +489,6 @@ def _worst_ranks(
         if not any(exceeds(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
             kept.append(rank)
     return tuple(kept)
-
-
-def _rank_peak(
-    shape: ModelShape,
-    layout: PlannedLayout,
-    allocation: Allocation,
-    rank: int,
-    tensors: ChunkBytes,
-    chunks: ChunkBytes,
-) -> PeakMemory:
-    content = StageContent.of(shape, layout, rank)
-    exact = rank_memory(shape, layout, rank, tensors)
-    kept = [chunks.chunk(chunk) for chunk in content.chunks]
-    working: Number = 0.0
-    scores = 0.0
-    if layout.attention_kernel != "flash":
-        eager = layout.attention_kernel == "eager"
-        each = allocation.eager_score_work if eager else allocation.fused_score_work
-        scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
-    for kind in content.kinds:
-        _, whole = chunks.layer(kind)
-        work = whole if "full" in layout.recompute else 0.0
-        working = maximum(working, work + allocation.working_layers * whole + scores)
-    last_kind = list(content.kinds)[-1] if content.kinds else None
-    if last_kind is not None and not layout.adapters:
-        # The gradient of the largest matrix of a layer exists once more.
-        matrix = (2 if shape.gated else 1) * shape.hidden_size
-        if last_kind.moe:
-            matrix = matrix * shape.expert_intermediate_size / layout.etp
-        else:
-            matrix = matrix * shape.intermediate_size / layout.tp
-        working = working + allocation.layer_gradient_bytes * matrix
-    logits: Number = 0.0
-    if content.has_head:
-        numbers = layout.tokens * shape.vocab_size
-        logits = allocation.logit_bytes * numbers / layout.tp
-        logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
-        head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
-        logits = logits + allocation.head_gradient_bytes * head
-    if layout.zero >= 3 and "full" in layout.recompute:
-        # The loss is over before the first layer runs backward.
-        logits, working = maximum(logits, working), 0.0
-    activations = held(layout, rank, kept)
-    if layout.pp > 1:
-        activations = activations + allocation.extra_in_flight * sum(kept)
-    allocated = (
-        exact.states + activations + logits + working + (exact.buffers if layout.zero >= 3 else 0.0)
-    )
-    if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
-        weights = _content_weights(shape, layout, content)
-        whole = dense_share(weights, layout) + expert_share(weights, layout)
-        allocated = allocated + allocation.whole_bytes * whole
-    # What a step must hold is a floor, whatever the habits of a stack say.
-    needed = maximum(allocated + allocation.workspace_bytes, exact.total)
-    return PeakMemory(
-        rank=rank,
-        allocated=allocated,
-        needed=needed,
-        states=exact.states,
-        activations=activations,
-        logits=logits,
-        working=working,
-    )
-
-
-def _habits(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> ChunkBytes:
-    """What a stack keeps of layers, beyond their tensors."""
-    hidden, tokens = shape.hidden_size, layout.tokens
-    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
-    shards = layout.tp if layout.sequence_parallel else 1
-    normed = 2 * layout.element_bytes * hidden * allocation.gathered_norms
-    gathered = tokens * (normed * (1 - 1 / shards))
-    scores: Number = 0.0
-    if layout.attention_kernel != "flash":
-        bytes_each = (
-            allocation.eager_score_bytes
-            if layout.attention_kernel == "eager"
-            else allocation.fused_score_bytes
-        )
-        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
-        scores = (bytes_each - layout.element_bytes) * counted
-
-    def kept(tensors: ActivationBytes) -> Number:
-        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
-        return allocation.activation_scale * (found + scores)
-
-    return ChunkBytes(shape, layout, kept)
 
 
 # Bytes of the key-value cache of a model that generates.

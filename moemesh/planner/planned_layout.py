@@ -178,7 +178,7 @@ class PlannedLayout(Shown):
                 low.append(plan_problem(self, "out-of-range", key, message, f"{key} = 1"))
         if low:
             return low
-        return degree_problems(self, sizes, copied_kv_heads=True) + list(self._own_problems())
+        return [*degree_problems(self, sizes, copied_kv_heads=True), *self._own_problems()]
 
     def _own_problems(self) -> Iterator[Problem]:
         """Problems of the fields that a Plan does not have."""
@@ -189,10 +189,10 @@ class PlannedLayout(Shown):
             value, fix = "+".join(sorted(self.recompute)), f"known: {', '.join(RECOMPUTABLE)}"
             message = f"cannot recompute {', '.join(sorted(unknown))}"
             yield Problem.of("not-a-choice", "plan.recompute", value, message, fix)
-        if self.parameter_server and self.zero:
-            message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
-            yield plan_problem(self, "conflict", "zero", message, "zero = 0")
         if self.parameter_server:
+            if self.zero:
+                message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
+                yield plan_problem(self, "conflict", "zero", message, "zero = 0")
             yield from server_problems(self)
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
@@ -266,19 +266,6 @@ class PlannedLayout(Shown):
         """The two meshes, for groups of ranks."""
         degrees: dict[str, int] = {name: getattr(self, name) for name in DEGREES}
         return Layout(**degrees, ranks_per_node=self.ranks_per_node)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that pipeline rank `rank` holds, in the order of its chunks.
-
-        V-shaped schedules come back to where they started; DualPipe holds a stage of each
-        direction; all others go round.
-        """
-        pp, last = self.pp, self.num_stages - 1
-        if self.schedule in V_SCHEDULES:
-            return (rank, last - rank)
-        if self.schedule in ("dualpipe", "chimera") and pp > 1:
-            return (rank, pp - 1 - rank)
-        return tuple(chunk * pp + rank for chunk in range(self.stages_per_rank))
 
     def changed(self, **values: Any) -> PlannedLayout:
         """A copy with other values."""

@@ -2,11 +2,10 @@
 
 # Light to import: the command reads it to know its options.
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from moemesh.config.cluster import Cluster
     from moemesh.config.model import ModelConfig
     from moemesh.planner.planned_layout import Precision
@@ -24,6 +23,7 @@ MODEL_HELP = "Preset, folder of transformers, config.json or TOML file."
 CLUSTER_HELP = "Preset or TOML file."
 LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
 BATCH_HELP = "Sequences of one step."
+PLAN_HELP = '"tp=2,dp=4,ep=8", a packaged plan or a TOML file.'
 HEADROOM_HELP = (
     "Memory of each device to leave free, such as 10% or 6GiB. "
     "[default: 1.5% on GPUs, as calibrated]"
@@ -36,34 +36,30 @@ _LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
 class PlanRequest:
     """The search of `moemesh plan`: a model, a cluster, a batch, and limits of the layouts."""
 
-    model: Annotated[ModelSource, MODEL_HELP, {"metavar": "M"}]
-    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
+    model: Annotated[ModelSource, MODEL_HELP, "M"]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]
     seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS]
-    global_batch: Annotated[int, BATCH_HELP, {"metavar": "B"}]
-    nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
+    global_batch: Annotated[int, BATCH_HELP, "B"]
+    nodes: Annotated[int | None, _NODES, "N"] = None
     #: Of layouts that are kept 5, where it is None.
     top: Annotated[
         int | None,
         "Number of layouts to show. [default: those with a role; of --json 5]",
-        {"metavar": "K"},
+        "K",
     ] = None
     precision: Annotated[Precision, "Precision of the matrix products."] = "bfloat16"
-    anywhere: Annotated[bool, "Let tensor groups cross nodes, too.", {"names": ("--anywhere",)}] = (
-        False
-    )
-    trainable: Annotated[
-        bool, "Only what `moemesh train` carries out.", {"names": ("--trainable",)}
-    ] = False
+    anywhere: Annotated[bool, "Let tensor groups cross nodes, too."] = False
+    trainable: Annotated[bool, "Only what `moemesh train` carries out."] = False
     tokens: Annotated[
         Quantity | None,
         "Tokens of the training (14.8T, 300B): days, GPU-hours.",
-        {"metavar": "N"},
+        "N",
     ] = None
-    headroom: Annotated[Quantity | None, HEADROOM_HELP, {"metavar": "SHARE|SIZE"}] = None
+    headroom: Annotated[Quantity | None, HEADROOM_HELP, "SHARE|SIZE"] = None
     why: Annotated[
         list[str] | None,
         'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.',
-        {"metavar": "PLAN"},
+        "PLAN",
     ] = None
     settings: Annotated[
         list[str] | None,
@@ -73,15 +69,44 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EstimateRequest:
+    """The layout that `moemesh estimate` prices: a model, a cluster, a plan and a batch, or the
+    configuration of a run in place of all but the cluster."""
+
+    cluster: Annotated[str, CLUSTER_HELP, "C"]
+    model: Annotated[str | None, MODEL_HELP, "M"] = None
+    plan: Annotated[str | None, PLAN_HELP, "PLAN"] = None
+    config: Annotated[
+        Path | None,
+        "A run's TOML file or folder, in place of --model, --plan, --seq-len and "
+        "--global-batch: with its dtype and optimizer.",
+        "FILE",
+    ] = None
+    seq_len: Annotated[int | None, LENGTH_HELP, _LENGTH_WORDS] = None
+    global_batch: Annotated[int | None, BATCH_HELP, "B"] = None
+    rank: Annotated[
+        str,
+        "Pipeline rank of the traffic: first, inner, last, a number, or worst (memory).",
+        "RANK",
+    ] = "worst"
+    headroom: Annotated[str | None, HEADROOM_HELP, "SHARE|SIZE"] = None
+    cache: Annotated[
+        str | None,
+        'Also the KV cache of so many sequences of so many tokens: "32x4096".',
+        {"names": ("--kv-cache",), "metavar": "BATCHxTOKENS"},
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
     """A model, a cluster and the numbers of `moemesh partition`; None: chosen."""
 
     model: Annotated[ModelSource, "Preset, config.json, TOML file, or branching-alexnet."]
-    cluster: Annotated[ClusterSource, CLUSTER_HELP, {"metavar": "C"}]
+    cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]
     global_batch: Annotated[int, "Sequences (or images) of one step."]
     method: Annotated[str, "dp, ilp, random, learned, or all."] = "dp"
     seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS] = 4096
-    nodes: Annotated[int | None, _NODES, {"metavar": "N"}] = None
+    nodes: Annotated[int | None, _NODES, "N"] = None
     stages: Annotated[int | None, "Number of stages; of branching-alexnet, of devices."] = None
     microbatches: Annotated[int | None, "Microbatches of one step."] = None
     schedule: Annotated[str, "1f1b or gpipe."] = "1f1b"

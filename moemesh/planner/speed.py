@@ -2,9 +2,9 @@
 
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 
-Model FLOPs are :func:`moemesh.planner.flops.training_flops` (causal attention; what recomputation
-repeats is no work of the model, PaLM's definition, arXiv:2204.02311). The peak is the dense one of
-the number type that the matrix products have, from the cluster file.
+Model FLOPs are :func:`moemesh.planner.parameters.training_flops` (causal attention; what is
+computed again is no work of the model, PaLM's definition, arXiv:2204.02311). The peak is the dense
+one of the number type that the matrix products have, from the cluster file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moemesh.config.cluster import Cluster
-from moemesh.planner.flops import training_flops
+from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.hardware import accelerator_of
@@ -99,20 +99,13 @@ class Speed:
 
     def to_json(self, tokens: float | None = None) -> dict[str, float]:
         """The key "speed" of ``plan --json`` and ``estimate --json``."""
-        found = {
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "tflops_per_rank": self.tflops_per_rank,
-            "mfu": self.mfu,
-            "model_flops_per_token": self.flops_per_token,
-            "peak_flops": self.peak_flops,
-        }
+        rates = ("tokens_per_second", "tokens_per_second_per_gpu", "tflops_per_rank", "mfu")
+        found: dict[str, float] = {name: getattr(self, name) for name in rates}
+        found["model_flops_per_token"] = self.flops_per_token
+        found["peak_flops"] = self.peak_flops
         if tokens is not None:
-            found |= {
-                "tokens": tokens,
-                "days": self.days(tokens),
-                "gpu_hours": self.gpu_hours(tokens),
-            }
+            days, hours = self.days(tokens), self.gpu_hours(tokens)
+            found |= {"tokens": tokens, "days": days, "gpu_hours": hours}
         return found
 
 

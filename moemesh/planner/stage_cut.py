@@ -10,20 +10,19 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from moemesh.config.layout import shard_sizes
-from moemesh.config.stages import balanced_sizes
-from moemesh.planner.flops import attention_matmul, mlp_matmul
-from moemesh.planner.parameters import layer_weights
+from moemesh.planner.parameters import layer_matmul, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.step import PipelineStep
+from moemesh.sharding.stages import balanced_sizes
 
 
 @lru_cache(maxsize=4096)
 def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage as `moemesh train` cuts them. Raises ValueError for more stages than
     layers."""
-    attention = attention_matmul(shape)
-    costs = [attention + mlp_matmul(shape, kind.moe) for kind in shape.kinds]
+    by_kind = {kind: layer_matmul(shape, kind.moe) for kind in shape.kind_counts}
+    costs = [by_kind[kind] for kind in shape.kinds]
     head = shape.vocab_size * shape.hidden_size
     ahead = costs[-1] + 2 * shape.hidden_size**2 + head
     return balanced_sizes(costs, head + shape.num_mtp_layers * ahead, num_stages)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.layout_sources import exact_plan
@@ -19,9 +18,10 @@ from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import capacity_of, crowded_routing
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
+from moemesh.sharding.dispatchers import rows_at_once
 
 #: More microbatches for each pipeline rank hold no more at the fullest moment.
 _ENOUGH = 4
@@ -114,18 +114,12 @@ def of_own_run(
 
     def held(crowd: float | None) -> float:
         """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
-        routing, rows = None, float(balanced)
+        routing, rows, here = None, float(balanced), layout.coordinates(rank)["ep"]
         if crowd is not None:
-            here = layout.coordinates(rank)["ep"]
             routing = crowded_routing(model, layout, here, seq_len, crowd)
             rows = crowd * most_rows
-        kinds = predict_activations(
-            placement,
-            global_batch=global_batch,
-            element=element,
-            rank=rank,
-            routing=routing,
-        )
+        settings = {"global_batch": global_batch, "element": element, "rank": rank}
+        kinds = predict_activations(placement, **settings, routing=routing)
         width = model.expert_intermediate_size / plan.etp
         copies = _ROW_COPIES * hops * rows * model.hidden_size
         working = copies + _ROW_WIDTHS * min(rows, at_once) * width

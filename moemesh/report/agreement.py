@@ -7,20 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moemesh.report.svg import (
-    COLOURS,
-    GRID,
-    INK,
-    MUTED,
-    WIDTH,
-    coordinate,
-    escape,
-    figure,
-    legend,
-    line,
-    short,
-    text,
-)
+from moemesh.report import svg
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 48
 _SIDE = 520
@@ -54,14 +41,14 @@ def agreement_chart(
     low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
 
     def x(value: float) -> float:
-        return _LEFT + (math.log10(value) - low) / (high - low) * (WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (math.log10(value) - low) / (high - low) * (svg.WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
         return _TOP + _SIDE - (math.log10(value) - low) / (high - low) * _SIDE
 
     counts = Counter(point.series for point in drawn)
     names = sorted(counts, key=lambda name: (-counts[name], name))
-    colours = {name: COLOURS[place] for place, name in enumerate(names[: len(COLOURS) - 1])}
+    colours = {name: svg.COLOURS[place] for place, name in enumerate(names[: len(svg.COLOURS) - 1])}
     first, last = 10**low, 10**high
     corners = [
         (x(first), y(first * (1 + band))),
@@ -69,33 +56,34 @@ def agreement_chart(
         (x(last), y(last * (1 - band))),
         (x(first), y(first * (1 - band))),
     ]
-    path = " ".join(f"{coordinate(px)},{coordinate(py)}" for px, py in corners)
+    path = " ".join(f"{svg.coordinate(px)},{svg.coordinate(py)}" for px, py in corners)
     bottom = _TOP + _SIDE
-    axes = [line(x(10**low), y(10**low), x(10**high), y(10**high), stroke=INK)]
+    axes = [svg.line(x(10**low), y(10**low), x(10**high), y(10**high), stroke=svg.INK)]
     for power in range(math.ceil(low), math.floor(high) + 1):
         tick = 10.0**power
-        axes.append(line(x(tick), _TOP, x(tick), bottom))
-        axes.append(line(_LEFT, y(tick), WIDTH - _RIGHT, y(tick)))
-        axes.append(text(x(tick), bottom + 16, short(tick), anchor="middle"))
-        axes.append(text(_LEFT - 6, y(tick) + 4, short(tick), anchor="end"))
-    axes.append(text((_LEFT + WIDTH) / 2, bottom + 36, f"measured {unit}", anchor="middle"))
-    axes.append(text(_LEFT, _TOP - 6, f"predicted {unit}"))
-    body = [f'<polygon points="{path}" fill="{GRID}" fill-opacity="0.6"/>', *axes]
+        axes.append(svg.line(x(tick), _TOP, x(tick), bottom))
+        axes.append(svg.line(_LEFT, y(tick), svg.WIDTH - _RIGHT, y(tick)))
+        axes.append(svg.text(x(tick), bottom + 16, svg.short(tick), anchor="middle"))
+        axes.append(svg.text(_LEFT - 6, y(tick) + 4, svg.short(tick), anchor="end"))
+    axes.append(svg.text((_LEFT + svg.WIDTH) / 2, bottom + 36, f"measured {unit}", anchor="middle"))
+    axes.append(svg.text(_LEFT, _TOP - 6, f"predicted {unit}"))
+    body = [f'<polygon points="{path}" fill="{svg.GRID}" fill-opacity="0.6"/>', *axes]
     for point in drawn:
-        colour = colours.get(point.series, MUTED)
+        colour = colours.get(point.series, svg.MUTED)
         error = point.predicted / point.measured - 1
-        label = f"{point.name}: {short(point.measured)} measured, {error:+.1%} predicted"
+        label = f"{point.name}: {svg.short(point.measured)} measured, {error:+.1%} predicted"
         body.append(
-            f'<circle cx="{coordinate(x(point.measured))}" cy="{coordinate(y(point.predicted))}" '
-            f'r="3" fill="{colour}" fill-opacity="0.75"><title>{escape(label)}</title></circle>'
+            f'<circle cx="{svg.coordinate(x(point.measured))}" '
+            f'cy="{svg.coordinate(y(point.predicted))}" r="3" fill="{colour}" '
+            f'fill-opacity="0.75"><title>{svg.escape(label)}</title></circle>'
         )
     entries = [(name, colours[name]) for name in names if name in colours]
     if len(names) > len(colours):
-        entries.append((f"{len(names) - len(colours)} others", MUTED))
-    keys, height = legend(entries, left=_LEFT, top=_TOP + _SIDE + _BOTTOM)
+        entries.append((f"{len(names) - len(colours)} others", svg.MUTED))
+    keys, height = svg.legend(entries, left=_LEFT, top=_TOP + _SIDE + _BOTTOM)
     body.append(keys)
     description = (
         f"{len(drawn)} runs, predicted over measured {unit} on logarithmic axes with the diagonal "
         f"and a band of {band:.0%} around it."
     )
-    return figure(identity, title, description, _TOP + _SIDE + _BOTTOM + height + 8, body)
+    return svg.figure(identity, title, description, _TOP + _SIDE + _BOTTOM + height + 8, body)

@@ -1,20 +1,76 @@
-"""Predicted beside measured: rows of tables for memory, traffic and the parts of a step."""
+"""Memory, traffic and the parts of a step: rows of tables, predicted beside measured."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from moemesh.report.boxes import KINDS
 from moemesh.report.svg import clip
-from moemesh.report.traffic import by_axis_and_phase
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
-from moemesh.trace.run import PlannedStep
+from moemesh.trace.run import PlannedStep, Run
 from moemesh.trace.timeline import Timeline
 
 #: Spans of a step that stand beside the operations of the pipeline, as their records are named.
 _SPANS = ("data", "reduce", "optimizer")
+
+
+class Traffic(NamedTuple):
+    """One (axis, op, phase), per step: on the rank with most of it, and over all ranks.
+
+    Bytes as in `moemesh.trace.ledger`; an average over several steps need not be whole.
+    """
+
+    axis: str
+    op: str
+    phase: str
+    max_count: float
+    max_payload_bytes: float
+    max_wire_bytes: float
+    max_received_bytes: float
+    sum_wire_bytes: float
+
+
+def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traffic]:
+    """Traffic of all ranks by (axis, op, phase) a step, the most bytes sent first."""
+    totals: defaultdict[tuple[str, str, str], defaultdict[int, Counter[str]]]
+    totals = defaultdict(lambda: defaultdict(Counter))
+    for rank, ledger in ledgers.items():
+        for entry in ledger.entries():
+            totals[entry.axis, entry.op, entry.phase][rank].update(
+                count=entry.count,
+                payload=entry.payload_bytes,
+                wire=entry.wire_bytes,
+                received=entry.received_bytes,
+            )
+    rows: list[Traffic] = []
+    for key, ranks in totals.items():
+        count, payload, wire, received = (
+            max(amounts[name] for amounts in ranks.values()) / steps
+            for name in ("count", "payload", "wire", "received")
+        )
+        total = sum(own["wire"] for own in ranks.values()) / steps
+        rows.append(Traffic(*key, count, payload, wire, received, total))
+    return sorted(rows, key=lambda row: (-row.sum_wire_bytes, row.axis, row.op, row.phase))
+
+
+def by_axis_and_phase(
+    ledgers: Mapping[int, Ledger], *, steps: int = 1
+) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for row in traffic_rows(ledgers, steps=steps):
+        found[row.axis, row.phase] += row.sum_wire_bytes
+    return dict(found)
+
+
+def sent_in_training(run: Run) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step, by its training alone."""
+    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
+    return {key: size for key, size in found.items() if key[1] not in ("evaluate", "control")}
 
 
 def memory_rows(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from moemesh.config.toml import format_value
 from moemesh.report import curves, svg
-from moemesh.report.configuration import between, with_defaults
-from moemesh.report.page import from_template, links_to, write_page
+from moemesh.report.beside import by_axis_and_phase, sent_in_training
+from moemesh.report.configuration import between, toml_text, with_defaults
+from moemesh.report.files import replace_file
+from moemesh.report.page import from_template, links_to
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
-from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import MetricsRow, Run, median_of
-from moemesh.trace.state import state_of
+from moemesh.trace.run import Run, median_of, state_of
 
 NAME = "comparison.html"
 _MAX_VALUE = 200
@@ -27,7 +27,7 @@ def write(first: Path | str, second: Path | str, out: Path | None = None) -> Pat
     Raises RunError (a ValueError) when a folder holds no run.
     """
     runs = Run.load(first), Run.load(second)
-    return write_page(out or runs[0].folder / NAME, render(*runs))
+    return replace_file(out or runs[0].folder / NAME, render(*runs))
 
 
 def render(first: Run, second: Run) -> str:
@@ -65,30 +65,23 @@ def render(first: Run, second: Run) -> str:
 
 
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
-    identity, title = "configuration", "Configuration"
+    chapter = Chapter(identity="configuration", title="Configuration")
     if not all(run.config for run in runs):
         text = "A run has no config.toml, so nothing can be compared."
-        return Chapter(identity=identity, title=title, missing=text)
+        return replace(chapter, missing=text)
     found = between(*(with_defaults(run.config) for run in runs))
     if not found:
-        return Chapter(identity=identity, title=title, note="Every key has the same value.")
+        return replace(chapter, note="Every key has the same value.")
     table = Table(
         caption="Keys whose values differ",
         header=("Key", *names),
         rows=[
-            (
-                svg.clip(key, 60),
-                *(
-                    "unset" if value is None else svg.clip(format_value(value), _MAX_VALUE)
-                    for value in values
-                ),
-            )
+            (svg.clip(key, 60), *(toml_text(value, _MAX_VALUE) for value in values))
             for key, *values in found[:MAX_TABLE_ROWS]
         ],
         num_names=3,
     )
-    note = left_out(len(found), "keys")
-    return Chapter(identity=identity, title=title, tables=[table], note=note)
+    return replace(chapter, tables=[table], note=left_out(len(found), "keys"))
 
 
 #: A line of the table of results: its name, its value of a run (None: not known), and its form.
@@ -172,68 +165,54 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         text = "Neither run has finished a step."
         return Chapter(identity="training", title="Training", missing=text)
     unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
-    charts: list[tuple[str, Callable[[MetricsRow], float | None], str]] = [
-        ("Loss", lambda row: row.loss, unit),
-        ("Validation loss", lambda row: row.validation_loss, unit),
-        ("Gradient norm", lambda row: row.grad_norm, "gradient norm"),
-        ("Learning rate", lambda row: row.lr, "learning rate"),
-        ("Throughput", lambda row: row.tokens_per_second, "tokens per second"),
-    ]
     marks = [
         (place, f"{svg.clip(name, 20)}: {plan}")
         for name, run in zip(names, runs, strict=True)
         for place, plan in run.marks
     ]
-    drawn: list[tuple[str, str, str]] = []
-    for name, value, label in charts:
-        points = [
-            [(row.step, found) for row in run.metrics if (found := value(row)) is not None]
-            for run in runs
-        ]
-        both = _over_each_other(name, names, points, y_label=label, marks=marks)
-        drawn.append((name, *both))
-    timed: list[list[curves.Point]] = []
-    for run in runs:
-        seconds = accumulate(row.seconds for row in run.metrics)
-        timed.append([(s, row.loss) for s, row in zip(seconds, run.metrics, strict=True)])
-    pictures = _over_each_other("Loss over time", names, timed, y_label=unit, x_label="seconds")
-    drawn.insert(1, ("Loss over the time in steps", *pictures))
-    return Chapter(identity="training", title="Training", figures=figures(*drawn))
+    # Seconds in steps up to each of them.
+    clocks = [list(accumulate(row.seconds for row in run.metrics)) for run in runs]
 
+    def chart(
+        title: str, key: str, y_label: str, *, over_time: bool = False
+    ) -> tuple[str, str, str]:
+        series: list[curves.Series] = []
+        for number, (name, run, clock) in enumerate(zip(names, runs, clocks, strict=True)):
+            pairs = zip(clock, run.metrics, strict=True)
+            found = [(s if over_time else row.step, getattr(row, key)) for s, row in pairs]
+            points = [point for point in found if point[1] is not None]
+            dots = len(points) < 30
+            if points:
+                series.append(curves.Series(name=name, points=points, colour=number, dots=dots))
+        counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
+        pictures = curves.line_charts(
+            title.lower().replace(" ", "-"),
+            title,
+            series,
+            y_label=y_label,
+            x_label="seconds" if over_time else "step",
+            description=f"{title}: {counts or 'no values'}.",
+            marks=() if over_time else marks,
+        )
+        return ("Loss over the time in steps" if over_time else title), *pictures
 
-def _over_each_other(
-    title: str,
-    names: Sequence[str],
-    points: Sequence[Sequence[curves.Point]],
-    *,
-    y_label: str,
-    x_label: str = "step",
-    marks: curves.Marks = (),
-) -> curves.Pictures:
-    series = [
-        curves.Series(name=name, points=found, colour=colour, dots=len(found) < 30)
-        for colour, (name, found) in enumerate(zip(names, points, strict=True))
-        if found
-    ]
-    counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
-    return curves.line_charts(
-        title.lower().replace(" ", "-"),
-        title,
-        series,
-        y_label=y_label,
-        x_label=x_label,
-        description=f"{title}: {counts or 'no values'}.",
-        marks=marks,
+    drawn = figures(
+        chart("Loss", "loss", unit),
+        chart("Loss over time", "loss", unit, over_time=True),
+        chart("Validation loss", "validation_loss", unit),
+        chart("Gradient norm", "grad_norm", "gradient norm"),
+        chart("Learning rate", "lr", "learning rate"),
+        chart("Throughput", "tokens_per_second", "tokens per second"),
     )
+    return Chapter(identity="training", title="Training", figures=drawn)
 
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
     keys = sorted(found[0].keys() | found[1].keys())
     if not keys:
-        return Chapter(
-            identity="traffic", title="Traffic", missing="Neither run has a ledger.json."
-        )
+        text = "Neither run has a ledger.json."
+        return Chapter(identity="traffic", title="Traffic", missing=text)
     rows = [
         (
             *(svg.clip(name, 40) for name in key),

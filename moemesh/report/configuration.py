@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import config_values, load_run
+from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
 from moemesh.config.toml import format_value
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run, median_of
 
 _MAX_VALUE = 300
@@ -32,7 +33,7 @@ def changes(run: Run) -> Chapter:
                 caption=f"Keys that differ from {baseline}",
                 header=("Key", "Value", "Default"),
                 rows=[
-                    (clip(key, 60), _value(value), _value(default))
+                    (clip(key, 60), toml_text(value), toml_text(default))
                     for key, value, default in found[:MAX_TABLE_ROWS]
                 ],
                 num_names=3,
@@ -45,7 +46,9 @@ def changes(run: Run) -> Chapter:
             Table(
                 caption=f"The other {len(rest)} keys",
                 header=("Key", "Value"),
-                rows=[(clip(key, 60), _value(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]],
+                rows=[
+                    (clip(key, 60), toml_text(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]
+                ],
                 num_names=2,
                 folded=True,
             )
@@ -60,7 +63,7 @@ def _plans(run: Run) -> Table:
     usual = Plan().model_dump(mode="json")
     rows: list[tuple[str, ...]] = []
     for number, steps in enumerate(run.plans, start=1):
-        chosen = [f"{key} = {_value(value)}" for key, value in steps.record.items()
+        chosen = [f"{key} = {toml_text(value)}" for key, value in steps.record.items()
                   if value != usual.get(key)]  # fmt: skip
         own = [row for row in run.metrics if steps.first <= row.step <= steps.last]
         speed = median_of(own[1:] or own, "tokens_per_second")
@@ -74,9 +77,9 @@ def _plans(run: Run) -> Table:
     )
 
 
-def _value(value: object) -> str:
-    """As in a TOML file."""
-    return "unset" if value is None else clip(format_value(value), _MAX_VALUE)
+def toml_text(value: object, longest: int = _MAX_VALUE) -> str:
+    """A value as in a TOML file, in at most so many characters."""
+    return "unset" if value is None else clip(format_value(value), longest)
 
 
 def differences(config: Mapping[str, Any]) -> tuple[list[Difference], str]:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moemesh.report.svg import (
-    COLOURS,
-    DASHES,
-    INK,
-    MUTED,
-    WIDTH,
-    clip,
-    coordinate,
-    figure,
-    line,
-    short,
-    text,
-    text_width,
-    ticks,
-)
+from moemesh.report import svg
+from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 
 Point = tuple[float, float]
@@ -59,7 +47,7 @@ class Frame(NamedTuple):
     low: float
     high: float
     log: bool
-    width: float = WIDTH
+    width: float = svg.WIDTH
     top: float = _TOP
 
     def x(self, value: float) -> float:
@@ -113,11 +101,11 @@ def line_chart(
     from_zero: bool = False,
     log: bool = False,
     marks: Marks = (),
-    width: float = WIDTH,
+    width: float = svg.WIDTH,
 ) -> str:
     """Curves over steps; `levels` are named horizontal lines, `marks` vertical ones. "" when there
     is nothing to draw."""
-    buckets = max(int(_NUM_BUCKETS * width / WIDTH), 2)
+    buckets = max(int(_NUM_BUCKETS * width / svg.WIDTH), 2)
     thinned = [replace(item, points=downsample(item.points, buckets)) for item in series]
     drawn = [item for item in thinned if any(math.isfinite(y) for _, y in item.points)]
     if not drawn:
@@ -125,8 +113,8 @@ def line_chart(
     levels = [(name, value) for name, value in levels if math.isfinite(value)]
     names = [(item.name, item.colour) for item in drawn]
     for index, (name, value) in enumerate(levels):
-        colour = len(COLOURS) - 1 - index % len(COLOURS)
-        names.append((f"{clip(name, 40)} {value:.4g}", colour))
+        colour = len(svg.COLOURS) - 1 - index % len(svg.COLOURS)
+        names.append((f"{svg.clip(name, 40)} {value:.4g}", colour))
     key, rows = _legend(names, y_label, width) if len(names) > 1 else ("", 0)
     frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
     frame = frame._replace(width=width, top=_TOP + rows * _LEGEND_ROW)
@@ -134,17 +122,17 @@ def line_chart(
     for index, item in enumerate(drawn):
         body.append(_path(item.points, item.colour, index, frame))
         if item.dots and len(item.points) <= _NUM_BUCKETS:
-            fill = COLOURS[item.colour % len(COLOURS)]
+            fill = svg.COLOURS[item.colour % len(svg.COLOURS)]
             body += [
-                f'<circle cx="{coordinate(frame.x(x))}" cy="{coordinate(frame.y(y))}" r="3" '
-                f'fill="{fill}"/>'
+                f'<circle cx="{svg.coordinate(frame.x(x))}" cy="{svg.coordinate(frame.y(y))}" '
+                f'r="3" fill="{fill}"/>'
                 for x, y in item.points
                 if math.isfinite(y)
             ]
     for index, (_, value) in enumerate(levels, start=len(drawn)):
         ends = [(frame.left, value), (frame.right, value)]
         body.append(_path(ends, names[index][1], index, frame))
-    return figure(identity, title, description, _HEIGHT, [*body, key], width)
+    return svg.figure(identity, title, description, _HEIGHT, [*body, key], width)
 
 
 def line_charts(identity: str, title: str, series: Sequence[Series], **look: Any) -> Pictures:
@@ -174,8 +162,8 @@ def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, lo
 
 def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     bottom, right = _HEIGHT - _BOTTOM, frame.width - _RIGHT
-    parts = [text(_LEFT if frame.width == WIDTH else 0, _TOP - 20, y_label, fill=MUTED)]
-    values = ticks(frame.low, frame.high)
+    parts = [svg.text(_LEFT if frame.width == svg.WIDTH else 0, _TOP - 20, y_label, fill=svg.MUTED)]
+    values = svg.ticks(frame.low, frame.high)
     if frame.log:
         low, high = math.floor(math.log10(frame.low)), math.ceil(math.log10(frame.high))
         factors = (1, 2, 5) if high - low <= 3 else (1,)
@@ -184,19 +172,19 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     for value in values:
         y = frame.y(value)
         parts += [
-            line(_LEFT, y, right, y),
-            text(_LEFT - 8, y + 4, short(value), anchor="end", fill=MUTED),
+            svg.line(_LEFT, y, right, y),
+            svg.text(_LEFT - 8, y + 4, svg.short(value), anchor="end", fill=svg.MUTED),
         ]
-    parts.append(line(_LEFT, bottom, right, bottom, INK))
-    count = 8 if frame.width == WIDTH else 3
-    for value in (tick for tick in ticks(frame.left, frame.right, count) if tick == int(tick)):
+    parts.append(svg.line(_LEFT, bottom, right, bottom, svg.INK))
+    count = 8 if frame.width == svg.WIDTH else 3
+    for value in (tick for tick in svg.ticks(frame.left, frame.right, count) if tick == int(tick)):
         x = frame.x(value)
         anchor = "end" if x > right - 24 else "middle"
         parts += [
-            line(x, bottom, x, bottom + 4, INK),
-            text(x, bottom + 18, f"{int(value):,}", anchor=anchor, fill=MUTED),
+            svg.line(x, bottom, x, bottom + 4, svg.INK),
+            svg.text(x, bottom + 18, f"{int(value):,}", anchor=anchor, fill=svg.MUTED),
         ]
-    parts.append(text(right, _HEIGHT - 6, x_label, anchor="end", fill=MUTED))
+    parts.append(svg.text(right, _HEIGHT - 6, x_label, anchor="end", fill=svg.MUTED))
     return "".join(parts)
 
 
@@ -206,8 +194,8 @@ def _mark(frame: Frame, value: float, name: str) -> str:
         return ""
     x = frame.x(value)
     side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
-    label = text(x + side, frame.top + 10, name, anchor=anchor, fill=MUTED, size=11)
-    return line(x, frame.top, x, _HEIGHT - _BOTTOM, MUTED) + label
+    label = svg.text(x + side, frame.top + 10, name, anchor=anchor, fill=svg.MUTED, size=11)
+    return svg.line(x, frame.top, x, _HEIGHT - _BOTTOM, svg.MUTED) + label
 
 
 def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
@@ -217,7 +205,7 @@ def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
         if not math.isfinite(y):
             pen = "M"
             continue
-        commands.append(f"{pen}{coordinate(frame.x(x))} {coordinate(frame.y(y))}")
+        commands.append(f"{pen}{svg.coordinate(frame.x(x))} {svg.coordinate(frame.y(y))}")
         pen = "L"
     # A single point shows as a dot: a zero-length line with round caps.
     if len(commands) == 1:
@@ -226,17 +214,17 @@ def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
 
 
 def _stroke(colour: int, dash: int) -> str:
-    dashes = DASHES[dash % len(DASHES)]
+    dashes = svg.DASHES[dash % len(svg.DASHES)]
     pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
-    look = f'stroke="{COLOURS[colour % len(COLOURS)]}" stroke-width="1.8"'
+    look = f'stroke="{svg.COLOURS[colour % len(svg.COLOURS)]}" stroke-width="1.8"'
     return f'{look} stroke-linejoin="round" stroke-linecap="round"{pattern}'
 
 
 def _legend(names: Sequence[tuple[str, int]], y_label: str, width: float) -> tuple[str, int]:
     """Keys to the right of the vertical axis' name, or in rows under it where they do not fit
     there; also the number of these rows."""
-    sizes = [text_width(name) + 48 for name, _ in names]
-    beside = width - _LEFT - text_width(y_label) - 16
+    sizes = [svg.text_width(name) + 48 for name, _ in names]
+    beside = width - _LEFT - svg.text_width(y_label) - 16
     fits = sum(sizes) - 16 <= beside - _RIGHT
     parts: list[str] = []
     x, row = (width - _RIGHT - sum(sizes) + 16, 0) if fits else (0.0, 1)
@@ -244,8 +232,8 @@ def _legend(names: Sequence[tuple[str, int]], y_label: str, width: float) -> tup
         if not fits and x and x + size - 16 > width:
             x, row = 0.0, row + 1
         y = _TOP - 20 + row * _LEGEND_ROW
-        parts.append(f'<path d="M{coordinate(x)} {y - 4}h26" {_stroke(colour, dash)}/>')
-        parts.append(text(x + 32, y, name))
+        parts.append(f'<path d="M{svg.coordinate(x)} {y - 4}h26" {_stroke(colour, dash)}/>')
+        parts.append(svg.text(x + 32, y, name))
         x += size
     return "".join(parts), row
 
@@ -292,9 +280,14 @@ def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ())
         series.append(Series(name="extra prediction layers", points=ahead, colour=5))
     if not any(value for item in series for _, value in item.points):
         return "", ""
-    text = _range_text("Auxiliary loss", points)
-    look: dict[str, Any] = {"y_label": unit, "description": text, "marks": marks}
-    return line_charts("auxiliary", "Auxiliary losses over steps", series, **look)
+    return line_charts(
+        "auxiliary",
+        "Auxiliary losses over steps",
+        series,
+        y_label=unit,
+        description=_range_text("Auxiliary loss", points),
+        marks=marks,
+    )
 
 
 def one_curve(
@@ -317,9 +310,45 @@ def one_curve(
     )
 
 
+def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
+    """Max over mean of experts and of ranks: worst layer and mean of the layers, over the steps."""
+    of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
+    for load in loads:
+        of_step[load.step].append(load)
+    steps = sorted(of_step)
+
+    def over_layers(measure: Callable[[LayerLoads], float]) -> tuple[list[float], list[float]]:
+        values = [[measure(load) for load in of_step[step]] for step in steps]
+        return [max(row) for row in values], [sum(row) / len(row) for row in values]
+
+    worst, mean = over_layers(lambda load: load.expert_max_over_mean)
+    series = [
+        Series(name="experts, worst layer", points=list(zip(steps, worst, strict=True)), colour=1),
+        Series(name="experts, mean", points=list(zip(steps, mean, strict=True)), colour=0),
+    ]
+    if any(load.tokens_per_rank for load in loads):
+        rank_worst, _ = over_layers(lambda load: load.rank_max_over_mean)
+        points = list(zip(steps, rank_worst, strict=True))
+        series.append(Series(name="ranks, worst layer", points=points, colour=2))
+    description = "No loads."
+    if steps:
+        description = (
+            f"Fullest expert over the mean, worst layer: {worst[0]:.2f} at step {steps[0]}, "
+            f"{worst[-1]:.2f} at step {steps[-1]}, highest {max(worst):.2f}. 1 is balanced."
+        )
+    return line_charts(
+        "imbalance",
+        "Load imbalance over steps",
+        series,
+        y_label="fullest / mean (1 = balanced)",
+        description=description,
+        marks=marks,
+    )
+
+
 def _range_text(what: str, points: Sequence[Point]) -> str:
     finite = sorted(value for _, value in points if math.isfinite(value))
     if not finite:
         return f"{what}: no finite value."
-    ends = f"from {short(finite[0])} to {short(finite[-1])}"
-    return f"{what} {ends}, median {short(finite[len(finite) // 2])}, over {len(points)} steps."
+    ends = f"from {svg.short(finite[0])} to {svg.short(finite[-1])}"
+    return f"{what} {ends}, median {svg.short(finite[len(finite) // 2])}, over {len(points)} steps."

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
-from moemesh.report.bounds import BOUNDS, Bound
-from moemesh.report.evidence import Evidence, evidence_of
+from moemesh.report.bounds import BOUNDS, Bound, Evidence, evidence_of
 from moemesh.report.page import command_of
+from moemesh.report.section import plural
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run
-from moemesh.trace.state import State, state_of
+from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run, State, state_of
 from moemesh.watch.failures import CAUSES, cause_of, culprit_of
 
 # The health of a run: losses beside each other, steps that were left out, failures it survived.
@@ -76,8 +77,7 @@ def losses_of(run: Run) -> Losses:
     if not rows:
         return Losses()
     line = f"training {rows[-1].loss:.4f}"
-    validated = [(row.step, row.validation_loss) for row in rows
-                 if row.validation_loss is not None]  # fmt: skip
+    validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
     if validated:
         step, loss = validated[-1]
         line += f", validation {loss:.4f}"
@@ -97,28 +97,27 @@ def _verdict(
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
 ) -> tuple[str, str, bool]:
-    # Twentieths of a run, or single steps of a shorter one.
+    # Twentieths of a run, or single steps of a shorter one: (first step, last step, median loss).
     cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
-    groups = [rows[a:b] for a, b in itertools.pairwise(cuts) if b > a]
-    newest = rows[-1].step
     parts = [
-        _Part(part[0].step, part[-1].step, statistics.median(row.loss for row in part))
-        for part in groups
+        (rows[a].step, rows[b - 1].step, statistics.median(row.loss for row in rows[a:b]))
+        for a, b in itertools.pairwise(cuts)
+        if b > a
     ]
-    lowest = min(parts, key=lambda part: part.median)
+    first, last, lowest = min(parts, key=lambda part: part[2])
+    newest, latest = rows[-1].step, parts[-1][2]
     # Chance moves the median of a part by about the usual difference of neighbouring steps over
     # the square root of its steps.
     steps = [abs(b.loss - a.loss) for a, b in itertools.pairwise(rows)]
     noise = statistics.median(steps) / math.sqrt(max(1, len(rows) / _PARTS)) if steps else 0.0
-    least_rise = max(_GAP, _NOTICEABLE * lowest.median, _NOISES * noise)
-    rose = parts[-1].median > lowest.median + least_rise
-    name, loss = "training", parts[-1].median
+    rose = latest > lowest + max(_GAP, _NOTICEABLE * lowest, _NOISES * noise)
+    name, loss = "training", latest
     if validated and validated[-1][0] == newest:
         name, loss = "validation", validated[-1][1]
     is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # A loss that still falls only needs time.
-        is_early = not rose and rows[0].loss - parts[-1].median > _GAP
+        is_early = not rose and rows[0].loss - latest > _GAP
         why = "it needs more steps" if is_early else "its learning rate is probably wrong"
         # Four times the steps so far, unless as many are ahead already.
         more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
@@ -133,15 +132,15 @@ def _verdict(
         return "", "", False
     if rose:
         return (
-            f"The training loss rose again, from {lowest.median:.2f} at steps {lowest.first:,} to "
-            f"{lowest.last:,} to {parts[-1].median:.2f}: lower train.lr or train.clip, or look at "
-            "the data read since.",
+            f"The training loss rose again, from {lowest:.2f} at steps {first:,} to {last:,} to "
+            f"{latest:.2f}: lower train.lr or train.clip, or look at the data read since.",
             lower_rate(run),
             False,
         )
-    loss = validated[-1][1] if validated else loss
-    best = min(validated, key=lambda one: one[1], default=(newest, 0.0))
-    if validated and loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
+    if not validated:
+        return "", "", False
+    (step, loss), best = validated[-1], min(validated, key=lambda one: one[1])
+    if loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
         read = f" after {epoch:.1f} epochs" if epoch is not None and epoch >= 1 else ""
         return (
@@ -150,17 +149,14 @@ def _verdict(
             f"train.steps={best[0]}",
             False,
         )
-    if validated:
-        step = validated[-1][0]
-        near = [row.loss for row in rows if step - _PARTS < row.step <= step]
-        gap = loss - statistics.fmean(near) if near else 0.0
-        if gap > max(_GAP, _GAP_SHARE * loss):
-            return (
-                f"The validation loss is {gap:.2f} above the training loss: the text that is held "
-                "out differs, or the run learns its samples by heart.",
-                "",
-                False,
-            )
+    near = [row.loss for row in rows if step - _PARTS < row.step <= step]
+    gap = loss - statistics.fmean(near) if near else 0.0
+    if gap > max(_GAP, _GAP_SHARE * loss):
+        text = (
+            f"The validation loss is {gap:.2f} above the training loss: the text that is held "
+            "out differs, or the run learns its samples by heart."
+        )
+        return text, "", False
     return "", "", False
 
 
@@ -172,30 +168,19 @@ def lower_rate(run: Run) -> str:
     return f"train.lr={min(rate / 10, usual):.3g}" if isinstance(rate, int | float) else ""
 
 
-class _Part(NamedTuple):
-    """Neighbouring steps, and the median of their losses."""
-
-    first: int
-    last: int
-    median: float
-
-
 def troubles_of(run: Run) -> list[tuple[str, str]]:
     """(label, text) of what happened besides steps, the worst first: failures that the run went on
     from, steps left out, jumps of the loss, alarms."""
     found: list[tuple[str, str]] = []
-    if run.earlier_failures:
-        failures = run.earlier_failures
-        texts = [
-            one_line(
-                f"{cause_of(failure).name} ({culprit_of(failure, ('step',)) or 'place unknown'})"
-                + (f", {action}" if (action := failure.get("action")) else "")
-            )
-            for failure in failures[-_MOST_FAILURES:]
-        ]
-        how_many = "1 failure" if len(failures) == 1 else f"{len(failures)} failures"
+    if failures := run.earlier_failures:
+        texts = list[str]()
+        for failure in failures[-_MOST_FAILURES:]:
+            place = culprit_of(failure, ("step",)) or "place unknown"
+            action = f", {failure['action']}" if failure.get("action") else ""
+            texts.append(one_line(f"{cause_of(failure).name} ({place}){action}"))
         newest = "" if len(failures) <= _MOST_FAILURES else f", the newest {_MOST_FAILURES}"
-        found.append(("survived", (f"{how_many}{newest}: " + "; ".join(texts) + " (failures/)")))
+        told = f"{plural(len(failures), 'failure')}{newest}: {'; '.join(texts)} (failures/)"
+        found.append(("survived", told))
     by_kind: defaultdict[str, list[Event]] = defaultdict(list)
     for event in run.events:
         kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
@@ -284,7 +269,7 @@ class Explanation:
         return "\n".join(found)
 
     def to_json(self) -> dict[str, Any]:
-        planned = self.planned
+        facts = self.facts.items()
         return {
             "run": self.run,
             "state": self.state,
@@ -293,18 +278,9 @@ class Explanation:
             "lines": dict(self.lines),
             "command": self.command or None,
             "shares": dict(self.shares),
-            "evidence": [
-                {"name": name, "value": value, "file": file}
-                for name, (value, file) in self.facts.items()
-            ],
+            "evidence": [{"name": name, "value": n, "file": file} for name, (n, file) in facts],
             "failure": None if self.failure is None else dict(self.failure),
-            "planned": None
-            if planned is None
-            else {
-                "cluster": planned.cluster,
-                "seconds": planned.seconds,
-                "parts": dict(planned.parts),
-            },
+            "planned": None if self.planned is None else asdict(self.planned),
         }
 
 
@@ -314,7 +290,7 @@ def explain(run: Run) -> Explanation:
     evidence = evidence_of(run)
     if run.failure is not None:
         return _failed(run, evidence, run.failure)
-    bounds = _ranked(evidence)
+    bounds = _ranked(evidence.shares)
     cause = bounds[0].name if bounds else "unknown"
     if run.metrics:
         row = run.metrics[-1]
@@ -345,11 +321,13 @@ def explain(run: Run) -> Explanation:
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
         first, (text, proposed) = bounds[0], remedy.judge(evidence)
         stated = text if remedy is first else first.judge(evidence)[0]
-        sentences.append(f"Its speed is bounded by {first.name}: {_lower(stated)}")
+        sentences.append(f"Its speed is bounded by {first.name}: {stated[:1].lower()}{stated[1:]}")
         if remedy is not first:
-            sentences.append(f"Next comes {remedy.name}: {_lower(text)}")
+            sentences.append(f"Next comes {remedy.name}: {text[:1].lower()}{text[1:]}")
         sentences += [*_plan(evidence, run.planned), remedy.advice]
-        command = command or _next(run, proposed)
+        if not command and (run.folder / "config.toml").is_file():
+            profile = shlex.join(["moemesh", "profile", str(run.folder / "config.toml")])
+            command = next(filter(None, (_changed(run, change) for change in proposed)), profile)
     elif run.metrics and not bounds:
         rest = "timeline.json, which is written at the end, is missing"
         if state == "running":
@@ -369,10 +347,6 @@ def explain(run: Run) -> Explanation:
         facts=evidence.facts,
         planned=run.planned,
     )
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
 
 
 def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], ...]:
@@ -404,17 +378,13 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
     return tuple(found[:_MOST_LINES])
 
 
-def _ranked(evidence: Evidence) -> list[Bound]:
+def _ranked(shares: Mapping[str, float]) -> list[Bound]:
     """Causes with a share of the step, the largest first; none unless compute is known, too: a
     small share of the known ones would say nothing about the rest."""
-    known = [bound for bound in BOUNDS if bound.name in evidence.shares]
-    known.sort(key=lambda bound: -evidence.shares[bound.name])
-    if not known:
+    known = sorted((one for one in BOUNDS if one.name in shares), key=lambda b: -shares[b.name])
+    if not known or ("compute" not in shares and shares[known[0].name] < 0.5):
         return []
-    first = known[0]
-    if "compute" not in evidence.shares and evidence.shares[first.name] < 0.5:
-        return []
-    return [first, *(b for b in known[1:] if evidence.shares[b.name] >= _MINOR)]
+    return [known[0], *(bound for bound in known[1:] if shares[bound.name] >= _MINOR)]
 
 
 def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
@@ -427,27 +397,14 @@ def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
             f"{planned.seconds:.4g} s a step on {planned.cluster} (mostly {largest}), "
             f"{evidence.seconds:.4g} s were measured ({difference:+.0%} from the measurement)"
         )
-    bubble = evidence.fact("simulated bubble")
-    if bubble is not None:
+    if (bubble := evidence.fact("simulated bubble")) is not None:
         told.append(f"a pipeline that is idle in {bubble:.0%} of a step by its schedule alone")
     expected, sent = evidence.fact("bytes predicted"), evidence.fact("bytes measured")
     if expected is not None and sent is not None:
-        found = "as was sent" if format_bytes(expected) == format_bytes(sent) else (
-            f"{format_bytes(sent)} were sent"
-        )  # fmt: skip
-        told.append(f"{format_bytes(expected)} of traffic a step, {found}")
+        before, after = format_bytes(expected), format_bytes(sent)
+        found = "as was sent" if before == after else f"{after} were sent"
+        told.append(f"{before} of traffic a step, {found}")
     return [f"The plan expects {'; '.join(told)}."] if told else []
-
-
-def _next(run: Run, changes: Sequence[Sequence[str]]) -> str:
-    """The first of the changes that is legal, as the command that trains with it."""
-    file = run.folder / "config.toml"
-    if not file.is_file():
-        return ""
-    for overrides in changes:
-        if found := _changed(run, overrides):
-            return found
-    return shlex.join(["moemesh", "profile", str(file)])
 
 
 def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str:
@@ -457,7 +414,7 @@ def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str
     with the permissions that its folder asks for. One that is still at work, and one that should
     not go on from its weights, are trained anew in a folder beside it.
     """
-    file = run.folder / "config.toml"
+    file, folder = run.folder / "config.toml", run.folder
     if not overrides or not file.is_file():
         return ""
     goes_on = goes_on and state_of(run) == "finished" and bool(run.metrics)
@@ -465,7 +422,7 @@ def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str
         overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
         before, after = (
-            with_recorded(load_run([file], given, environ={}).config, run.folder)
+            with_recorded(load_run([file], given, environ={}).config, folder)
             for given in ((), overrides)
         )
         changes = compare(resolved_toml(before), resolved_toml(after))
@@ -475,12 +432,12 @@ def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str
     if goes_on and all(change.kind != "model" for change in changes):
         for change in changes:
             arguments += ["--allow-change", change.key] if change.kind == "training" else []
-        return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(run.folder)])
-    if before.train.checkpoint_folder:  # that of the old run is its own
-        arguments = ["--set", "train.checkpoint_folder=", *arguments]
-    changed = overrides[-1].replace("=", "-").replace("/", "-").replace(".", "-")
-    out = run.folder.with_name(f"{run.folder.name}-{changed}")
-    return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(out)])
+    else:
+        if before.train.checkpoint_folder:  # that of the old run is its own
+            arguments = ["--set", "train.checkpoint_folder=", *arguments]
+        changed = re.sub("[=/.]", "-", overrides[-1])
+        folder = folder.with_name(f"{folder.name}-{changed}")
+    return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(folder)])
 
 
 def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explanation:

@@ -16,18 +16,25 @@ def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False)
     for path, content in contents:
         check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
-        # A device such as /dev/stdout is written to, not replaced.
-        is_file = path.is_file() or not path.exists()
-        target = path.resolve()
-        written = target.with_name(f".{target.name}.{os.getpid()}") if is_file else path
         try:
-            written.write_text(content, encoding="utf-8")
-            if is_file:
-                os.replace(written, target)
+            if path.is_file() or not path.exists():
+                replace_file(path.resolve(), content)
+            else:  # a device such as /dev/stdout
+                path.write_text(content, encoding="utf-8")
         except OSError as error:
-            if is_file:
-                written.unlink(missing_ok=True)
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def replace_file(path: Path, content: str) -> Path:
+    """Write a text whole or not at all, in place of what was there; returns the path. A lone
+    surrogate (legal in JSON, not in UTF-8) does not lose it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content.encode("utf-8", errors="replace"))
+        return unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def kind_of(content: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.report import boxes, svg, timeline_picture
+from moemesh.report.chapters import CHAPTERS
+from moemesh.report.files import replace_file
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter
-from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.trace.run import Run, median_of
-from moemesh.trace.state import State, state_of
+from moemesh.trace.run import Run, State, median_of, state_of
 
 NAME = "report.html"
 
@@ -40,22 +39,13 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    return write_page(out or run.folder / NAME, render(run))
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Replace the file at `path` by a page, whole or not at all; returns the path."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    # A lone surrogate (legal in JSON, not in UTF-8) must not lose the report.
-    unfinished.write_bytes(text.encode("utf-8", errors="replace"))
-    unfinished.replace(path)
-    return path
+    return replace_file(out or run.folder / NAME, render(run))
 
 
 def render(run: Run) -> str:
     """The page as a text, the same bytes for the same run."""
     state = state_of(run)
-    sections = [make(run) for make in SECTIONS]
+    sections = [make(run) for make in CHAPTERS]
     # When, where and by which command the run was started, as far as its folder tells.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]

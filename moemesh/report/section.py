@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from moemesh.trace.run import Run
-from moemesh.trace.state import state_of
+from moemesh.trace.run import Run, state_of
 
 #: Longer tables are cut, so that the page keeps its size whatever the run.
 MAX_TABLE_ROWS = 64

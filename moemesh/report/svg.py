@@ -10,8 +10,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 INK = "#1a1f29"
 MUTED = "#4d5663"
@@ -19,17 +18,19 @@ GRID = "#d5dae1"
 IDLE = "#e9edf2"
 #: Text on a filled area, whose colour is not that of the page.
 ON_LIGHT, ON_DARK = "#10151d", "#ffffff"
-#: For things without an order; neighbours differ in hue and in lightness.
-COLOURS: tuple[str, ...] = (
-    "#1f5fa8",
-    "#b34700",
-    "#16704a",
-    "#7a3e9d",
-    "#0b7285",
-    "#7d5200",
-    "#b3245e",
-    "#4a5568",
+#: For things without an order; neighbours differ in hue and in lightness. Each on white paper, and
+#: on a dark ground.
+PALETTE: tuple[tuple[str, str], ...] = (
+    ("#1f5fa8", "#6fb0f5"),
+    ("#b34700", "#ff9a5c"),
+    ("#16704a", "#5fce9c"),
+    ("#7a3e9d", "#cf9cf0"),
+    ("#0b7285", "#56c8dd"),
+    ("#7d5200", "#e0b054"),
+    ("#b3245e", "#ff8fb8"),
+    ("#4a5568", "#a9b4c6"),
 )
+COLOURS: tuple[str, ...] = tuple(light for light, _ in PALETTE)
 #: The ground of a page for readers who prefer dark ones.
 DARK_GROUND = "#12161d"
 #: Colours of figures on that ground, in place of those for white paper: at least 4.5:1 for text
@@ -40,22 +41,7 @@ DARK: dict[str, str] = {
     GRID: "#39424f",
     IDLE: "#262d38",
     ON_DARK: ON_LIGHT,
-    **dict(
-        zip(
-            COLOURS,
-            (
-                "#6fb0f5",
-                "#ff9a5c",
-                "#5fce9c",
-                "#cf9cf0",
-                "#56c8dd",
-                "#e0b054",
-                "#ff8fb8",
-                "#a9b4c6",
-            ),
-            strict=True,
-        )
-    ),
+    **dict(PALETTE),
 }
 #: Dash patterns that go with COLOURS in line charts: colour never carries the meaning alone.
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
@@ -215,39 +201,3 @@ def tint(colour: str, share: float = 0.45) -> str:
     """`colour` mixed with that share of white."""
     channels = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
-
-
-# Heat maps: a matrix of values as boxes of a few colours, whatever its size.
-
-#: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
-HeatClass = tuple[float, str, str]
-Matrix = list[list[float]]
-
-
-def class_colour(classes: Sequence[HeatClass], value: float) -> str:
-    """The colour of the first class whose limit `value` does not exceed."""
-    return next(colour for limit, colour, _ in classes if value <= limit)
-
-
-def legend_entries(classes: Sequence[HeatClass]) -> list[tuple[str, str]]:
-    """(name, colour) of every class, for a legend."""
-    return [(name, colour) for _, colour, name in classes]
-
-
-def over_mean(values: Sequence[float]) -> list[float]:
-    """Each value over the mean of all; 1 where that is 0."""
-    mean = sum(values) / len(values) if len(values) else 0.0
-    return [float(value / mean) if mean else 1.0 for value in values]
-
-
-def heat_cells(matrix: Matrix, colour_of: Callable[[float], str]) -> str:
-    """One SVG path a colour, a cell being 1 x 1: runs of equal colour in a row are one box."""
-    boxes: defaultdict[str, list[str]] = defaultdict(list)
-    for y, row in enumerate(matrix):
-        colours = [colour_of(value) for value in row]
-        start = 0
-        for x in range(1, len(row) + 1):
-            if x == len(row) or colours[x] != colours[start]:
-                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
-                start = x
-    return "".join(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes))

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
+from moemesh.report import svg
 from moemesh.report.boxes import KINDS as KINDS
 from moemesh.report.boxes import Rectangle, colours_of, legend_entries
 from moemesh.report.boxes import boxes_of as boxes_of
-from moemesh.report.svg import (
-    GRID,
-    IDLE,
-    INK,
-    MUTED,
-    WIDTH,
-    coordinate,
-    figure,
-    ink_on,
-    legend,
-    line,
-    rectangle,
-    short,
-    text,
-    text_width,
-    ticks,
-)
 from moemesh.trace.pipeline import Steps
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
@@ -39,17 +22,6 @@ _MAX_BOXES = 5000
 _MAX_KEYS = 12
 _LEFT, _RIGHT = 66, 12
 _STRIP = 14.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scale:
-    """Pixels of a time: `origin` lies at the left edge."""
-
-    origin: float
-    pixels: float
-
-    def x(self, time: float) -> float:
-        return _LEFT + (time - self.origin) * self.pixels
 
 
 def timeline_rows(
@@ -88,190 +60,164 @@ def timelines_stacked(
         _Panel(timeline, memory if index == 0 else None) for index, timeline in enumerate(drawn)
     ]
     # From the unit of each timeline to that of the last one.
-    last = panels[-1].timeline
-    factors: list[float] = []
-    for panel in panels:
-        unit = panel.timeline.unit
-        if (unit == "ticks") == (last.unit == "ticks"):
-            factors.append(MICROSECONDS[unit] / MICROSECONDS[last.unit])
-        else:
-            busy = max(rank.busy for rank in panel.timeline.statistics())
-            factors.append(max(rank.busy for rank in last.statistics()) / (busy or 1) or 1.0)
+    last, factors = drawn[-1], list[float]()
+    for timeline in drawn:
+        factor = MICROSECONDS[timeline.unit] / MICROSECONDS[last.unit]
+        if (timeline.unit == "ticks") != (last.unit == "ticks"):
+            busy, other = (max(r.busy for r in one.statistics()) for one in (timeline, last))
+            factor = other / (busy or 1) or 1.0
+        factors.append(factor)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
     # Instants have no length: any scale will do.
-    pixels = (WIDTH - _LEFT - _RIGHT) / (longest or 1)
+    pixels = (svg.WIDTH - _LEFT - _RIGHT) / (longest or 1)
     boxes = [box for panel in panels for box in panel.boxes]
-    colours = colours_of(boxes)
-    rows: list[str] = []
-    y = 0.0
+    colours, rows, y = colours_of(boxes), list[str](), 0.0
     for panel, factor in zip(panels, factors, strict=True):
         if len(panels) > 1:
-            rows.append(text(_LEFT, y + 10, panel.heading(factor, drawn[-1]), fill=MUTED))
+            heading = panel.timeline.source
+            if panel.timeline.unit == "ticks" and last.unit != "ticks":
+                heading += f", a tick stretched to {_duration(factor, last)}"
+            rows.append(svg.text(_LEFT, y + 10, heading, fill=svg.MUTED))
             y += 16
-        parts, y = panel.draw(y, factor * pixels, colours, _MAX_BOXES // len(panels))
-        rows += parts
+        y = panel.draw(rows, y, factor * pixels, colours, _MAX_BOXES // len(panels))
     axis_factor, axis_name = _axis_unit(longest, last)
-    for value in ticks(0, longest * axis_factor, 8):
+    for value in svg.ticks(0, longest * axis_factor, 8):
         x = _LEFT + value / axis_factor * pixels
-        rows += [
-            line(x, y, x, y + 4, INK),
-            text(x, y + 16, short(round(value, 9)), anchor="middle", fill=MUTED),
-        ]
-    right = WIDTH - _RIGHT
+        label = svg.text(x, y + 16, svg.short(round(value, 9)), anchor="middle", fill=svg.MUTED)
+        rows += [svg.line(x, y, x, y + 4, svg.INK), label]
+    right = svg.WIDTH - _RIGHT
     rows += [
-        line(_LEFT, y, right, y, INK),
-        line(_LEFT, 0, _LEFT, y, GRID),
-        text(right, y + 32, axis_name, anchor="end", fill=MUTED),
+        svg.line(_LEFT, y, right, y, svg.INK),
+        svg.line(_LEFT, 0, _LEFT, y, svg.GRID),
+        svg.text(right, y + 32, axis_name, anchor="end", fill=svg.MUTED),
     ]
     picture = "".join(rows)
     rest = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
         ("memory held", _MEMORY),
-        ("idle", IDLE),
+        ("idle", svg.IDLE),
     )
     entries = legend_entries(boxes, colours)[:_MAX_KEYS]
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
-    key, used = legend(entries, left=0, top=4)
+    key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
     description = " ".join(panel.description() for panel in panels)
-    return figure(identity, title, description, used + y + 50, body)
+    return svg.figure(identity, title, description, used + y + 50, body)
 
 
 class _Panel:
     """One timeline's rows."""
 
     def __init__(self, timeline: Timeline, memory: Mapping[int, Steps] | None) -> None:
-        self.timeline = timeline
-        self.memory = memory or {}
-        self.ranks = timeline.ranks[:_MAX_ROWS]
+        self.timeline, self.memory = timeline, memory or {}
         by_rank = timeline.by_rank()
-        self.layout = {rank: boxes_of(by_rank[rank]) for rank in self.ranks}
+        self.layout = {rank: boxes_of(by_rank[rank]) for rank in timeline.ranks[:_MAX_ROWS]}
         self.boxes = [box for boxes in self.layout.values() for box in boxes]
         records = [box.record for box in self.boxes]
         self.origin = min((record.start - record.wait for record in records), default=0.0)
         self.length = max((record.end for record in records), default=self.origin) - self.origin
 
-    def heading(self, factor: float, last: Timeline) -> str:
-        """The source, and how long a stretched tick is in the unit of the last timeline."""
-        if self.timeline.unit != "ticks" or last.unit == "ticks":
-            return self.timeline.source
-        return f"{self.timeline.source}, a tick stretched to {_duration(factor, last)}"
-
     def description(self) -> str:
-        timeline = self.timeline
-        fewer = len(self.ranks) < len(timeline.ranks)
-        which = f"the first {len(self.ranks)} of " if fewer else ""
+        timeline, shown = self.timeline, len(self.layout)
+        which = f"the first {shown} of " if shown < len(timeline.ranks) else ""
         return (
             f"Operations of {which}{len(timeline.ranks)} ranks, {timeline.source}; span "
             f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
         )
 
     def draw(
-        self, y: float, pixels: float, colours: dict[str, str], limit: int
-    ) -> tuple[list[str], float]:
-        """The rows from `y` downwards, and where they end."""
-        rows: list[str] = []
-        scale = _Scale(origin=self.origin, pixels=pixels)
+        self, parts: list[str], y: float, pixels: float, colours: dict[str, str], limit: int
+    ) -> float:
+        """Add the rows from `y` downwards, `pixels` to a unit of time; returns where they end."""
+
+        def at(time: float) -> float:
+            return _LEFT + (time - self.origin) * pixels
+
         most = max((value for steps in self.memory.values() for _, value in steps), default=0.0)
-        for rank in self.ranks:
-            boxes = self.layout[rank]
+        limit //= max(len(self.layout), 1)
+        for rank, boxes in self.layout.items():
             lanes = max((box.lane for box in boxes), default=0) + 1
             height = 20.0 if lanes == 1 else 14.0 * lanes
-            rows.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
-            rows.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
-            row = _Row(top=y, lane_height=height / lanes, scale=scale)
-            rows += row.draw(boxes, colours, limit // len(self.ranks))
+            parts.append(svg.text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
+            parts.append(svg.rectangle(_LEFT, y, svg.WIDTH - _LEFT - _RIGHT, height, svg.IDLE))
+            waits = [
+                svg.rectangle(at(r.start - r.wait), y, r.wait * pixels, height / lanes, _WAITING)
+                for r in (box.record for box in boxes)
+                if r.wait * pixels >= 0.3
+            ]
+            # Wider and wider boxes are "too narrow" until few enough remain.
+            narrow, drawn = 0.5, list[str]()
+            while True:
+                drawn = _row(boxes, at, y, height / lanes, colours, narrow)
+                if len(drawn) <= limit or narrow >= svg.WIDTH:
+                    break
+                narrow *= 2
+            parts += [*waits[:limit], *drawn]
             y += height
             if steps := self.memory.get(rank):
-                rows += _strip(steps, y + 1, scale, most, self.origin + self.length)
+                # The memory of the rank over time as an area, with its peak at the left.
+                bottom, share = y + 1 + _STRIP, (_STRIP - 1) / (most or 1)
+                path = f"M{svg.coordinate(at(steps[0][0]))} {svg.coordinate(bottom)}"
+                for time, value in steps:
+                    path += f"H{svg.coordinate(at(time))}V{svg.coordinate(bottom - value * share)}"
+                path += (
+                    f"H{svg.coordinate(at(self.origin + self.length))}V{svg.coordinate(bottom)}z"
+                )
+                peak = f"peak {max(value for _, value in steps):.4g}"
+                parts.append(f'<path d="{path}" fill="{_MEMORY}"/>')
+                parts.append(
+                    svg.text(_LEFT - 8, bottom - 3, peak, anchor="end", fill=svg.MUTED, size=9)
+                )
                 y += _STRIP + 1
             y += 5
-        return rows, y
+        return y
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    top: float
-    lane_height: float
-    scale: _Scale
+def _row(
+    boxes: Sequence[Rectangle],
+    at: Callable[[float], float],
+    row: float,
+    lane_height: float,
+    colours: dict[str, str],
+    narrow: float,
+) -> list[str]:
+    """Boxes wider than `narrow` pixels as they are, a run of narrower ones as one box."""
+    drawn: list[str] = []
+    # Per lane: colour, left and right edge of the boxes being joined.
+    runs: dict[int, tuple[str, float, float]] = {}
 
-    def draw(self, boxes: Sequence[Rectangle], colours: dict[str, str], limit: int) -> list[str]:
-        waits = [
-            rectangle(
-                self.scale.x(record.start - record.wait),
-                self.top,
-                record.wait * self.scale.pixels,
-                self.lane_height,
-                _WAITING,
-            )
-            for record in (box.record for box in boxes)
-            if record.wait * self.scale.pixels >= 0.3
-        ][:limit]
-        # Wider and wider boxes are "too narrow" until few enough remain.
-        narrow = 0.5
-        drawn = self._joined(boxes, colours, narrow)
-        while len(drawn) > limit and narrow < WIDTH:
-            narrow *= 2
-            drawn = self._joined(boxes, colours, narrow)
-        return waits + drawn
+    def finish(lane: int) -> None:
+        if lane in runs:
+            colour, left, right = runs.pop(lane)
+            width = max(right - left, 0.3)
+            drawn.append(svg.rectangle(left, row + lane * lane_height, width, lane_height, colour))
 
-    def _joined(
-        self, boxes: Sequence[Rectangle], colours: dict[str, str], narrow: float
-    ) -> list[str]:
-        """Boxes wider than `narrow` pixels as they are, a run of narrower ones as one box."""
-        drawn: list[str] = []
-        # Per lane: colour, left and right edge of the boxes being joined.
-        runs: dict[int, tuple[str, float, float]] = {}
-
-        def finish(lane: int) -> None:
-            if lane in runs:
-                colour, left, right = runs.pop(lane)
-                top = self.top + lane * self.lane_height
-                width = max(right - left, 0.3)
-                drawn.append(rectangle(left, top, width, self.lane_height, colour))
-
-        for box in boxes:
-            colour = box.colour(colours)
-            left, right = self.scale.x(box.record.start), self.scale.x(box.record.end)
-            if right - left > narrow:
-                finish(box.lane)
-                width = right - left
-                height = self.lane_height / box.parts
-                top = self.top + box.lane * self.lane_height + box.part * height
-                edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""
-                title = box.record.name if width > 2 else ""
-                drawn.append(rectangle(left, top, width, height, colour, title=title, more=edge))
-                size = min(10.0, height - 2)
-                if size >= 7 and text_width(box.label, size) + 2 < width:
-                    x, y, ink = left + width / 2, top + height / 2 + size * 0.36, ink_on(colour)
-                    drawn.append(text(x, y, box.label, anchor="middle", fill=ink, size=size))
-                continue
-            run = runs.get(box.lane)
-            if run and left - run[2] <= narrow:
-                both = colour if colour == run[0] else _MIXED
-                runs[box.lane] = (both, run[1], max(run[2], right))
-            else:
-                finish(box.lane)
-                runs[box.lane] = (colour, left, right)
-        for lane in sorted(runs):
-            finish(lane)
-        return drawn
-
-
-def _strip(steps: Steps, top: float, scale: _Scale, most: float, end: float) -> list[str]:
-    """The memory of a rank over time as an area, with its peak at the left."""
-    bottom = top + _STRIP
-    share = (_STRIP - 1) / (most or 1)
-    commands = [f"M{coordinate(scale.x(steps[0][0]))} {coordinate(bottom)}"]
-    for time, value in steps:
-        commands.append(f"H{coordinate(scale.x(time))}V{coordinate(bottom - value * share)}")
-    commands.append(f"H{coordinate(scale.x(end))}V{coordinate(bottom)}z")
-    peak = max(value for _, value in steps)
-    return [
-        f'<path d="{"".join(commands)}" fill="{_MEMORY}"/>',
-        text(_LEFT - 8, bottom - 3, f"peak {peak:.4g}", anchor="end", fill=MUTED, size=9),
-    ]
+    for box in boxes:
+        colour = box.colour(colours)
+        left, right = at(box.record.start), at(box.record.end)
+        if (width := right - left) > narrow:
+            finish(box.lane)
+            height = lane_height / box.parts
+            top = row + box.lane * lane_height + box.part * height
+            edge = f' stroke="{svg.INK}" stroke-width="0.5"' if width > 3 else ""
+            title = box.record.name if width > 2 else ""
+            drawn.append(svg.rectangle(left, top, width, height, colour, title=title, more=edge))
+            size = min(10.0, height - 2)
+            if size >= 7 and svg.text_width(box.label, size) + 2 < width:
+                x, y, ink = left + width / 2, top + height / 2 + size * 0.36, svg.ink_on(colour)
+                drawn.append(svg.text(x, y, box.label, anchor="middle", fill=ink, size=size))
+            continue
+        run = runs.get(box.lane)
+        if run and left - run[2] <= narrow:
+            both = colour if colour == run[0] else _MIXED
+            runs[box.lane] = (both, run[1], max(run[2], right))
+        else:
+            finish(box.lane)
+            runs[box.lane] = (colour, left, right)
+    for lane in sorted(runs):
+        finish(lane)
+    return drawn
 
 
 def _axis_unit(length: float, timeline: Timeline) -> tuple[float, str]:

@@ -154,11 +154,9 @@ class View:
 
     def panel(self, width: int = 80) -> Panel:
         """All of it, for a terminal of so many columns."""
-        parts: list[Any] = []
+        parts: list[Any] = [] if self.row else [Text("no step yet")]
         inner = max(width - 4, 20)
-        if self.row is None:
-            parts.append(Text("no step yet"))
-        else:
+        if self.row is not None:
             if self.total:
                 bar = Table.grid()  # a bar by itself ends no line
                 done = min(self.row.step, self.total)
@@ -173,10 +171,8 @@ class View:
             parts.append(table)
         for event in self.events:
             style = "bold red" if event.kind in ("alarm", "warning") else "dim"
-            text = " ".join(event.text.split())
-            parts.append(
-                Text(f"{event.kind}: {text}", style=style, overflow="ellipsis", no_wrap=True)
-            )
+            text = f"{event.kind}: {' '.join(event.text.split())}"
+            parts.append(Text(text, style=style, overflow="ellipsis", no_wrap=True))
         return Panel(Group(*parts), title=self.name, title_align="left", width=width)
 
     def _place(self) -> str:

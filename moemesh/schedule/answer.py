@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import UserError
+from moemesh.config.suggest import nearest_divisors
 from moemesh.schedule import closed_forms, text
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build

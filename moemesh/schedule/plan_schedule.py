@@ -9,10 +9,9 @@ from typing import Any
 
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
-from moemesh.config.paths import nearest_path
-from moemesh.config.plan import Plan
+from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.rules import plan_problem
-from moemesh.config.schedule_rules import is_schedule_file
+from moemesh.config.suggest import nearest_path
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build, recipe_of, require_defined
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs

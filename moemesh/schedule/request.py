@@ -13,7 +13,7 @@ class ScheduleRequest:
     name: Annotated[
         str,
         "A schedule, 'search', or a text or CSV file (none with --all).",
-        {"argument": True, "metavar": "NAME"},
+        "<NAME>",
     ] = ""
     ranks: Annotated[int | None, "Pipeline ranks."] = None
     microbatches: Annotated[int | None, "Microbatches of a step, all pipes together."] = None
@@ -35,6 +35,4 @@ class ScheduleRequest:
         int | None, "ampnet: most microbatches under way.", {"names": ("--in-flight",)}
     ] = None
     memory_cap: Annotated[str | None, "search: most activation per rank."] = None
-    relaxed: Annotated[
-        bool, "Leave out wrap-around waits, as some papers do.", {"names": ("--relaxed",)}
-    ] = False
+    relaxed: Annotated[bool, "Leave out wrap-around waits, as some papers do."] = False

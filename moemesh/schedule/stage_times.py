@@ -11,10 +11,10 @@ from typing import get_args
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.action import Entry, Kind, Op
 from moemesh.schedule.costs import Cost, Costs
 from moemesh.schedule.terapipe import stage_costs
+from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.trace.timeline import Timeline, WorkRecord
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -19,8 +19,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from moemesh.config.rules import V_SCHEDULES
-from moemesh.config.schedule_rules import MIRRORED_SCHEDULES
+from moemesh.config.rules import MIRRORED_SCHEDULES, V_SCHEDULES
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
 from moemesh.schedule.conditions import ALWAYS, at_least, at_most, divisible, require
+from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
 CONDITIONS = (*ALWAYS, at_least("num_slices", 1))
 #: Places at which a sequence may be cut. The dynamic program takes the square of it.

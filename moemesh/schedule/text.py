@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
 from moemesh.config.errors import UserError
-from moemesh.config.paths import nearest_path
+from moemesh.config.suggest import nearest_path
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
 #: Sizes from which on a file is no schedule that a person wrote.

@@ -17,10 +17,10 @@ A collective over an axis of size 1 sends nothing and is not entered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any
 
 _Key = tuple[str, str, str, str]
@@ -125,11 +125,12 @@ class Ledger:
     ) -> LedgerTotal:
         """The sum over all entries that agree with every filter given."""
         wanted = (axis, op, phase, caller)
-        found = LedgerTotal()
-        for key, total in self._totals.items():
-            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
-                found = found.plus(total)
-        return found
+        agree = (
+            total
+            for key, total in self._totals.items()
+            if all(want in (None, have) for want, have in zip(wanted, key, strict=True))
+        )
+        return reduce(LedgerTotal.plus, agree, LedgerTotal())
 
     def merge(self, other: Ledger) -> None:
         """Add everything in `other` to this ledger, phases as they stand there."""
@@ -164,11 +165,9 @@ class Ledger:
             if here == there:
                 continue
             if here is None or there is None:
-                present, side = (here, "here") if here is not None else (there, "there")
-                assert present is not None
-                found = f"only {side}: " + ", ".join(
-                    f"{name} {value}" for name, value in asdict(present).items()
-                )
+                amounts = asdict(here or there or LedgerTotal())
+                found = f"only {'there' if here is None else 'here'}: "
+                found += ", ".join(f"{name} {value}" for name, value in amounts.items())
             else:
                 theirs = asdict(there)
                 found = ", ".join(
@@ -193,16 +192,3 @@ class Ledger:
             except TypeError as error:
                 raise ValueError(f"not a ledger entry: {row!r} ({error})") from error
         return ledger
-
-    def to_json(self) -> str:
-        """One JSON list, one entry a line, in the order of :meth:`entries`."""
-        lines = (json.dumps(row) for row in self.rows())
-        return "[\n" + ",\n".join(lines) + "\n]\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """The inverse of :meth:`to_json`. Raises ValueError when `text` is no ledger."""
-        rows = json.loads(text)
-        if not isinstance(rows, list):
-            raise ValueError(f"a ledger is a JSON list, got {type(rows).__name__}")
-        return cls.from_rows(rows)  # type: ignore[reportUnknownArgumentType]

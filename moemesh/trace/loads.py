@@ -18,6 +18,8 @@ from functools import cached_property, reduce
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from moemesh.trace.strict_json import read_fields
+
 #: Routing has collapsed where the entropy of a layer's loads was below this for so many steps.
 COLLAPSE_ENTROPY, COLLAPSE_STEPS = 0.5, 20
 #: "Nearly all" choices of a layer.
@@ -145,21 +147,13 @@ class LayerLoads:
 
         Raises KeyError, TypeError or ValueError on other data.
         """
-        steps = int(data.get("steps", 1))
-        several: dict[str, Any] = {}
-        if steps > 1:
+        known: dict[str, Any] = {"tokens_per_rank": (), **data}
+        for name in ("tokens_per_expert", "tokens_per_rank"):
+            known[name] = tuple(map(int, known[name]))
+        if int(data.get("steps", 1)) > 1:
             ratios = float(data["max_over_mean"]), float(data["rank_max_over_mean"])
-            highest = float(data["highest_max_over_mean"])
-            several = {"mean_ratios": ratios, "highest_ratio": highest}
-        return cls(
-            step=int(data["step"]),
-            layer=int(data["layer"]),
-            tokens_per_expert=tuple(map(int, data["tokens_per_expert"])),
-            tokens_per_rank=tuple(map(int, data.get("tokens_per_rank", ()))),
-            dropped=int(data.get("dropped", 0)),
-            steps=steps,
-            **several,
-        )
+            known |= {"mean_ratios": ratios, "highest_ratio": data["highest_max_over_mean"]}
+        return read_fields(cls, known)
 
 
 def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,26 +73,6 @@ def zombie_exit_code(pid: int) -> int | None:
         fields = _stat(pid)
         return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" else None
     return None
-
-
-def open_sockets(pids: Iterable[int]) -> list[str] | None:
-    """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
-    sockets: set[str] = set()
-    found: list[str] = []
-    try:
-        for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
-            with suppress(FileNotFoundError):  # the listing itself has one
-                sockets.add(os.readlink(file))
-    except OSError:
-        return None
-    for table in ("tcp", "tcp6"):
-        for line in _text(f"/proc/net/{table}").splitlines()[1:]:
-            address, state, inode = (line.split()[i] for i in (1, 3, 9))
-            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
-            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
-            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
-                found.append(f"{table} {address}")
-    return found
 
 
 def peak_growth() -> Callable[[], int | None]:

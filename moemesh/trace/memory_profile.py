@@ -11,20 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from moemesh.trace.strict_json import read_fields
+
 #: What activations are made of: the residual stream at the ends of the model and before layers that
 #: are computed again, the parts of layers, head and loss, and what only deferred weight gradients
 #: keep.
 ACTIVATION_KINDS: tuple[str, ...] = (
-    "stream",
-    "norms",
-    "attention",
-    "mlp",
-    "router",
-    "dispatch",
-    "experts",
-    "head",
-    "deferred",
-    "other",
+    *("stream", "norms", "attention", "mlp", "router", "dispatch", "experts", "head"),
+    *("deferred", "other"),
 )
 DEFERRED, OTHER = ACTIVATION_KINDS[-2:]
 
@@ -71,8 +65,7 @@ class MemoryProfile:
     peak_of: str = ""
 
     def __post_init__(self) -> None:
-        numbers: dict[str, int] = {name: getattr(self, name) for name in (*PARTS, "peak")}
-        for name, number in {**numbers, **self.activation_kinds}.items():
+        for name, number in {**self.parts(), "peak": self.peak, **self.activation_kinds}.items():
             if number < 0:
                 raise ValueError(f"{name} is {number} < 0")
 
@@ -98,10 +91,8 @@ class MemoryProfile:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfile:
         """Invert :meth:`to_json`; a part that is not named is 0, unknown keys are left out."""
-        names = ("rank", *PARTS, "peak")
-        known = {name: int(data[name]) for name in names if name in data}
         kinds = {kind: int(size) for kind, size in data.get("activation_kinds", {}).items()}
-        return cls(**known, activation_kinds=kinds, peak_of=str(data.get("peak_of", "")))
+        return read_fields(cls, {**data, "activation_kinds": kinds})
 
 
 #: The parts in the order in which they are drawn and printed.

@@ -26,14 +26,14 @@ _PLACES = {
 }
 #: Entries that say where something was, and change no result.
 _PLACE_ONLY = frozenset(
-    {
+    [
         "library.folder",
         "git.root",
         "git.branch",
         "git.untracked",
         "git.diff",
         "environment.VIRTUAL_ENV",
-    }
+    ]
 )
 _PLACE_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environment.MOEMESH__")
 

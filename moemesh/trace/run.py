@@ -7,49 +7,39 @@ error.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
+import os
 import statistics
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from moemesh.config.data import loss_unit
-from moemesh.config.paths import nearest_path
 from moemesh.config.shown import Shown
+from moemesh.config.suggest import nearest_path
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import ProvenancePart, parts_of
-from moemesh.trace.strict_json import finite
+from moemesh.trace.strict_json import finite, read_fields
 from moemesh.trace.timeline import Timeline
 
 T = TypeVar("T")
 
 #: What makes a folder a run, one of them at least.
 FILES: tuple[str, ...] = (
-    "config.toml",
-    "plan.json",
-    "metrics.jsonl",
-    "ledger.json",
-    "ledger_predicted.json",
-    "timeline.json",
-    "timeline_simulated.json",
-    "memory.json",
-    "loads.jsonl",
-    "events.jsonl",
-    "failure.json",
-    "summary.json",
+    *("config.toml", "plan.json", "metrics.jsonl", "ledger.json", "ledger_predicted.json"),
+    *("timeline.json", "timeline_simulated.json", "memory.json", "loads.jsonl", "events.jsonl"),
+    *("failure.json", "summary.json"),
 )
-
 #: What data of another form raises on its way into a trace type.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-
-
 #: The form of the rows of `metrics.jsonl`, their key "schema": 0, without the key, before there was
 #: one. A new key does not change it; another meaning of a key does.
 SCHEMA = 1
@@ -156,6 +146,26 @@ def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
     """Median of a field over the rows that have it; None where none has."""
     values = [value for row in rows if (value := getattr(row, name)) is not None]
     return statistics.median(values) if values else None
+
+
+#: In the text of an event: a loss jumped.
+JUMPED = "deviations above the last ones"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of `events.jsonl`: `time` (UTC, ISO 8601), `step` (the last that was finished, None
+    before the first), `kind` (a word such as "alarm") and what was said besides steps."""
+
+    time: str
+    step: int | None
+    kind: str
+    text: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Event:
+        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
+        return read_fields(cls, {"time": "", "step": None, **data})
 
 
 def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:
@@ -399,29 +409,37 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-# Events of a run: what was said besides steps, one object a line of `events.jsonl`.
+def is_locked(file: Path) -> bool:
+    """Whether a process holds the lock of `file`; not of one that cannot be opened.
 
-#: In the text of an event: a loss jumped.
-JUMPED = "deviations above the last ones"
+    It is asked for by a shared lock, for a moment, which others that ask do not take for an owner.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """`time` (UTC, ISO 8601), `step` (the last one that was finished, None before the first),
-    `kind` (a word such as "alarm") and what was said."""
+#: interrupted: it ended without a word (killed, or the machine went down).
+State = Literal["finished", "running", "stopped", "failed", "interrupted"]
+LEASE = "lease"
 
-    time: str
-    step: int | None
-    kind: str
-    text: str
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Event:
-        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
-        step = data.get("step")
-        return cls(
-            time=str(data.get("time", "")),
-            step=None if step is None else int(step),
-            kind=str(data["kind"]),
-            text=str(data["text"]),
-        )
+def state_of(run: Run) -> State:
+    """State by failure.json, summary.json, the newest step, and the lock of a run at work."""
+    if run.failure is not None:
+        return "failed"
+    last = run.metrics[-1].step if run.metrics else None
+    ended = run.summary.get("steps")
+    # A run writes its summary while it still holds the lock, and a resumed run keeps an older one.
+    if ended is not None and (last is None or ended == last):
+        wanted = run.num_steps
+        return "stopped" if wanted is not None and ended < wanted else "finished"
+    return "running" if is_locked(run.folder / LEASE) else "interrupted"

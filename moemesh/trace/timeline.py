@@ -16,10 +16,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from moemesh.config.shown import Shown
+from moemesh.trace.strict_json import read_fields
 
 Source = Literal["simulated", "virtual", "measured"]
 Unit = Literal["seconds", "milliseconds", "microseconds", "ticks"]
@@ -79,17 +79,7 @@ class WorkRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkRecord:
         """The inverse of :meth:`to_json`; unknown keys are left out."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        for name in ("start", "end", "wait"):
-            if name in known:
-                known[name] = float(known[name])
-        for name in ("name", "kind"):
-            if name in known:
-                known[name] = str(known[name])
-        for name in ("rank", "stage", "microbatch", "pipe", "slice", "step"):
-            if known.get(name) is not None:
-                known[name] = int(known[name])
-        return cls(**known)
+        return read_fields(cls, data)
 
 
 class RankStatistics(NamedTuple):
@@ -120,10 +110,9 @@ class Timeline(Shown):
     digest: str = ""
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(Source):
-            raise ValueError(f"source {self.source!r} is none of {get_args(Source)}")
-        if self.unit not in get_args(Unit):
-            raise ValueError(f"unit {self.unit!r} is none of {get_args(Unit)}")
+        for name, value, legal in (("source", self.source, Source), ("unit", self.unit, Unit)):
+            if value not in get_args(legal):
+                raise ValueError(f"{name} {value!r} is none of {get_args(legal)}")
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ranks {self.ranks} hold a rank twice")
         strangers = {record.rank for record in self.records} - set(self.ranks)
@@ -182,11 +171,6 @@ class Timeline(Shown):
             return self
         return replace(self, records=tuple(r for r in self.records if r.step == last))
 
-    def shifted(self, offset: float) -> Timeline:
-        """The same work, `offset` later (to align the clocks of two machines, or to start at 0)."""
-        moved = (replace(r, start=r.start + offset, end=r.end + offset) for r in self.records)
-        return replace(self, records=tuple(moved))
-
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
         """One timeline of disjoint ranks. Raises ValueError when ranks or source, unit clash."""
@@ -203,13 +187,9 @@ class Timeline(Shown):
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "unit": self.unit,
-            "digest": self.digest,
-            "ranks": list(self.ranks),
-            "records": [record.to_json() for record in self.records],
-        }
+        named = {"source": self.source, "unit": self.unit, "digest": self.digest}
+        records = [record.to_json() for record in self.records]
+        return {**named, "ranks": list(self.ranks), "records": records}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timeline:
@@ -260,12 +240,7 @@ class Span:
         self._start = self._recorder.clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end = self._recorder.clock()
         self._recorder.add(start=self._start, end=end, wait=self._wait, **self._details)
 
@@ -314,10 +289,8 @@ class TimelineRecorder:
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Write down work that was timed elsewhere (CUDA events, say)."""
-        record = WorkRecord(
-            rank=self.rank, step=self.step, name=name, start=start, end=end, **details
-        )
-        self._records.append(record)
+        place: dict[str, Any] = {"rank": self.rank, "step": self.step}
+        self._records.append(WorkRecord(**place, name=name, start=start, end=end, **details))
 
     def seconds(self, name: str, step: int) -> float:
         """Time spent in the records of this name in step `step`."""
@@ -329,13 +302,8 @@ class TimelineRecorder:
         self._records = [record for record in self._records if record.start < start]
         self.add(name=name, start=start, end=self.clock(), kind=kind)
 
-    def begin_step(self, step: int) -> None:
-        """Forget what was recorded; later records belong to `step`."""
-        self._records.clear()
-        self.step = step
-
     def timeline(self) -> Timeline:
-        """The records since the last :meth:`begin_step`."""
+        """The records so far."""
         return Timeline(
             ranks=(self.rank,), records=tuple(self._records), source=self.source, unit=self.unit
         )

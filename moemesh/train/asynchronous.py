@@ -18,9 +18,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,8 @@ from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.kept_schedules import check_recorded, recorded_segment, write_recorded
-from moemesh.train.session import Report, Session
+from moemesh.train.session import Session
 from moemesh.train.step import (
-    NOTHING,
     FinishedStep,
     StepCounts,
     StepResult,
@@ -56,19 +55,6 @@ from moemesh.train.step import (
     pack_loads,
     step_result,
 )
-
-# The stream of an asynchronous run: microbatches, update windows, and the report of each step.
-#
-# A step is ``plan.microbatches`` microbatches, as in a synchronous run, and has one row of
-# metrics and one learning rate. An update window is what one update of a stage takes its
-# gradients from: a microbatch (PipeDream) or several, never more than a step. The objective of a
-# window is divided by the window's own counts (:mod:`moemesh.train.step` has the formula).
-#
-# Nothing waits for the whole pipeline. A rank that has finished a step adds its part to an
-# asynchronous sum over all ranks. The sum is read some steps later, when every rank must have
-# passed that step: then its row of metrics is written, and a pending stop request ends training
-# at the same step on every rank.
-
 
 #: Steps whose operations a timeline of the stream keeps.
 KEPT_STEPS = 4
@@ -88,15 +74,14 @@ class _Window:
 class _OwnStep:
     """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
 
-    counts: StepCounts = NOTHING
+    counts: StepCounts = field(default_factory=StepCounts)
     squares: float = 0.0
     num_skipped: int = 0
     losses: Tensor | None = None
     loads: list[Tensor] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Report:
+class _Report(NamedTuple):
     """A step's sum over all ranks, under way."""
 
     total: Tensor
@@ -107,6 +92,16 @@ class _Report:
 
 class TrainingStream:
     """Steps `first` to `last` of a run, on one rank; the `Stream` of an asynchronous program.
+
+    A step is ``plan.microbatches`` microbatches, as in a synchronous run, and has one row of
+    metrics and one learning rate. An update window is what one update of a stage takes its
+    gradients from: a microbatch (PipeDream) or several, never more than a step. The objective of a
+    window is divided by the window's own counts (:mod:`moemesh.train.step` has the formula).
+
+    Nothing waits for the whole pipeline. A rank that has finished a step adds its part to an
+    asynchronous sum over all ranks. The sum is read some steps later, when every rank must have
+    passed that step: then its row of metrics is written, and a pending stop request ends training
+    at the same step on every rank.
 
     ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank was
     asked to stop, ``on_step(step, result, seconds)`` is called on every rank for each step but the
@@ -244,9 +239,7 @@ class TrainingStream:
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )
-            self._reports[step] = _Report(
-                total=total, work=work, step=own, done_at=time.perf_counter()
-            )
+            self._reports[step] = _Report(total, work, own, time.perf_counter())
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
@@ -256,13 +249,12 @@ class TrainingStream:
     def _read(self) -> tuple[int, StepResult, float]:
         """The next report: (step, its result, seconds since the one before)."""
         index = self._num_read
-        report = self._reports.pop(index)
-        if report.work is not None:
-            report.work.wait()
+        total, work, step, done_at = self._reports.pop(index)
+        if work is not None:
+            work.wait()
         self._num_read += 1
-        seconds, self._read_at = report.done_at - self._read_at, report.done_at
-        step = report.step
-        stop, skipped, squares = report.total[:3].tolist()
+        seconds, self._read_at = done_at - self._read_at, done_at
+        stop, skipped, squares = total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
         assert step.losses is not None and step.loads is not None
@@ -271,8 +263,8 @@ class TrainingStream:
         value = math.sqrt(squares / updates) if squares >= 0 else math.nan
         result = step_result(
             counts=step.counts,
-            losses=report.total[3 : 3 + num_losses],
-            packed=report.total[3 + num_losses :],
+            losses=total[3 : 3 + num_losses],
+            packed=total[3 + num_losses :],
             like=step.loads,
             norm=GradientNorm(value=value, is_finite=not skipped > 0),
         )
@@ -314,7 +306,7 @@ class StreamedSteps:
         session.artifacts.drawn = stream_schedule(session.config, kept)
         self._stopped = False
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         session, config = self._session, self._session.config
         train, plan = config.train, config.plan
         # The schedule from step `first` to the next drain, and that step.
@@ -341,7 +333,7 @@ class StreamedSteps:
 
         def finished(step: int, result: StepResult, seconds: float) -> FinishedStep:
             # Stages have updated by themselves: now all steps since can be taken back, not one.
-            result = session.guard.judge(step, result)
+            result = session.nan_policy.judge(step, result)
             return FinishedStep(number=step, result=result, recorder=recorder, seconds=seconds)
 
         stream = TrainingStream(
@@ -355,7 +347,7 @@ class StreamedSteps:
             last=last,
             batches=session.batches,
             stop_requested=lambda: session.stop.requested,
-            on_step=lambda *step: report(finished(*step)),
+            on_step=lambda *step: session.report(finished(*step)),
         )
         with ExitStack() as first_window:
             first_window.enter_context(session.artifacts.first_step_memory())
@@ -364,7 +356,7 @@ class StreamedSteps:
             self._run(schedule, stream, recorder)
         *earlier, newest = stream.drain()
         for step in earlier:
-            report(finished(*step))
+            session.report(finished(*step))
         self._stopped = stream.stopped
         return finished(*newest)
 

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from moemesh.comm.slurm import ranks_of_slurm
-from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.cluster import load_cluster
-from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.plan import DEGREES, Plan
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.run import RunConfig
+from moemesh.config.suggest import divisors
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.planner.layout_sources import plan_of

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -20,126 +19,214 @@ from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError, is_user_error
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.trace.machine import keep_freed_memory
-from moemesh.train.console import Console
-from moemesh.train.preflight import refuse_full_disk, refuse_too_large, untrainable
-from moemesh.train.preparation import Preparation, folder_of, prepare
-from moemesh.train.records.failure import details, go_on, write_failure
-from moemesh.train.records.kept_schedules import readable, settle
+from moemesh.train.asynchronous import StreamedSteps
+from moemesh.train.console import Console, banner
+from moemesh.train.numerics.replica_checksums import what_is_compared
+from moemesh.train.opening import schedule_of_run
+from moemesh.train.post_validated import ValidatedSteps
+from moemesh.train.preparation import (
+    Preparation,
+    RunRequest,
+    already_trained,
+    disk_warning,
+    preflight_warnings,
+    prepare,
+    refuse_full_disk,
+    refuse_too_large,
+    untrainable,
+)
+from moemesh.train.records import provenance
+from moemesh.train.records.failure import (
+    advice_on,
+    details,
+    go_on,
+    hint_on,
+    keep_failure,
+    kept_in,
+    kind_of,
+    newest_step,
+    say,
+    write_failure,
+    write_verdict,
+)
+from moemesh.train.records.kept_schedules import settle
 from moemesh.train.records.run_folder import (
     DATA_CHANGE,
+    LOGS,
     Events,
     RunFolder,
     RunFolderError,
     changes_samples,
     refuse_other_data,
+    tell_slow,
 )
-from moemesh.train.restarts import limits_of, train_supervised
-from moemesh.train.trainer import train as train_rank
+from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
 from moemesh.watch import progress_words
-from moemesh.watch.signals import StopRequest
-from moemesh.watch.word_file import SETUP
+from moemesh.watch.progress_words import FINISH, SETUP
+from moemesh.watch.supervisor import STOPPING, Ended, StopRequest, describe
+from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
+
+#: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
+_CUDA_FLOOR_SECONDS = 180.0
+#: The ranks have ended: the question where to go on may take its time, but not forever.
+_STORE_SECONDS = 60.0
+
+CAME_TWICE = "it came twice at the same place"
+
+
+class Budget:
+    """The number of restarts that ranks may still have; progress renews it."""
+
+    def __init__(self, restarts: int) -> None:
+        """`restarts`: how many are allowed without any progress between."""
+        self.restarts = self.left = restarts
+        self._from = -1
+        self._before: Verdict | None = None
+
+    def refuses(self, verdict: Verdict, step: int | None) -> str | None:
+        """None if the ranks may be started again after `verdict`, from the checkpoint of `step`
+        (None: from the beginning), which is counted; else why not."""
+        told, before, start = verdict.seen.told, self._before, -1 if step is None else step
+        self._before = verdict
+        if told is not None and told.is_final:
+            return "the same would happen again"
+        if before is not None and start > self._from:
+            self.left = self.restarts
+        elif before is not None and _place(before) == _place(verdict) is not None:
+            return CAME_TWICE
+        self._from = start
+        if not self.left:
+            return "no progress between restarts" if self.restarts else "train.restarts is 0"
+        self.left -= 1
+        return None
+
+
+def _place(verdict: Verdict) -> tuple[object, ...] | None:
+    """Where an exception, an exit or a mismatch came: from the same place a third one would. None
+    for other kinds. A rank that told of its exception may or may not have ended by then."""
+    if verdict.kind not in ("exception", "exited", "mismatch"):
+        return None
+    word, code = verdict.seen.word, verdict.kind == "exited" and verdict.seen.exit_code
+    return kind_of(verdict), verdict.rank, word.step if word is not None else None, code
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """The seconds that ranks of a run may be without progress."""
+    on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+    floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
+    patience = config.train.timeout_seconds
+    return Limits(patience=patience, floor=floor, aborts_follow=not on_cpu)
+
+
+def train_supervised(
+    config: RunConfig,
+    folder: RunFolder,
+    arguments: Sequence[str],
+    *,
+    run: Callable[..., Ended] = launch.run_ranks,
+) -> int:
+    """Run the ranks of `config` until they have ended well, were asked to stop, or failed for good;
+    returns the exit code. `arguments`: those of ``moemesh`` for every rank."""
+    path, logs = folder.path, folder.path / LOGS
+    budget, events = Budget(config.train.restarts), Events(folder)
+    command = ["moemesh", *arguments]
+    keep_failure(path, have_ended=True)  # of an earlier command
+    while True:
+        ended = run(
+            config.plan.world_size,
+            arguments,
+            logs=logs,
+            limits=limits_of(config),
+            answer=STOPPING,
+            still_ours=folder.is_ours,
+            notice=lambda slow: tell_slow(slow, events),
+        )
+        verdict = ended.verdict
+        if verdict is None:
+            return ended.code
+        step, is_ours = newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
+        refused = budget.refuses(verdict, step)
+        goes_on = is_ours and refused is None
+        say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
+        if not is_ours:
+            return ended.code
+        since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
+        word = verdict.seen.word
+        at = word.step if word is not None else None
+        events.add("failed", verdict.message, at)
+        if refused is not None:
+            advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
+            action = f"ended the run: {refused}"
+            write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
+            say(f"{details(path)}; not started again: {refused}\n{advice}")
+            return ended.code
+        text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
+        hint = hint_on(verdict)
+        write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
+        events.add("restart", text, at)
+        kept = keep_failure(path, have_ended=True)
+        where = details(path) if kept is None else f"details in {kept}"
+        say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
+        try:
+            folder.raise_epoch()
+        except RunFolderError as error:
+            say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
+            return ended.code
 
 
 class WorldSizeError(UserError):
     """The number of ranks that were started is not the number that the plan needs."""
 
 
-class RunRequest(NamedTuple):
-    """A run as it was asked for: its configuration and folder, resolved once in each process, and
-    what the command says besides; see :func:`train`."""
-
-    config: RunConfig
-    path: Path
-    allowed_changes: Sequence[str] = ()
-    takeover: bool = False
-    stop_after: int | None = None
-    profile_steps: int | None = None
-
-
 def train(
-    config_file: Path | None,
-    overrides: Sequence[str],
-    out: Path | None,
-    allowed_changes: Sequence[str] = (),
-    *,
-    in_this_process: bool = True,
-    prepared: Preparation | None = None,
-    stop_after: int | None = None,
-    takeover: bool = False,
-    profile_steps: int | None = None,
+    request: RunRequest, prepared: Preparation | None = None, *, in_this_process: bool = True
 ) -> int:
-    """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
-    process itself; `prepared`: what was checked already, before torch was imported; `stop_after`: a
-    step behind which it is saved and ends, with exit code 0; `takeover`: also in a folder in which
-    a run is at work; `profile_steps`: so many steps behind a warm-up are profiled on every rank,
-    and the run ends.
+    """Train the run; returns the exit code. `prepared`: what was checked already, before torch was
+    imported; `in_this_process`: a single rank is this process itself.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
     already), and as a rank of torchrun (rank 0 locks it).
     """
     launch.attach()
+    config, path = request.config, request.path
     if launch.joined():
-        resolved = load_run([config_file] if config_file else [], overrides)
-        path = folder_of(config_file, resolved.config, out)
-        config = with_recorded(resolved.config, path)
-        kept = replace(config, plan=readable(config.plan, path))
-        if problems := untrainable(replace(resolved, config=kept), path):
+        if problems := untrainable(request.readable, path):
             raise ConfigError(problems)
-        request = RunRequest(config, path, allowed_changes, takeover, stop_after, profile_steps)
         if launch.launched():
             folder = RunFolder.open(path, None, config.train.checkpoint_folder)
-            return _rank(request, folder)
+            return _rank(request, config, folder)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
-        return _rank(request)
-    if prepared is None:
-        resolved = load_run([config_file] if config_file else [], overrides)
-        prepared = prepare(
-            resolved, config_file, out, allowed_changes, takeover=takeover, say=_say_once
-        )
-    config, path = prepared.config, prepared.folder.path
+        return _rank(request, config)
+    prepared = prepared or prepare(request, _say_once)
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
-        refuse_too_large(prepared.readable)
+        refuse_too_large(request.readable.config)
     # Errors in the data and in the weights before any process starts.
-    if prepared.opened is None:
-        samples = open_samples(config, path)
-    else:
-        samples = prepared.opened.samples
-        for note in prepared.opened.notes:
-            _say_once(note)
+    for note in prepared.notes:
+        _say_once(note)
+    samples = prepared.samples or open_samples(config, path)
     config = with_steps(config, samples)
     if config.model_path is not None or config.lora.path is not None:
-        from moemesh.train.weights.conversion import (  # late: few runs need it
-            open_adapters,
-            open_weights,
-        )
+        # Late: few runs need it.
+        from moemesh.train.weights.conversion import open_adapters, open_weights
 
         if config.model_path is not None:
             open_weights(config)
         open_adapters(config)
-    request = RunRequest(config, path, allowed_changes, takeover, stop_after, profile_steps)
-    folder = _open_folder(request, samples)
+    folder = _open_folder(request, config, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:
             keep_freed_memory()
-            return _rank(request, folder, samples)
-        arguments = ["train", *([str(config_file)] if config_file else [])]
-        arguments += [word for override in overrides for word in ("--set", override)]
-        arguments += ["--out", str(path)]
-        arguments += [word for key in allowed_changes for word in ("--allow-change", key)]
-        if stop_after is not None:
-            arguments += ["--stop-after", str(stop_after)]
-        if profile_steps is not None:
-            arguments += ["--profile", str(profile_steps)]
-        return train_supervised(config, folder, arguments)
+            return _rank(request, config, folder, samples)
+        return train_supervised(config, folder, request.arguments())
     finally:
         folder.release()
 
@@ -152,7 +239,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
         say=_say_once,
-        say_progress=_say,
+        say_progress=lambda text: _say_once(text, rank=0),
     )
 
 
@@ -168,22 +255,16 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
     return config.with_following(steps=steps, epochs=None)
 
 
-def _say_once(text: str) -> None:
-    """Print before there is a run, for all ranks once."""
-    if launch.own_rank() == 0:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    """Print before there is a run, unless the launcher has said it already."""
-    if not launch.launched():
+def _say_once(text: str, rank: int | None = None) -> None:
+    """Print before there is a run, once for all ranks: unless the launcher has said it already."""
+    if not launch.launched() and (launch.own_rank() if rank is None else rank) == 0:
         with suppress(OSError, ValueError):
             print(text, flush=True)
 
 
-def _open_folder(request: RunRequest, samples: Samples) -> RunFolder:
+def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> RunFolder:
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
-    config, allowed = request.config, request.allowed_changes
+    allowed = request.allowed_changes
     folder = RunFolder.open(request.path, config.train.resume, config.train.checkpoint_folder)
     folder.lock(takeover=request.takeover, say=lambda text: print(text, flush=True))
     changes = folder.changes(resolved_toml(config), allowed)
@@ -201,10 +282,13 @@ def _open_folder(request: RunRequest, samples: Samples) -> RunFolder:
 
 
 def _rank(
-    request: RunRequest, folder: RunFolder | None = None, samples: Samples | None = None
+    request: RunRequest,
+    config: RunConfig,
+    folder: RunFolder | None = None,
+    samples: Samples | None = None,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
-    config, path, rank = request.config, request.path, launch.own_rank()
+    path, rank = request.path, launch.own_rank()
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress_words.phase(SETUP)
     try:
@@ -218,19 +302,28 @@ def _rank(
         samples = samples or open_samples(config, path)
         config = with_steps(config, samples)
         if folder is None:
-            folder = _open_together(mesh, request._replace(config=config), samples)
+            # Rank 0 opens and locks the folder; what it refuses, every rank refuses.
+            problem = None
+            if mesh.rank == 0:
+                try:
+                    folder = _open_folder(request, config, samples)
+                    refuse_full_disk(config, folder.checkpoints)
+                except UserError as error:
+                    problem = str(error)
+            problem = gather_json(problem, mesh.control)[0]
+            if problem is not None:
+                launch.stop(2)
+                raise _Refused(problem)
+            folder = folder or RunFolder.open(path, None, config.train.checkpoint_folder)
         if folder.epoch is None:
             folder.join()
+        events = Events(folder if rank == 0 else None)
         code = train_rank(
             config=config,
             mesh=mesh,
             folder=folder,
             samples=samples,
-            console=Console(
-                silent=rank > 0,
-                events=Events(folder if rank == 0 else None),
-                log_every=config.train.log_every,
-            ),
+            console=Console(silent=rank > 0, events=events, log_every=config.train.log_every),
             stop=stop,
             profile_steps=request.profile_steps,
         )
@@ -253,22 +346,6 @@ class _Refused(RunFolderError):
     """No rank may use the folder. No failure of this run: its report would be written into it."""
 
 
-def _open_together(mesh: Mesh, request: RunRequest, samples: Samples) -> RunFolder:
-    """Rank 0 opens and locks the folder; what it refuses, every rank refuses."""
-    folder, problem = None, None
-    if mesh.rank == 0:
-        try:
-            folder = _open_folder(request, samples)
-            refuse_full_disk(request.config, folder.checkpoints)
-        except UserError as error:
-            problem = str(error)
-    problem = gather_json(problem, mesh.control)[0]
-    if problem is not None:
-        launch.stop(2)
-        raise _Refused(problem)
-    return folder or RunFolder.open(request.path, None, request.config.train.checkpoint_folder)
-
-
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
     """A run that broke: one message and failure.json; returns the exit code. The launcher does both
     for its ranks, since it knows which of them failed first."""
@@ -289,6 +366,87 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
     text = f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"
     print(f"{text}\n{details(path)}\n{advice}", file=sys.stderr, flush=True)
     return 1
+
+
+def train_rank(
+    *,
+    config: RunConfig,
+    mesh: Mesh,
+    folder: RunFolder,
+    samples: Samples,
+    console: Console,
+    stop: StopRequest,
+    profile_steps: int | None = None,
+) -> int:
+    """Train to the last step, or until asked to stop. Returns the process's exit code.
+
+    `profile_steps`: so many steps behind a warm-up are profiled on every rank, and the run ends.
+    """
+    console.say(banner(config, folder.path, samples, mesh.device), "start")
+    if config.plan.world_size > 1:
+        console.keep(what_is_compared(config), "note")
+    schedule = schedule_of_run(config, folder, mesh)
+    ranks_here = mesh.layout.ranks_per_node or mesh.world_size
+    on_cpu = ranks_here if mesh.device.type == "cpu" else 0
+    for warning in preflight_warnings(config, on_cpu, schedule):
+        console.say(f"note: {warning}", "note")
+    if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
+        console.say(f"note: {warning}", "note")
+    session = Session(
+        config=config,
+        mesh=mesh,
+        folder=folder,
+        samples=samples,
+        console=console,
+        stop=stop,
+        schedule=schedule,
+    )
+    done, last = session.done, config.train.steps
+    if done >= last:
+        console.say(already_trained(folder.path, done, last))
+        return 0
+    if stop.after is not None and done >= stop.after:
+        console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")
+        return 0
+    session.artifacts.begin(done, samples)
+    provenance.record_start(folder, config, mesh, samples, done + 1)
+    for note in session.parallel.notes:
+        console.say(note)
+    if warning := config.model.layout_warning:
+        console.say(f"warning: {warning}", "warning")
+    if done:
+        console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
+    steps: Steps = SynchronousSteps(session)
+    if schedule.update is not None:
+        steps = StreamedSteps(session)
+    elif config.plan.optimizer_validation == "after":
+        steps = ValidatedSteps(session)
+    with console.training(done, last):
+        if profile_steps is not None:
+            # Late: few runs need it.
+            from moemesh.train.profiling import ProfiledSteps, ProfileTaken
+
+            try:
+                session.train(ProfiledSteps(session, steps, profile_steps))
+            except ProfileTaken:
+                session.artifacts.finish()
+                session.parallel.close()
+                return 0
+            session.parallel.close()
+            console.warn(f"the run ended before {profile_steps} steps were profiled")
+            return 1
+        saved = session.train(steps)
+    progress_words.phase(FINISH)
+    session.artifacts.finish()
+    if mesh.rank == 0:
+        provenance.record_end(folder, saved)
+    session.parallel.close()
+    if saved < last:
+        text = f"stopped at step {saved}, saved; the same command goes on from there"
+        console.say(text, "stopped")
+        return 0 if saved == stop.after else session.exit_code()
+    console.say(session.artifacts.summary(), "finished")
+    return 0
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

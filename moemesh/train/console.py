@@ -14,11 +14,12 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 
 from moemesh.config.run import RunConfig
-from moemesh.config.tuning import FULL, num_trained
+from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report.watch import View, facts
+from moemesh.sharding.parameters import num_trained
 from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
 from moemesh.train.records.run_folder import Events

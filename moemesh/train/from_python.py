@@ -10,6 +10,7 @@ from moemesh.config.errors import public
 from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run
 
 
@@ -44,10 +45,17 @@ def train(
     # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/application.py).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
-    from moemesh.train.preparation import folder_of
+    from moemesh.train.preparation import RunRequest
 
-    folder = Path(out) if out is not None else folder_of(None, config, None)
-    code = command.train(None, overrides_of(config), folder, allow_change, in_this_process=False)
+    overrides = overrides_of(config)
+    request = RunRequest(
+        resolved=load_run([], overrides),
+        overrides=overrides,
+        out=Path(out) if out is not None else None,
+        allowed_changes=allow_change,
+    )
+    folder = request.path
+    code = command.train(request, in_this_process=False)
     if code == 130:
         raise KeyboardInterrupt
     if code:

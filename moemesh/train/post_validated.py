@@ -35,7 +35,7 @@ from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
 from moemesh.parallel.pipeline.program import Objective
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.session import Report, Session
+from moemesh.train.session import Session
 from moemesh.train.step import (
     FinishedStep,
     StepCounts,
@@ -258,10 +258,10 @@ class ValidatedSteps:
             session.optimizer,
             session.config.train,
             lambda: session.stop.requested,
-            judge=session.guard.judge,
+            judge=session.nan_policy.judge,
         )
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         session, steps = self._session, self._steps
         finished: list[FinishedStep] = []
         for number in itertools.count(first):
@@ -277,7 +277,7 @@ class ValidatedSteps:
             finished += [step.finished() for step in steps.take()]
             is_settled = steps.is_settled
             while len(finished) > is_settled:
-                report(finished.pop(0))
+                session.report(finished.pop(0))
             if is_settled:
                 break
         return finished[0]

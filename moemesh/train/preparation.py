@@ -6,31 +6,40 @@ Nothing is written.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
+from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.config.changes import Change
-from moemesh.config.errors import ConfigError, found_by, refuse_together
+from moemesh.config.data import DataConfig
+from moemesh.config.errors import ConfigError, Problem, UserError, found_by, refuse_together
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
+from moemesh.config.trainable import refusals
 from moemesh.data import sources
+from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.samples import Samples
+from moemesh.data.sources import validation_source
 from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
-from moemesh.train.preflight import (
-    DiskNeed,
-    disk_need,
-    refuse_full_disk,
-    refuse_too_large,
-    untrainable,
-)
+from moemesh.parallel.expert import deepep_probe
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.plan_schedule import build_step, step_problems
+from moemesh.schedule.simulate import simulate
+from moemesh.sharding.parameters import tuned_tensors
+from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
+from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
     check_adapters,
@@ -38,87 +47,494 @@ from moemesh.train.weights.weight_sources import (
     check_headers,
 )
 from moemesh.watch import devices
+from moemesh.watch.devices import num_gpus
 from moemesh.watch.lease import Lease
+
+#: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
+RANKS_PER_CORE = 4
+#: Share of waiting in a step above which a pipeline gets a warning.
+LARGE_BUBBLE = 0.5
+#: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
+MOST_RANKS = 8
+#: So many times the usual rate are probably a mistake.
+_HIGH = {"adamw": 10, "sgd": 1000}
+#: Files of a source, and lines of a file, that are looked at.
+_FEW = 20
+#: Tokens of the shortest sequences that are proposed.
+_SHORTEST = 64
+
+# Refusals: legal settings that `moemesh train` cannot carry out.
+
+
+def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]:
+    """Legal settings that `moemesh train` would have to ignore, or from which nothing can come; it
+    refuses them instead. `folder`: of the run, which may go on with what it has."""
+    config, origins = resolved.config, resolved.origins
+    plan, batch = config.plan, config.data.global_batch
+    found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
+    if plan.dispatcher == "deepep":
+        reasons = deepep_probe.refusals(
+            etp=plan.etp,
+            exact=plan.combine == "exact",
+            coded=plan.payload != "same",
+            dtype=config.train.dtype,
+            hidden=config.model.hidden_size,
+        )
+        if plan.recompute == "full":
+            reasons.append(
+                "deepep does not dispatch twice in one order, as recompute = full would need"
+            )
+        if not (probe := deepep_probe.available()).usable:
+            reasons.insert(0, str(probe))
+        found += [
+            Problem(
+                code="not-available",
+                key="plan.dispatcher",
+                value="deepep",
+                message=reason,
+                fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
+            )
+            for reason in reasons
+        ]
+    for name in config.train.sinks:
+        if (package := missing_package(name)) is not None:
+            problem = Problem(
+                code="not-available",
+                key="train.sinks",
+                value=list(config.train.sinks),
+                message=f'the sink "{name}" needs the package {package}',
+                fix=f"pip install {package}, or train.sinks without it",
+            )
+            found.append(problem)
+    if plan.dp > batch:
+        message = (
+            f"dp ({plan.dp}) exceeds the {batch} sequences of a step (data.global_batch): "
+            f"{plan.dp - batch} of the {plan.dp} replicas would have nothing to do"
+        )
+        fix = f"dp = {batch}, or data.global_batch = {plan.dp}"
+        found.append(plan.problem("too-large", "dp", message, fix))
+    is_new = not (folder and (folder / "plan.json").exists())
+    if is_new and config.lora.rank and config.model_path is None and not config.train.train_only:
+        message = (
+            f"adapters of rank {config.lora.rank} would train beside random weights that stay as "
+            "they are: no model.path says which weights they adapt"
+        )
+        fix = "model.path = FOLDER, or rank = 0 to train all weights"
+        found.append(config.lora.problem("missing", "rank", message, fix))
+    return [replace(problem, origin=origins.get(problem.key, "")) for problem in found]
+
+
+# Room on the disk for the checkpoints of a run.
+
+
+#: Bytes of a number of the masters, and of the model itself, by `train.dtype`.
+_MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+class DiskError(UserError):
+    """The disk has no room for a checkpoint; the message names the bytes needed and free."""
+
+
+class DiskNeed(NamedTuple):
+    """In bytes: one checkpoint; the most that a run has at a time, which is those that stay and the
+    one that is being written; the checkpoints that are there already; what is free."""
+
+    checkpoint: int
+    most: int
+    present: int
+    free: int
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest.
+
+    Headers, the manifest and the routers' biases, thousandths of it, are left out.
+    """
+    train = config.train
+    moments = 2 if train.optimizer == "adamw" else int(bool(train.momentum))
+    trained, frozen = _MASTER_BYTES[train.dtype] * (1 + moments), _WEIGHT_BYTES[train.dtype]
+    return sum(
+        prod(tensor.shape) * (trained if tensor.trains else tensor.weight_bytes(frozen))
+        for tensor in tuned_tensors(config.model, config.plan, config.tuning)
+    )
+
+
+def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
+    """Bytes that the run needs in the folder `checkpoints`, which need not exist yet."""
+    size = checkpoint_bytes(config)
+    present = 0  # of a store without bounds
+    if isinstance(checkpoints, Path):
+        files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
+        present = sum(file.stat().st_size for file in files)
+    most = size * (config.train.checkpoints_kept + 1)
+    return DiskNeed(size, most, present, free_bytes(checkpoints))
+
+
+def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
+    """Raise DiskError where not one more checkpoint fits, or may be written; returns what is
+    needed."""
+    need = disk_need(config, checkpoints)
+    limit, part = file_limit(), need.checkpoint // config.plan.world_size
+    if isinstance(checkpoints, Path) and limit is not None and part > limit:
+        raise DiskError(
+            f"{checkpoints}: a checkpoint has files of {format_bytes(part)} ({part:,} bytes) and "
+            f"more, this process may write files of {limit:,} bytes: raise the limit (ulimit -f)"
+        )
+    if need.checkpoint > need.free:
+        raise DiskError(
+            f"{checkpoints}: a checkpoint takes {format_bytes(need.checkpoint)} "
+            f"({need.checkpoint:,} bytes), {format_bytes(need.free)} ({need.free:,} bytes) are "
+            "free: make room, choose a folder on another disk (--out), or train fewer weights "
+            "(train.train_only, lora)"
+        )
+    return need
+
+
+def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
+    """A sentence where the first checkpoint fits, and a later one will not."""
+    need = disk_need(config, checkpoints)
+    if need.most <= need.present + need.free:
+        return None
+    kept = config.train.checkpoints_kept
+    return (
+        f"{kept} checkpoint(s) that stay and one that is written take {format_bytes(need.most)}; "
+        f"{format_bytes(need.free + need.present)} are there for them: a later one will find the "
+        "disk full; train.checkpoints_kept says how many stay"
+    )
+
+
+# Room in memory, and warnings: a large bubble, settings without effect.
+
+
+class TooLargeError(UserError):
+    """The model's weights, gradients and optimizer exceed the memory of the machine."""
+
+
+def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None:
+    """Raise TooLargeError where all ranks of a run on this machine's CPU together need more for
+    weights, gradients and optimizer alone than it has; `memory_bytes` None asks the machine."""
+    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    plan = config.plan
+    needed = 0
+    for rank in range(plan.world_size):
+        profile = predicted_memory(config, rank)
+        needed += profile.peak - profile.activations
+        if needed > available:
+            break
+    else:
+        return
+    counted = f"{plan.world_size} rank(s)"
+    if rank + 1 < plan.world_size:
+        counted = f"the first {rank + 1} of {counted} alone"
+    raise TooLargeError(
+        f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
+        f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
+        "machines for it; `moemesh estimate` and `moemesh plan` say which"
+    )
+
+
+def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
+    """Memory that a rank of a run holds in a step, with uniform routing."""
+    # Late: every rank reads this file, and none before its first step needs the planner.
+    from moemesh.planner.traffic.own_memory import predict_memory
+
+    return predict_memory(
+        config.model,
+        config.plan,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        dtype=config.train.dtype,
+        optimizer=config.train.optimizer,
+        momentum=config.train.momentum,
+        rank=rank,
+        tuning=config.tuning,
+    )
+
+
+def predicted_peaks(config: RunConfig) -> int:
+    """Peaks of all ranks together."""
+    return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
+
+
+def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
+    """Where all ranks of a run on this machine's CPU together will probably need more memory than
+    it has: both numbers, and the smallest change after which they fit. None where they fit, and
+    for so many ranks that no machine is meant to have them."""
+    if config.plan.world_size > MOST_RANKS:
+        return None
+    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    ranks, first = config.plan.world_size, predicted_memory(config, 0)
+    # Where the states alone exceed the machine, no batch is small enough, and large models take
+    # long to price.
+    is_hopeless = ranks * (first.peak - first.activations) > available
+    needed = ranks * first.peak if is_hopeless else predicted_peaks(config)
+    if needed <= available:
+        return None
+    text = (
+        f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
+        f"{format_bytes(available)}"
+    )
+    for changed, name in () if is_hopeless else _smaller(config):
+        if (smaller := predicted_peaks(changed)) <= available:
+            return f"{text}: {name} needs {format_bytes(smaller)}"
+    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
+
+
+def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+    """Legal configurations that need less memory, each with its name: first those of the same
+    losses, then those of another batch, then of shorter sequences."""
+    plan, data = config.plan, config.data
+    candidates: list[dict[str, dict[str, object]]] = []
+    most, least = plan.microbatches, plan.dp * plan.microbatches
+    while data.global_batch // plan.dp >= 2 * most:
+        most *= 2
+        candidates.append({"plan": {"microbatches": most}})
+    candidates.append({"plan": {"recompute": "full"}})
+    candidates.append({"plan": {"microbatches": most, "recompute": "full"}})
+    batch = data.global_batch // 2
+    while batch >= least:
+        candidates.append({"data": {"global_batch": batch}})
+        batch //= 2
+    length = data.seq_len // 2
+    while length >= _SHORTEST:
+        shorter = {"global_batch": least, "seq_len": length}
+        candidates.append({"plan": {"recompute": "full"}, "data": shorter})
+        length //= 2
+    for changes in candidates:
+        sections = {
+            name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
+        }
+        changed = replace(config, **sections)
+        if not (changed.check() or any(True for _ in refusals(changed))):
+            keys = (
+                (f"{section}.{key}", value)
+                for section in changes
+                for key, value in changes[section].items()
+            )
+            yield changed, ", ".join(f"{key} = {format_value(value)}" for key, value in keys)
+
+
+def preflight_warnings(
+    config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
+) -> Iterator[str]:
+    """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
+    cores of this machine; `schedule` None: that of the plan."""
+    plan = config.plan
+    idle = (  # what makes keys of the plan idle, and in which words
+        (plan.pp == 1, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
+        (plan.data != "parameter_server", ("servers",), f"plan.data is {plan.data}"),
+        (
+            plan.recompute != "selective",
+            ("recompute_attention", "recompute_experts"),
+            f"plan.recompute = {plan.recompute} is not selective",
+        ),
+        (plan.ep == 1, ("spare_slots",), "plan.ep = 1 is even"),
+        (plan.ep * plan.etp == 1, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
+    )
+    for is_idle, names, why in idle:
+        for name in names if is_idle else ():
+            if (value := getattr(plan, name)) != type(plan).model_fields[name].default:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield f"plan.{name} = {shown} does nothing: {why}"
+    train, data = config.train, config.data
+    usual = config.usual_rate
+    if train.lr >= _HIGH[train.optimizer] * usual:
+        whose = "training from scratch" if config.model_path is None else "weights that are loaded"
+        yield (
+            f"train.lr = {train.lr:g} is {train.lr / usual:,.0f} times {usual:g}, the default for "
+            f"{whose}: the loss will probably rise"
+        )
+    if (parts := plan.dp * plan.microbatches) > data.global_batch:
+        yield (
+            f"plan.dp = {plan.dp} and plan.microbatches = {plan.microbatches} cut a step of "
+            f"data.global_batch = {data.global_batch} sequences into {parts} parts: "
+            f"{parts - data.global_batch} are empty"
+        )
+    yield from _json_as_text(data)
+    if train.epochs is None and train.warmup_steps >= train.steps:
+        reached = train.lr * train.steps / train.warmup_steps
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} is no less than train.steps = "
+            f"{train.steps}: the learning rate ends at {reached:.1e}"
+            f" and never falls; warm up for {max(train.steps // 10, 1)}, say"
+        )
+    if plan.pp > 1:
+        schedule = schedule or build_step(plan, config.model, data.seq_len)
+        if schedule.update is None:  # else it never drains
+            simulation = simulate(schedule)
+            rate = simulation.rank_idle / simulation.makespan
+            if rate > LARGE_BUBBLE:
+                yield (
+                    f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks "
+                    f"waiting for {rate:.0%} of a step: more microbatches wait less"
+                )
+    cores = os.cpu_count() or 1
+    if ranks_on_cpu > RANKS_PER_CORE * cores:
+        yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
+
+
+def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
+    """Warnings for ranks that would be started on this machine, before there are any."""
+    plan, device = config.plan, config.train.device
+    ranks = plan.ranks_per_node or plan.world_size
+    gpus = 0 if device == "cpu" else num_gpus()
+    yield from preflight_warnings(config, 0 if gpus else ranks)
+    if not gpus and (warning := memory_warning(config)):
+        yield warning
+    if gpus and ranks > gpus:
+        yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
+
+
+def _json_as_text(data: DataConfig) -> Iterator[str]:
+    """Files of JSON lines that are trained on as they stand, because their format was named."""
+    named = [("data.format", source) for source in data.all_sources]
+    if data.validation is not None:
+        named.append(("data.validation_format", validation_source(data)))
+    for key, source in named:
+        if source.format not in ("text", "bytes"):
+            continue
+        with suppress(DataError, OSError):  # told where the data is looked at
+            for file in find(source.path, source.format)[:_FEW]:
+                with open_stream(file.path, file.compression) as stream:
+                    lines = stream.read(HEAD).splitlines()[:_FEW]
+                if num_objects := sum(line.startswith(b'{"') for line in lines):
+                    yield (
+                        f"{key} = {source.format} trains on {file.path} as it stands: {num_objects}"
+                        f" of its first {len(lines)} lines are JSON, whose braces and keys are "
+                        "learned like the rest; jsonl reads the records"
+                    )
+                    break
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
 
 #: The page that a run ends with.
 REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """A run that nothing speaks against: its configuration, folder and what is found there.
+class RunRequest:
+    """A run as it was asked for, resolved once in each process: the configuration of `config_file`
+    and `overrides`, the run folder `out` (None: see :attr:`path`), keys that may differ from those
+    of the run in it, whether to take it from a run at work there, a step behind which the run is
+    saved and ends, and the number of steps that are profiled on every rank before it ends."""
 
-    `readable`: the configuration with the run folder's copy in place of a schedule file that is
-    gone; `steps`: of the checkpoints, newest first;
-    `disk`: what they need; `opened`: the samples, where they are read in about a second.
+    resolved: Resolved
+    config_file: Path | None = None
+    overrides: Sequence[str] = ()
+    out: Path | None = None
+    allowed_changes: Sequence[str] = ()
+    takeover: bool = False
+    stop_after: int | None = None
+    profile_steps: int | None = None
+
+    @cached_property
+    def path(self) -> Path:
+        """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of
+        the model's folder, or of the preset>``: the same command finds the same run again."""
+        file, out, config = self.config_file, self.out, self.resolved.config
+        if file is not None and file.is_dir():
+            out = out or file
+        model = config.model_preset if config.model_path is None else Path(config.model_path).name
+        return (out or Path("runs") / (file.stem if file else model)).expanduser()
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration, with what follows from that of an earlier run in the folder."""
+        return with_recorded(self.resolved.config, self.path)
+
+    @cached_property
+    def readable(self) -> Resolved:
+        """The same with the run folder's copy in place of a schedule file that is gone."""
+        plan = readable(self.config.plan, self.path)
+        return replace(self.resolved, config=replace(self.config, plan=plan))
+
+    def inspect(self) -> RunFolder:
+        """The run folder as it is, or is not yet."""
+        train = self.config.train
+        return RunFolder.inspect(self.path, train.resume, train.checkpoint_folder)
+
+    def arguments(self) -> list[str]:
+        """The command line of a rank that carries it out."""
+        words = ["train", *([str(self.config_file)] if self.config_file else [])]
+        words += [word for override in self.overrides for word in ("--set", override)]
+        words += ["--out", str(self.path)]
+        words += [word for key in self.allowed_changes for word in ("--allow-change", key)]
+        for option, value in (("--stop-after", self.stop_after), ("--profile", self.profile_steps)):
+            words += [] if value is None else [option, str(value)]
+        return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A run that nothing speaks against, and what is found in its folder.
+
+    `steps`: of the checkpoints, newest first; `disk`: what they need; `samples`: where the data is
+    read in about a second, else None; `notes` on the data.
     """
 
-    config: RunConfig
-    readable: RunConfig
+    request: RunRequest
     folder: RunFolder
     changes: tuple[Change, ...]
     steps: tuple[int, ...]
     disk: DiskNeed
-    opened: OpenedSamples | None
+    samples: Samples | None
+    notes: Sequence[str]
 
 
-def prepare(
-    resolved: Resolved,
-    config_file: Path | None,
-    out: Path | None,
-    allowed_changes: Sequence[str] = (),
-    *,
-    takeover: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-) -> Preparation:
+def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None) -> Preparation:
     """Look at everything: first at the folder of the run, which a run may hold (unless it is to be
-    taken by `takeover`), then at the rest. Raises a UserError with all that is wrong with settings,
-    inputs and this machine together. `say` gets the first line of a run, before data is read."""
-    refuse_unknown_permissions(allowed_changes)
-    path = folder_of(config_file, resolved.config, out)
-    config = with_recorded(resolved.config, path)
-    kept = replace(config, plan=readable(config.plan, path))
-    folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
-    if not takeover:
+    taken over), then at the rest. Raises a UserError with all that is wrong with settings, inputs
+    and this machine together. `say` gets the first line of a run, before data is read."""
+    refuse_unknown_permissions(request.allowed_changes)
+    config, path, folder = request.config, request.path, request.inspect()
+    if not request.takeover:
         Lease.refuse_held(path)
-    changes = tuple(folder.changes(resolved_toml(config), allowed_changes))
+    changes = tuple(folder.changes(resolved_toml(config), request.allowed_changes))
     steps = tuple(candidates(folder.checkpoints))
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
     look = disk_need if is_done else refuse_full_disk
-    checked = replace(resolved, config=kept)
-    opened = check_inputs(
-        checked,
-        config_file,
+    kept = request.readable
+    read = [sources.name_of(source) for source in config.data.all_sources]
+    read += [config.data.validation] if config.data.validation is not None else []
+    read += [f"the weights in {config.model_path}"] if config.model_path is not None else []
+    ranks = config.plan.world_size
+    processes = "trains in this process" if ranks == 1 else f"starts {ranks} processes"
+    samples, notes = check_inputs(
+        kept,
+        request.config_file,
         cache_beside(path),
         also=(
-            lambda: None if untrainable(checked, path) else check_room(kept),
+            lambda: None if untrainable(kept, path) else check_room(kept.config),
             partial(check_sources, config),
             # The newest checkpoint may turn out damaged: then the run goes on from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
             partial(look, config, folder.checkpoints),
         ),
-        before_data=lambda: say(starting(config)),
+        before_data=lambda: say(f"starting reads {', '.join(read)}; then {processes}"),
         folder=path,
     )
     return Preparation(
-        config=config,
-        readable=kept,
+        request=request,
         folder=folder,
         changes=changes,
         steps=steps,
         disk=look(config, folder.checkpoints),
-        opened=opened,
+        samples=samples,
+        notes=notes,
     )
 
 
-def finished(resolved: Resolved, config_file: Path | None, out: Path | None) -> str | None:
+def finished(request: RunRequest) -> str | None:
     """What is said of a run that is at its last step already, where its folder and its newest
     checkpoint say so without its data; None where there is something to do, or to find out."""
-    path = folder_of(config_file, resolved.config, out)
-    config = with_recorded(resolved.config, path)
+    config, path = request.config, request.path
     if config.train.epochs is not None or not (path / REPORT).exists():
         return None
-    folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
+    folder = request.inspect()
     steps = candidates(folder.checkpoints)
     if not steps or steps[0] < config.train.steps or folder.changes(resolved_toml(config)):
         return None
@@ -127,18 +543,6 @@ def finished(resolved: Resolved, config_file: Path | None, out: Path | None) -> 
     except CheckpointError:
         return None
     return already_trained(path, steps[0], config.train.steps)
-
-
-def starting(config: RunConfig) -> str:
-    """The first line of a run, long before its header: what it reads and which processes start."""
-    read = [sources.name_of(source) for source in config.data.all_sources]
-    if config.data.validation is not None:
-        read.append(config.data.validation)
-    if config.model_path is not None:
-        read.append(f"the weights in {config.model_path}")
-    ranks = config.plan.world_size
-    processes = "trains in this process" if ranks == 1 else f"starts {ranks} processes"
-    return f"starting reads {', '.join(read)}; then {processes}"
 
 
 def already_trained(path: Path, done: int, last: int) -> str:
@@ -158,52 +562,49 @@ def check_inputs(
     also: Sequence[Callable[[], object]] = (),
     before_data: Callable[[], None] = lambda: None,
     folder: Path | None = None,
-) -> OpenedSamples | None:
+) -> tuple[Samples | None, list[str]]:
     """What is trained at all, a device that was named, tokenizer, data, weights that are here, and
     what the checks of `also` find. Raises a UserError with all that is wrong.
 
-    Data that is read in about a second is opened, so that data that is too short is found, too, and
-    its samples returned. `before_data` is called first where nothing else is wrong.
+    Data that is read in about a second is opened, so that data that is too short is found, too;
+    returns its samples and notes on it. `before_data` is called first where nothing else is wrong.
     """
     config = resolved.config
-    found: list[Exception] = []
-    if problems := untrainable(resolved, folder):
-        found.append(ConfigError(problems))
+    opened: list[Samples] = []
+    notes: list[str] = []
+
+    def open_small() -> None:
+        if sources.is_small(config.data):
+            seed, vocab_size = config.train.seed, config.model.vocab_size
+            opened.append(
+                sources.open_samples(
+                    config.data, seed=seed, vocab_size=vocab_size, cache=cache, say=notes.append
+                )
+            )
+
+    problems = untrainable(resolved, folder)
+    found: list[Exception] = [ConfigError(problems)] if problems else []
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
     for check in (device, partial(check_headers, config), *also):
         found += found_by(check)
     data = sources.check(config.data, config.model.vocab_size)
     if not found and not data:
         before_data()
-    opened: list[OpenedSamples | None] = []
-    if data:
-        found += [_placed(error, config, config_file) for error in data]
-    else:
-        found += found_by(lambda: opened.append(OpenedSamples.of(config, cache)))
+    home = Path() if config_file is None else config_file.parent
+    named = [source.path for source in config.data.all_sources]
+    named += [config.data.validation, config.data.tokenizer]
+    for error in data:
+        # Of a file that stands beside the configuration and not where the path points.
+        for name in filter(None, named):
+            is_beside = not Path(name).expanduser().exists() and (home / name).exists()
+            if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):
+                where = f"{home / name} is there, but paths do not count from the folder of"
+                error = DataError(f"{error}; {where} {config_file}")
+                break
+        found.append(error)
+    found += [] if data else found_by(open_small)
     refuse_together(found)
-    return opened[0]
-
-
-class OpenedSamples(NamedTuple):
-    """The samples of a run, and what is to be said about its data."""
-
-    samples: Samples
-    notes: tuple[str, ...]
-
-    @staticmethod
-    def of(config: RunConfig, cache: Path | None) -> OpenedSamples | None:
-        """The samples of data that is read in about a second; else None. Raises DataError."""
-        if not sources.is_small(config.data):
-            return None
-        notes: list[str] = []
-        samples = sources.open_samples(
-            config.data,
-            seed=config.train.seed,
-            vocab_size=config.model.vocab_size,
-            cache=cache,
-            say=notes.append,
-        )
-        return OpenedSamples(samples, tuple(notes))
+    return next(iter(opened), None), notes
 
 
 def check_room(config: RunConfig) -> None:
@@ -218,28 +619,3 @@ def check_sources(config: RunConfig) -> None:
         check_folder(Path(config.model_path))
     if config.lora.path is not None:
         check_adapters(Path(config.lora.path))
-
-
-def folder_of(config_file: Path | None, config: RunConfig, out: Path | None) -> Path:
-    """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of the
-    model's folder, or of the preset>``: the same command finds the same run again."""
-    if config_file is not None and config_file.is_dir():
-        out = out or config_file
-    model = config.model_preset if config.model_path is None else Path(config.model_path).name
-    return (out or Path("runs") / (config_file.stem if config_file else model)).expanduser()
-
-
-def _placed(error: Exception, config: RunConfig, config_file: Path | None) -> Exception:
-    """`error`; of a file that stands beside the configuration and not where the path points, the
-    message says so."""
-    data = config.data
-    home = Path() if config_file is None else config_file.parent
-    named = [source.path for source in data.all_sources] + [data.validation, data.tokenizer]
-    for name in filter(None, named):
-        is_beside = not Path(name).expanduser().exists() and (home / name).exists()
-        if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):
-            return DataError(
-                f"{error}; {home / name} is there, but paths do not count from the folder of "
-                f"{config_file}"
-            )
-    return error

@@ -13,7 +13,7 @@ from moemesh.comm.collectives import barrier, gather_json
 from moemesh.report.verdict import MARK
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
-from moemesh.train.session import Report, Session, Steps
+from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
 from moemesh.watch import progress_words
 
@@ -37,7 +37,7 @@ class ProfiledSteps:
         self._plain: list[dict[str, Any]] = []
         self._seconds = self._waited = 0.0
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         """As of the steps that are profiled."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
@@ -58,25 +58,17 @@ class ProfiledSteps:
             self._profile.start()
         if self._profile is None:
             waited = progress_words.waited_in_steps() or 0.0
-            finished = self._steps.advance(first, report)
+            finished = self._steps.advance(first)
             if self._taken > WARM_UP:
                 self._plain += finished.recorder.timeline().to_json()["records"]
                 self._seconds += finished.seconds
                 self._waited += (progress_words.waited_in_steps() or 0.0) - waited
             return finished
         with record_function(f"step {first}"):
-            finished = self._steps.advance(first, report)
+            finished = self._steps.advance(first)
         self._phases += finished.recorder.timeline().to_json()["records"]
-        if self._taken == WARM_UP + PLAIN + self._num_steps:
-            self._stop()
-            raise ProfileTaken
-        return finished
-
-    def is_stopping(self) -> bool:
-        """As of the steps that are profiled."""
-        return self._steps.is_stopping()
-
-    def _stop(self) -> None:
+        if self._taken < WARM_UP + PLAIN + self._num_steps:
+            return finished
         session = self._session
         del session.mesh.ledger.record
         self._profile.stop()
@@ -108,3 +100,8 @@ class ProfiledSteps:
             "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        raise ProfileTaken
+
+    def is_stopping(self) -> bool:
+        """As of the steps that are profiled."""
+        return self._steps.is_stopping()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,13 +17,17 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
-from moemesh.trace.run import MetricsRow
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
-from moemesh.train.numerics.bundle import Bundles
-from moemesh.train.numerics.examination import examine, examine_state, first_look
-from moemesh.train.numerics.finding import Finding
-from moemesh.train.numerics.guard import Diverged, Guard
-from moemesh.train.numerics.vote import CopiesDiffer, Vote
+from moemesh.train.numerics.nan_check import (
+    NonfiniteOrigin,
+    examine,
+    examine_state,
+    nonfinite_gradients,
+)
+from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
+from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
+from moemesh.train.numerics.repro_bundle import ReproBundles
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -30,20 +35,26 @@ from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.step import FinishedStep, Observer, StepBoundary, evaluate
+from moemesh.train.step import (
+    FinishedStep,
+    Observer,
+    StepBoundary,
+    evaluate,
+    gradients_of_step,
+    update,
+)
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
-from moemesh.watch.signals import StopRequest
-from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
-
-# The place of a run in its data order: which samples a step reads.
+from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
+from moemesh.watch.supervisor import StopRequest
 
 
 @dataclass(kw_only=True)
 class Cursor:
-    """`position`: samples that the steps up to `step` have read, left out ones included; every step
-    reads `batch`. Where a run goes back to an earlier step, the position does not."""
+    """The place of a run in its data order: `position` samples were read by the steps up to `step`,
+    left out ones included; every step reads `batch`. Where a run goes back to an earlier step, the
+    position does not."""
 
     step: int
     position: int
@@ -66,16 +77,12 @@ class Cursor:
         return skipped
 
 
-#: Takes a finished step behind which other steps have begun.
-Report = Callable[[FinishedStep], None]
-
-
 class Steps(Protocol):
     """A way to take optimizer steps."""
 
-    def advance(self, first: int, report: Report) -> FinishedStep:
+    def advance(self, first: int) -> FinishedStep:
         """Take steps from number `first` (from 1) on until all stages hold the weights of one step;
-        returns that step. `report` is called, in order, for those before it."""
+        returns that step. Those before it are told to :meth:`Session.report`, in order."""
         ...
 
     def is_stopping(self) -> bool:
@@ -111,7 +118,7 @@ class Session:
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
         self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every, console.say)
-        self.guard = Guard(train, console.say)
+        self.nan_policy = NaNPolicy(train, console.say)
         self.done = self.saved = position = 0
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
@@ -126,8 +133,8 @@ class Session:
                 saving.load_weights(adapters, parallel, optimizer)
         self.cursor = Cursor(step=self.done, position=position, batch=config.data.global_batch)
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
-        self.bundles = Bundles(folder.path, config, parallel, optimizer)
-        self.vote = Vote(parallel, optimizer, train, console.say)
+        self.repro_bundles = ReproBundles(folder.path, config, parallel, optimizer)
+        self.checksums = ReplicaChecksums(parallel, optimizer, train, console.say)
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
         )
@@ -141,7 +148,7 @@ class Session:
         )
         if checkpoint is not None:
             self.rehoming.load_state(checkpoint.state)
-            self.guard.load_state(checkpoint.state)
+            self.nan_policy.load_state(checkpoint.state)
             saving.load(checkpoint, self.parallel, self.optimizer)
         return checkpoint
 
@@ -155,7 +162,7 @@ class Session:
         try:
             while step < last:
                 progress_words.at_step(step + 1, self.mesh["pp"].index)
-                finished = steps.advance(step + 1, self._report)
+                finished = steps.advance(step + 1)
                 progress_words.stepped()
                 behind = StepBoundary(step=finished, began=step, is_last=finished.number == last)
                 reasons = (reason for observe in observers if (reason := observe(behind)))
@@ -187,30 +194,30 @@ class Session:
             behind.stopping = steps.is_stopping() or behind.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
             is_due = behind.is_due(self.config.train.checkpoint_every)
-            wanted = is_due and (behind.is_last or not self.guard.is_skipping)
+            wanted = is_due and (behind.is_last or not self.nan_policy.skipped)
             behind.saves = behind.stopping or wanted
 
         def save(behind: StepBoundary) -> str | None:
             if not behind.saves:
                 return None
             if damage := examine_state(self.parallel, self.optimizer):
-                return self.guard.damaged(behind.number, damage)
+                return self.nan_policy.damaged(behind.number, damage)
             self.save(behind.number, is_last=behind.stopping or behind.is_last)
             self.saved = behind.number
             return None
 
         return (
-            lambda _: self.guard.settle(self.examine),
+            lambda _: self.nan_policy.settle(self.examine),
             validate_and_record,
             self.rehoming.after,
             decide,
             lambda _: self.checkpoints.look(),
-            self.vote.after,
+            self.checksums.after,
             self.row_bounds.after,
             save,
         )
 
-    def _report(self, step: FinishedStep) -> None:
+    def report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
         progress_words.stepped()
         self.record(step)
@@ -236,18 +243,18 @@ class Session:
         places = self.cursor.places(step)
         return self.samples.ids_at(places.start, len(places))
 
-    def examine(self, step: int, wants_bundle: bool) -> tuple[Finding, str | None]:
+    def examine(self, step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
-        parameters = first_look(self.parallel)
-        bundle = self.bundles.begin(step, self.samples, ids) if wants_bundle else None
+        parameters = nonfinite_gradients(self.parallel)
+        bundle = self.repro_bundles.begin(step, self.samples, ids) if wants_bundle else None
         batches = self.batches(step)
         progress_words.phase(CHECK)
         found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            self.bundles.finish(bundle, found, num_updates=weights_of)
+            self.repro_bundles.finish(bundle, found, num_updates=weights_of)
         return found, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:
@@ -257,9 +264,11 @@ class Session:
         self.checkpoints.finish()
         checkpoint = self._restore()
         if checkpoint is None:
-            self.guard.returned(reason, None, range(0))
+            self.nan_policy.returned(reason, None, range(0))
         assert checkpoint is not None
-        self.guard.returned(reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step))
+        self.nan_policy.returned(
+            reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step)
+        )
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:
             record_return(self.folder, checkpoint.step)
@@ -267,22 +276,8 @@ class Session:
 
     def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
         """Write and show a finished step; all ranks call, for every step in order."""
-        result = step.result
-        row = MetricsRow(
-            step=step.number,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            aux_loss=result.aux_loss,
-            tokens=result.num_tokens,
-            tokens_per_second=result.num_tokens / step.seconds,
-            lr=learning_rate(self.config.train, step.number),
-            seconds=step.seconds,
-            validation_loss=validation_loss,
-            mtp_loss=result.mtp_loss,
-            epoch=self.cursor.before(step.number + 1) / self.samples.num_training,
-            **self.artifacts.measured(step),
-        )
-        self.artifacts.record(row, result, step.recorder)
+        epoch = self.cursor.before(step.number + 1) / self.samples.num_training
+        row = self.artifacts.record(step, epoch=epoch, validation_loss=validation_loss)
         self.console.step(row, self.config.train.steps)
 
     def validate(self) -> float:
@@ -306,7 +301,7 @@ class Session:
             "step": step,
             "position": self.cursor.before(step + 1),
             **self.rehoming.state(),
-            **self.guard.state(),
+            **self.nan_policy.state(),
         }
         if is_last:
             self.checkpoints.save_last(step, state)
@@ -331,3 +326,28 @@ class Session:
         numbers = torch.tensor([number])
         all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
         return int(numbers.item())
+
+
+class SynchronousSteps:
+    """Steps that reduce all gradients, then update all stages, before the next one begins."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def advance(self, first: int) -> FinishedStep:
+        session, train, start = self._session, self._session.config.train, time.perf_counter()
+        recorder = TimelineRecorder(session.mesh.rank)
+        recorder.step = first
+        with recorder.span("data"):
+            batches = session.batches(first)
+        with session.artifacts.first_step_memory():
+            result = gradients_of_step(session.parallel, batches, recorder, refuses=False)
+        result = session.nan_policy.judge(first, result)
+        lr = learning_rate(train, first)
+        with recorder.span("optimizer"):
+            update(session.parallel, session.optimizer, result, lr=lr, clip=train.clip)
+        seconds = time.perf_counter() - start
+        return FinishedStep(number=first, result=result, recorder=recorder, seconds=seconds)
+
+    def is_stopping(self) -> bool:
+        return bool(self._session.largest(self._session.stop.requested))

@@ -33,24 +33,35 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 
-# Routing errors: all ranks stop together, with one message.
-#
-# Nothing raises between two collectives: a fault is kept as a number, or as a sentence, until a
-# point where the ranks meet anyway.
-
 
 def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
     """Raise RoutingError on every rank when a routing to be replayed is none, on any rank.
 
-    Either all ranks replay or none does; all ranks call.
+    Either all ranks replay or none does; all ranks call. Nothing raises between two collectives: a
+    fault is kept as a sentence, or as a number, until a point where the ranks meet anyway.
     """
     if all(batch.experts is None for batch in microbatches):
         return
+    config = parallel.model.config
     widths: dict[int, int] = {}
     problem = None
     try:
         for batch in microbatches:
-            _check_replayed(parallel, batch, widths)
+            seq_len = batch.tokens_BS.shape[1]
+            positions = torch.arange(seq_len, device=batch.sequences_B.device)
+            ids_T = (batch.sequences_B[:, None] * seq_len + positions).flatten()
+            for layer, experts_TK in (batch.experts or {}).items():
+                if layer not in config.routed_layers:
+                    layers = list(config.routed_layers)
+                    raise RoutingError(f"layer {layer} has no experts: layers {layers} have")
+                if len(experts_TK) != batch.num_tokens:
+                    raise RoutingError(
+                        f"layer {layer}: a routing of {len(experts_TK)} tokens for a microbatch of "
+                        f"{batch.num_tokens}"
+                    )
+                check_experts(experts_TK, config.num_experts, layer=layer, token_ids_T=ids_T)
+                if widths.setdefault(layer, experts_TK.shape[1]) != experts_TK.shape[1]:
+                    raise RoutingError(f"layer {layer}: microbatches differ in experts per token")
     except RoutingError as error:
         problem = str(error)
     told = gather_json([problem, sorted(widths.items())], parallel.mesh.control)
@@ -62,25 +73,6 @@ def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
             "replayed routings of one layer differ in experts per token between ranks: "
             + "; ".join(f"rank {rank}: {dict(other)}" for rank, (_, other) in enumerate(told))
         )
-
-
-def _check_replayed(parallel: RankModel, batch: Batch, widths: dict[int, int]) -> None:
-    layers = parallel.model.config.routed_layers
-    seq_len = batch.tokens_BS.shape[1]
-    positions = torch.arange(seq_len, device=batch.sequences_B.device)
-    ids_T = (batch.sequences_B[:, None] * seq_len + positions).flatten()
-    for layer, experts_TK in (batch.experts or {}).items():
-        if layer not in layers:
-            raise RoutingError(f"layer {layer} has no experts: layers {list(layers)} have")
-        if len(experts_TK) != batch.num_tokens:
-            raise RoutingError(
-                f"layer {layer}: a routing of {len(experts_TK)} tokens for a microbatch of "
-                f"{batch.num_tokens}"
-            )
-        num_experts = parallel.model.config.num_experts
-        check_experts(experts_TK, num_experts, layer=layer, token_ids_T=ids_T)
-        if widths.setdefault(layer, experts_TK.shape[1]) != experts_TK.shape[1]:
-            raise RoutingError(f"layer {layer}: microbatches differ in experts per token")
 
 
 def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> None:
@@ -178,10 +170,6 @@ class StepCounts(NamedTuple):
         )
 
 
-#: Of no part of a step.
-NOTHING = StepCounts()
-
-
 def step_result(
     *,
     counts: StepCounts,
@@ -194,7 +182,7 @@ def step_result(
     :func:`pack_loads`, of loads of the shapes of `like`."""
     loss, aux, *ahead = losses.tolist()
     parts = packed.round().long().cpu().split([part.numel() for part in like])
-    loads = (part.view(shape.shape) for part, shape in zip(parts, like, strict=True))
+    loads = [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
     counts_LE, dropped_L, *rank_LP = loads
     at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
     return StepResult(

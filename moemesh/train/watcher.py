@@ -1,8 +1,8 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
 It is a process beside the ranks of its node, which the first of them starts
-(`moemesh.watch.node`). After a verdict it writes the report, tells the cause and ends the ranks, so
-that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
+(`moemesh.watch.meeting`). After a verdict it writes the report, tells the cause and ends the ranks,
+so that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from typing import Any
 from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
-from moemesh.watch.meeting import WORDS, lock, torchrun_file
-from moemesh.watch.node import Guests, Node
-from moemesh.watch.observer import Observer
+from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
-from moemesh.watch.signs import Seen
-from moemesh.watch.slow_rank import SlowRanks
-from moemesh.watch.supervisor import describe, python_command
-from moemesh.watch.verdict import Judge, Limits, Verdict
-from moemesh.watch.word_file import WordFile
+from moemesh.watch.progress_words import WordFile
+from moemesh.watch.supervisor import RankWatcher, describe, python_command
+from moemesh.watch.verdict import Limits, Seen, Verdict
 
 #: Signals with which a job is asked to end; ranks see to them.
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -63,13 +59,9 @@ class WatcherSpec:
     limits: Limits
     command: list[str]
 
-    def text(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
-
     @staticmethod
     def of(text: str) -> WatcherSpec:
-        """The inverse of :meth:`text`."""
+        """From the JSON of its fields, as the command line has it."""
         found: dict[str, Any] = json.loads(text)
         found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
         return WatcherSpec(**found)
@@ -81,7 +73,7 @@ def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> 
     spec = WatcherSpec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
     )
-    return python_command("moemesh.train.watcher", spec.text())
+    return python_command("moemesh.train.watcher", json.dumps(asdict(spec)))
 
 
 class Watcher:
@@ -89,20 +81,26 @@ class Watcher:
 
     def __init__(self, spec: WatcherSpec, listener: socket.socket | None = None) -> None:
         """`listener`: for the watchers of other nodes."""
-        self._spec, self._path = spec, Path(spec.path)
-        self._guests, self._judge, self._slow = Guests(), Judge(spec.limits), SlowRanks()
-        self._folder = Path(spec.folder)
-        self._earlier = report_id(self._path)
+        self._spec, self._path, self._folder = spec, Path(spec.path), Path(spec.folder)
+        self._guests, self._earlier = Guests(), report_id(self._path)
         self._peers = Peers(spec.node.first, listener, self._folder)
 
     def run(self) -> None:
         """Until all ranks have left, or were ended after a failure."""
-        words = WordFile(self._folder / WORDS, self._spec.node.world_size, is_there=True)
-        observer = Observer(self._folder, words, self._spec.node.ranks, self._guests)
+        node, limits = self._spec.node, self._spec.limits
+        words = WordFile(self._folder / WORDS, node.world_size, is_there=True)
+        watcher = RankWatcher(
+            self._folder,
+            words,
+            node.ranks,
+            self._guests,
+            limits,
+            lambda slow: tell_slow(slow, self._events()),
+        )
         handle = lock(self._folder)
         try:
-            if (found := self._watch(observer)) is not None:
-                self._end(observer, *found)
+            if (found := self._watch(watcher)) is not None:
+                self._end(watcher, *found)
             # Not after an error of its own: ranks see by a free lock that nobody speaks for them.
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
@@ -110,33 +108,31 @@ class Watcher:
             self._peers.close()
             os.close(handle)
 
-    def _watch(self, observer: Observer) -> tuple[Verdict, list[Seen]] | None:
-        empty_until = time.monotonic() + _EMPTY_SECONDS
+    def _watch(self, watcher: RankWatcher) -> tuple[Verdict, list[Seen]] | None:
+        judge, empty_until = watcher.judge, time.monotonic() + _EMPTY_SECONDS
         while True:
             # A rank that does not come, or does not take part, is its launcher's.
-            seen = [one for one in observer.look() if one.word is not None]
+            seen = [one for one in watcher.look() if one.word is not None]
             if not seen and time.monotonic() > empty_until:
                 return None
             for one in seen:
                 if one.exit_code is not None and -one.exit_code in _ASKED:
-                    self._judge.stopping = -one.exit_code
-            self._judge.lost = self._peers.look(time.monotonic())
-            if (verdict := self._judge.look(time.monotonic(), seen)) is not None:
+                    judge.stopping = -one.exit_code
+            judge.lost = self._peers.look(time.monotonic())
+            if (verdict := watcher.verdict(time.monotonic(), seen)) is not None:
                 return verdict, seen
-            for slow in self._slow.look([one.word for one in seen if one.word is not None]):
-                tell_slow(slow, self._events())
             are_gone = bool(seen) and all(one.exit_code is not None for one in seen)
-            if are_gone and not self._judge.is_deciding:
+            if are_gone and not judge.is_deciding:
                 return None
-            self._guests.wait(observer.pause)
+            self._guests.wait(watcher.pause)
 
     def _events(self) -> Events:
         return Events(RunFolder(self._path, has_run=True))
 
-    def _end(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
+    def _end(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
         """Report a failure, and end the ranks."""
         # The disk of the run may be behind the network that is cut, and never answer.
-        report = Thread(target=self._report, args=(observer, verdict, seen), daemon=True)
+        report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
         report.start()
         report.join(_REPORT_SECONDS)
         if report.is_alive():
@@ -148,32 +144,23 @@ class Watcher:
         for one in seen:
             self._guests.send(one.rank, signal.SIGKILL)
 
-    def _report(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        logs = self._path / LOGS
-        ended = observer.failed(verdict, seen, logs)
+    def _report(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
+        path, node, logs = self._path, self._spec.node, self._path / LOGS
+        ended = watcher.failed(verdict, seen, logs)
         with suppress(OSError):
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
-        spec = self._spec
-        advice = advice_on(verdict, self._path, spec.command)
-        again = _STARTS_AGAIN.get(spec.node.launcher)
+        advice = advice_on(verdict, path, self._spec.command)
+        again = _STARTS_AGAIN.get(node.launcher)
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
-        lines = [describe(ended, logs, kept=logs if self._path.is_dir() else None)]
-        if self._path.is_dir():
-            is_first = write_node_verdict(
-                self._path,
-                ended,
-                spec.node.first,
-                epoch=read_epoch(self._path),
-                earlier=self._earlier,
-                action=action,
-                advice=advice,
-            )
-            if is_first:
-                at = verdict.seen.word.step if verdict.seen.word is not None else None
-                self._events().add("failed", verdict.message, at)
-            lines.append(f"moemesh: {action}; {details(self._path)}")
+        lines = [describe(ended, logs, kept=logs if path.is_dir() else None)]
+        if path.is_dir():
+            told = {"epoch": read_epoch(path), "action": action, "advice": advice}
+            if write_node_verdict(path, ended, node.first, earlier=self._earlier, **told):
+                word = verdict.seen.word
+                self._events().add("failed", verdict.message, word.step if word else None)
+            lines.append(f"moemesh: {action}; {details(path)}")
         # The message that torchrun's own report shows of the rank at fault.
         with suppress(OSError):
             if name := torchrun_file(self._folder, verdict.rank).read_text():

@@ -1,4 +1,7 @@
-"""Causes of failed runs: a table, matched against the failure report of a run."""
+"""Causes of failed runs: one table of kinds and advice, for the console and for reports.
+
+The judge of ranks (:mod:`moemesh.watch.verdict`) and exceptions give a kind, the table the advice.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from typing import Any, NamedTuple, cast
 
 
 class FailureCause(NamedTuple):
-    """A cause: its name, a pattern of kinds and one of messages (either "" for none) that it is
-    known by, what to do, and arguments to add to the command of the next attempt."""
+    """A cause: its name, what to do, patterns of kinds and of messages ("": none) that it is known
+    by, and arguments to add to the command of the next attempt."""
 
     name: str
-    kind: str
-    message: str
     advice: str
+    kind: str = ""
+    message: str = ""
     arguments: tuple[str, ...] = ()
 
 
@@ -22,95 +25,91 @@ class FailureCause(NamedTuple):
 CAUSES: tuple[FailureCause, ...] = (
     FailureCause(
         "out of memory",
-        r"OutOfMemory|MemoryError|TooLarge",
-        r"out of memory|can't allocate memory|cannot allocate memory",
         "Compute activations again in the backward, or take smaller microbatches.",
-        ("--set", "plan.recompute=full", "--allow-change", "plan.recompute"),
+        kind=r"OutOfMemory|MemoryError|TooLarge",
+        message=r"out of memory|can't allocate memory|cannot allocate memory",
+        arguments=("--set", "plan.recompute=full", "--allow-change", "plan.recompute"),
     ),
     FailureCause(
         "disk full",
-        r"",
-        r"no space left|disk quota|errno 28|errno 122",
         "Free space on the disk of the run folder: older checkpoints are the largest files there.",
+        message=r"no space left|disk quota|errno 28|errno 122",
     ),
     FailureCause(
         "diverged",
-        r"Diverged|NonFinite|Spike|RoutingFault",
-        r"gradient.* finite|is not finite|not a number|\bnan\b",
         "Lower the learning rate, or clip gradients harder.",
+        kind=r"Diverged|NonFinite|Spike|RoutingFault",
+        message=r"gradient.* finite|is not finite|not a number|\bnan\b",
     ),
     FailureCause(
         "replicas differ",
-        r"Vote|Replica",
-        r"replicas? .*differ|digests? differ",
         "Take the host of the culprit out of service and test its device and memory.",
+        kind=r"CopiesDiffer|Replica",
+        message=r"replicas? .*differ|digests? differ",
     ),
     FailureCause(
         "mismatched operations",
-        r"^Mismatch",
-        r"",
         "Look for code that only some ranks run, or for sizes that differ between them.",
+        kind=r"^Mismatch",
     ),
     FailureCause(
         "network cut",
-        r"^NetworkCut",
-        r"",
-        "Look at the host that does not answer first, then at the links and switches on the way.",
+        "The network between the hosts was cut, or the other host died or froze: nobody here can "
+        "tell which; look at that host first, then at the links and switches between.",
+        kind=r"^NetworkCut",
     ),
     FailureCause(
         "hang",
-        r"Hung|Busy|Timeout|DistBackend|DistStore",
-        r"timed out|timeout|waited longer",
-        "Find out what the rank that did not come was doing: its stack and its log say.",
+        "Find out what the rank that did not come was doing: its log says, and rank-*.stacks where "
+        "every rank was (in logs/; in failures/EPOCH/ once the run has gone on).",
+        kind=r"Hung|Busy|Timeout|DistBackend|DistStore",
+        message=r"timed out|timeout|waited longer",
     ),
     FailureCause(
         "stopped from outside",
-        r"^Stopped",
-        r"sigstop",
         "A debugger or a scheduler stopped the rank: let it continue, or start again.",
+        kind=r"^Stopped",
+        message=r"sigstop",
     ),
     FailureCause(
         "killed",
-        r"Killed",
-        r"killed by signal|signal 9|sigkill",
         "Look into the kernel's log for an out-of-memory kill (dmesg -T | grep -i oom), and into "
         "that of the scheduler.",
+        kind=r"Killed",
+        message=r"killed by signal|signal 9|sigkill",
     ),
     FailureCause(
         "lost contact",
-        r"LostContact|ConnectionError|ConnectionReset",
-        r"closed by peer|reset by peer|broken pipe|lost contact",
         "Another rank went first: look into the logs of the others, and at the network.",
+        kind=r"LostContact|ConnectionError|ConnectionReset",
+        message=r"closed by peer|reset by peer|broken pipe|lost contact",
     ),
     FailureCause(
         "damaged checkpoint",
-        r"Checkpoint",
-        r"checkpoint .*(damaged|digest|cannot be read)",
         "Verify the checkpoints; an older one can be gone on from.",
+        kind=r"Checkpoint",
+        message=r"checkpoint .*(damaged|digest|cannot be read)",
     ),
     FailureCause(
         "data",
-        r"DataError|BadRecord|TokenCache|UnicodeDecode",
-        r"",
         "Correct the record that the message names, or leave bad records out.",
-        ("--set", "data.bad_records=skip", "--allow-change", "data"),
+        kind=r"DataError|BadRecord|TokenCache|UnicodeDecode",
+        arguments=("--set", "data.bad_records=skip", "--allow-change", "data"),
     ),
     FailureCause(
         "configuration",
-        r"ConfigError|WorldSize|UserError|RunFolder|DeviceError",
-        r"",
         "Change the configuration as the message says.",
+        kind=r"ConfigError|WorldSize|UserError|RunFolder|DeviceError",
     ),
     FailureCause(
         "exit",
-        r"Exited|SystemExit",
-        r"",
         "Look for a call of exit in code of your own, and into the log of the rank.",
+        kind=r"Exited|SystemExit",
     ),
 )
 #: Of any other exception.
 OTHER = FailureCause(
-    "exception", "", "", "The last frames are those of the exception; the same may come again."
+    "exception", "The last frames are those of the exception; the same may come again."
 )
 
 #: Keys of the report that say where it happened, in the order of a sentence.

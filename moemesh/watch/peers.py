@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from moemesh.watch.signs import LostHost
+from moemesh.watch.verdict import LostHost
 
 #: Files of the folder in which the ranks of a node meet: where its watcher listens, and the others.
 ADDRESS, PEERS = "address", "peers"
@@ -243,32 +243,25 @@ class Peers:
                 link.socket.send(self._greeting_of(self._own))
                 return
             heard = link.socket.recv(_GREETING.size)
+            link.heard += heard if link in self._greeting else b""
+            if not heard:
+                self._drop(link, 0, now)
+            elif link in self._greeting and len(link.heard) >= _GREETING.size:
+                self._meet_again(link, now)
         except BlockingIOError:
             return
         except OSError as error:
             self._drop(link, error.errno or errno.ECONNRESET, now)
-            return
-        if not heard:
-            self._drop(link, 0, now)
-        elif link in self._greeting:
-            link.heard += heard
-            if len(link.heard) >= _GREETING.size:
-                self._meet_again(link, now)
 
     def _meet_again(self, link: _Link, now: float) -> None:
-        """The connection stands if its greeting is that of a watcher of this run."""
+        """The connection stands if its greeting is that of a watcher of this run; else OSError."""
         first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
         peer = self._peers.get(first)
         is_one = hmac.compare_digest(link.heard, self._greeting_of(first))
         if peer is None or not is_one or link.peer not in (None, peer):
-            self._drop(link, errno.EPROTO, now)
-            return
-        try:
-            if link.peer is None:
-                link.socket.send(self._greeting_of(self._own))
-        except OSError as error:
-            self._drop(link, error.errno or errno.ECONNRESET, now)
-            return
+            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        if link.peer is None:
+            link.socket.send(self._greeting_of(self._own))
         before, peer.link = peer.link, link
         link.peer, peer.lost, peer.has_left = peer, False, False
         self._greeting.discard(link)

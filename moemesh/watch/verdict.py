@@ -18,13 +18,114 @@ import signal
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from moemesh.watch.signs import GONE, LostHost, Seen, weakness
-from moemesh.watch.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
+from moemesh.watch.progress_words import DATA, NAME_BYTES, STEP, Collective, Word, members_of
 
-# Seconds that steps took, as their supervisor sees them from outside.
+#: A rank that leaves as intended is gone within this, or is ended.
+END_SECONDS = 120.0
+#: In the place of an exit code: the process is gone, and only its parent knows how.
+GONE = 256
+_PEER_GONE = ("closed by peer", "reset by peer", "broken pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """An exception that a rank told of before it left. ``at``: monotonic seconds of this host.
+
+    ``facts``: more keys for the report. ``is_final``: the same would happen again (a mistake of the
+    user, a training that diverged).
+    """
+
+    kind: str
+    message: str
+    at: float
+    trace: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One rank at one moment. ``exit_code`` None: alive; negative: killed by that signal.
+
+    ``state``: the letter of the kernel, "" where it is not known or the rank has moved since the
+    look before; ``cpu_seconds``: of all its threads, where the state is known. ``word`` None: it
+    has not come as far as to write one.
+    """
+
+    rank: int
+    exit_code: int | None = None
+    state: str = ""
+    cpu_seconds: float = 0.0
+    word: Word | None = None
+    told: Told | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it left, or is about to, as intended."""
+        return self.word is not None and self.word.done
+
+    def has_left(self, now: float) -> bool:
+        """Whether it has ended, or has said so long ago that it will: NCCL may never come back from
+        taking its communicators down."""
+        if self.exit_code is not None:
+            return True
+        return self.is_done and self.word is not None and now - self.word.moved > END_SECONDS
+
+    @property
+    def code(self) -> int | None:
+        """The exit code that it ended with, or has said it will end with."""
+        if self.exit_code is None and self.is_done and self.word is not None:
+            return self.word.code
+        return self.exit_code
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is a sign of a failure, its own or another rank's."""
+        if self.is_done:
+            return False
+        return self.told is not None or self.exit_code is not None
+
+    @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether it told of an error of gloo's that a peer's end brings, inside of an operation or
+        where it started one."""
+        text = self.told.message.lower() if self.told is not None else ""
+        return "gloo" in text and any(word in text for word in _PEER_GONE)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it waits, or was waiting when it failed, in an operation of several ranks."""
+        return self.word is not None and self.word.inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostHost:
+    """Another host of the run, `name` with `ranks`, whose kernel does not answer."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
+    """0: surely a cause; 1: likely one; 2: may have followed from another rank's end.
+
+    `aborts_follow`: a watchdog of the backend aborts ranks whose peers do not come, wherever their
+    hosts are.
+    """
+    if one.exit_code is not None and one.exit_code < 0:
+        if -one.exit_code != signal.SIGABRT:
+            return 0
+        return 2 if one.is_inside or aborts_follow else 0
+    if one.exit_code is not None and one.told is None:
+        # Whoever meets the end of another rank tells of an exception before it leaves.
+        return 0 if one.exit_code == GONE else 1
+    if one.has_lost_a_peer:
+        return 2
+    # An error of its own device comes up where the host waits for it.
+    return 2 if one.is_inside and one.word is not None and not one.word.on_device else 1
 
 
 class StepTimes:
@@ -53,13 +154,6 @@ class StepTimes:
         self._step, self._at = step, now
 
 
-# Mismatches: ranks that called different operations as the same number of a group.
-#
-# Ranks of a group call its operations in the same order, so that those with the same number are
-# one operation: everywhere by the same name, and with the same bytes where these are of the
-# whole.
-
-
 #: Operations whose bytes, as the ledger counts them, are those of the whole tensor: equal on all
 #: ranks, whatever block each one holds. In an all_to_all every rank counts what it sends.
 _OF_THE_WHOLE = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
@@ -81,9 +175,11 @@ def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
     """The different calls behind one number of a group, those of the most ranks first and those at
     fault last; of equally many ranks, those of the lowest rank first. Empty where all agree.
 
-    Compared are the operations that ranks wait in, or have waited in last, and those before them: a
-    rank that receives less than it expects may get past the operation, and fail in the next one.
-    Of several numbers of a group the lowest counts, since the others may follow from it. Messages
+    Ranks of a group call its operations in the same order, so that those with the same number are
+    one operation: everywhere by the same name, and with the same bytes where these are of the
+    whole. Compared are the operations that ranks wait in, or have waited in last, and those before
+    them: a rank that receives less than it expects may get past the operation, and fail in the next
+    one. Of several numbers of a group the lowest counts: others may follow from it. Messages
     between two ranks are not compared: their tags let them be started in any order.
     """
     by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
@@ -94,20 +190,15 @@ def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
                 by_number[one.group, one.number].append((word.rank, one))
     found: dict[str, tuple[Call, ...]] = {}
     for (group, _), same in sorted(by_number.items()):
-        alike: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
+        alike: dict[tuple[str, int], Call] = {}
         for rank, one in same:
-            alike[one.op, one.num_bytes if one.op in _OF_THE_WHOLE else -1].append((rank, one))
+            key = one.op, one.num_bytes if one.op in _OF_THE_WHOLE else -1
+            before = alike[key] if key in alike else Call(collective=one, ranks=())
+            alike[key] = replace(before, ranks=(*before.ranks, rank))
         if len(alike) > 1:
-            ordered = sorted(alike.values(), key=lambda those: (-len(those), those[0][0]))
-            calls = (
-                Call(collective=those[0][1], ranks=tuple(rank for rank, _ in those))
-                for those in ordered
-            )
-            found.setdefault(group, tuple(calls))
+            ordered = sorted(alike.values(), key=lambda call: (-len(call.ranks), call.ranks[0]))
+            found.setdefault(group, tuple(ordered))
     return max(found.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=())
-
-
-# Blame: the rank that others wait for, from the progress words of ranks of which none moves.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +261,6 @@ def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Bl
     return Blame(rank=rank, collective=collective, entered=entered, missing=missing)
 
 
-def wait_for(waiting: Word, words: Sequence[Word], rank: int) -> Blame | None:
-    """The operation in which `waiting` waits, where `rank` is one that it may wait for."""
-    collective = waiting.collective
-    if collective is None or rank not in collective.members:
-        return None
-    return _blame(rank, collective, {word.rank: word for word in words})
-
-
 def _missing(collective: Collective, by_rank: Mapping[int, Word]) -> tuple[int, ...]:
     """Members that have not entered, those in user code first."""
     missing = [
@@ -231,7 +314,7 @@ class Limits:
     floor: float = FLOOR_SECONDS
     #: Steps of this process that are first ones.
     first_steps: int = 2
-    #: See :func:`moemesh.watch.signs.weakness`.
+    #: See :func:`moemesh.watch.verdict.weakness`.
     aborts_follow: bool = False
 
 
@@ -441,7 +524,11 @@ class Judge:
             message = f"rank {one.rank} was stopped (SIGSTOP)"
             waiting = [w for w in words if w.inside and w.collective and w.rank != one.rank]
             if found is None or found.rank != one.rank:
-                found = next((wait_for(w, words, one.rank) for w in waiting), None)
+                # The operation of the first that waits, where this rank is one of its members.
+                at = next((w.collective for w in waiting if w.collective is not None), None)
+                by_rank = {word.rank: word for word in words}
+                is_member = at is not None and one.rank in at.members
+                found = _blame(one.rank, at, by_rank) if at is not None and is_member else None
         else:
             message = f"rank {one.rank} {_doing(one, waited)}"
         is_missed = found is not None and found.rank == one.rank and bool(found.entered)

@@ -22,8 +22,8 @@ from moemesh.balance import (
     replan_from_scratch,
     shadow_experts,
 )
-from moemesh.report.balance import balance_heat_maps
 from moemesh.report.curves import Series, line_chart
+from moemesh.report.heat_maps import balance_heat_maps
 from tests.balance.cases import Floats, Ints
 
 

@@ -25,9 +25,9 @@ from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
 from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.store import CheckpointError, open_checkpoint
 from moemesh.config.errors import UserError
-from moemesh.config.load import load_run
 from moemesh.data.indexed import IDX, META, IndexedTokens, beside
 from moemesh.data.tokenizer import DataError
+from moemesh.sharding.load_run import load_run
 from tests.checkpoint.simulate import cut, save_as_ranks
 from tests.data.test_indexed import writer
 

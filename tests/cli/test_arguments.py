@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import typer
 from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.cli.arguments import IN_A_CHECKOUT, WORDS, nearest_verb
+from tests.test_cli import Invoke
 
 
 def verbs() -> Iterator[tuple[str, Any]]:
@@ -32,17 +32,20 @@ def verbs() -> Iterator[tuple[str, Any]]:
 VERBS = dict(verbs())
 
 
-def said(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """What the command says of a mistake, on stderr, with exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["moemesh", *words])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (caught.value.code, out) == (2, ""), (words, out, err)
-    assert "Traceback" not in err
-    return err
+Said = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def said(invoke: Invoke) -> Said:
+    """The message of the command about a mistake, on stderr, with exit code 2."""
+
+    def call(words: list[str]) -> str:
+        code, out, err = invoke(*words)
+        assert (code, out) == (2, ""), (words, out, err)
+        assert "Traceback" not in err
+        return err
+
+    return call
 
 
 def test_the_table_of_words_has_every_verb_once() -> None:
@@ -80,34 +83,26 @@ def test_the_table_of_words_has_every_verb_once() -> None:
         ("data preview", "data show"),
     ],
 )
-def test_a_word_of_another_tool_leads_to_the_verb(
-    typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"    fix: moemesh {meant}\n" in said(typed.split(), monkeypatch, capsys)
+def test_a_word_of_another_tool_leads_to_the_verb(typed: str, meant: str, said: Said) -> None:
+    assert f"    fix: moemesh {meant}\n" in said(typed.split())
 
 
-def test_every_word_of_the_table_leads_to_its_verb(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_word_of_the_table_leads_to_its_verb(said: Said) -> None:
     for verb, words in WORDS.items():
         group = verb.split()[:-1]
         for number, word in enumerate(words.split()):
             assert nearest_verb(word, " ".join(group)) == verb
             if number == 0:
-                assert f"fix: moemesh {verb}\n" in said([*group, word], monkeypatch, capsys)
+                assert f"fix: moemesh {verb}\n" in said([*group, word])
 
 
-def test_a_word_like_none_lists_the_verbs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = said(["checkpoint", "qqqq"], monkeypatch, capsys)
+def test_a_word_like_none_lists_the_verbs(said: Said) -> None:
+    told = said(["checkpoint", "qqqq"])
     assert all(name in told for name in ("ls", "verify", "diff", "prune"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_all_mistakes_of_a_command_line_come_in_one_message(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_mistakes_of_a_command_line_come_in_one_message(verb: str, said: Said) -> None:
     """Nothing that is needed is given, an unknown option, and of each number a text."""
     params = VERBS[verb].params
     numbers = [one for one in params if str(one.type_descriptor.annotation) in ("<class 'int'>",)]
@@ -118,7 +113,7 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(
         if one.required and one not in numbers
     }
     words = [word for name in sorted(broken) for word in (name, "many")]
-    told = said([*verb.split(), *words, "--no-such-option=3"], monkeypatch, capsys)
+    told = said([*verb.split(), *words, "--no-such-option=3"])
     count = len(broken) + len(missing) + 1
     title = f"{count} problem{'s' * (count > 1)} in the command line"
     assert told.startswith(f"moemesh: {title} (`moemesh {verb} --help`)\n"), told
@@ -130,9 +125,7 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_fix_of_what_is_missing_can_be_typed(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fix_of_what_is_missing_can_be_typed(verb: str, said: Said) -> None:
     """No fix repeats the word of the help, but for names that only the user knows."""
     private = {"--partition", "--account", "--image", "--accelerator", "--eod-token", "--payload"}
     private |= {"--block", "--memory-cap", "--found"}
@@ -141,7 +134,7 @@ def test_the_fix_of_what_is_missing_can_be_typed(
         if getattr(param, "is_flag", False) or param.opts[0] in private:
             continue
         if is_option or param.required:
-            told = said([*verb.split(), *param.opts[:1] * is_option], monkeypatch, capsys)
+            told = said([*verb.split(), *param.opts[:1] * is_option])
             fixes = re.findall(r"    fix: (.*)\n", told)
             assert not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]$", " ".join(fixes)), told
             assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), told
@@ -157,10 +150,8 @@ def test_the_fix_of_what_is_missing_can_be_typed(
         ("generate r", '--prompt "What is 3 + 4?"'),
     ],
 )
-def test_what_does_not_go_together_has_a_fix(
-    words: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said(words.split(), monkeypatch, capsys).endswith(f"    fix: {fix}\n")
+def test_what_does_not_go_together_has_a_fix(words: str, fix: str, said: Said) -> None:
+    assert said(words.split()).endswith(f"    fix: {fix}\n")
 
 
 @pytest.mark.parametrize(
@@ -189,13 +180,8 @@ def test_what_does_not_go_together_has_a_fix(
         ("plan --to 3 --headrom 3", ["did", "--headroom"]),
     ],
 )
-def test_one_message_names_each_problem(
-    words: str,
-    problems: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    told = said(words.split(), monkeypatch, capsys)
+def test_one_message_names_each_problem(words: str, problems: list[str], said: Said) -> None:
+    told = said(words.split())
     if words.startswith("plan --to"):
         assert "fix: --top\n" in told and "fix: --headroom\n" in told
         return
@@ -207,7 +193,7 @@ def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
     """No help text begins with a question word or a preposition, none has a private word."""
     headless = r"(What|Of|How|Where|As|Which|Whether|Who|Why|When|Such|So|By|Behind|From|On|In) "
     private = r"\b(clothes|onward|told|tells|asks|asked|hottest|hot|votes|crossed|most of a rank)\b"
-    said = [
+    texts = [
         (name, text)
         for name, command in VERBS.items()
         for text in (
@@ -216,8 +202,8 @@ def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
             *(param.help or "" for param in command.params),
         )
     ]
-    assert not [one for one in said if re.match(headless, one[1])]
-    assert not [one for one in said if re.search(private, one[1])]
+    assert not [one for one in texts if re.match(headless, one[1])]
+    assert not [one for one in texts if re.search(private, one[1])]
 
 
 def test_the_help_of_groups_names_their_verbs() -> None:
@@ -227,11 +213,9 @@ def test_the_help_of_groups_names_their_verbs() -> None:
         assert set(told.split(", ")) == set(command.commands[group].commands)
 
 
-def test_a_verb_that_left_the_package_is_told_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_that_left_the_package_is_told_where_it_is(said: Said) -> None:
     for verb, command in IN_A_CHECKOUT.items():
-        told = said([*verb.split(), "--help"], monkeypatch, capsys)
+        told = said([*verb.split(), "--help"])
         assert f"    fix: {command}, in a checkout\n" in told
         assert importlib.util.find_spec(command.removeprefix("python -m ")) is not None
     assert not IN_A_CHECKOUT.keys() & VERBS.keys()

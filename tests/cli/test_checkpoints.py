@@ -17,7 +17,7 @@ from moemesh.checkpoint.stored import Damage
 from moemesh.cli.checkpoints import by_file
 from moemesh.train.records.run_folder import RunFolder
 from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
-from tests.test_cli import run, run_guarded
+from tests.test_cli import Invoke, run_guarded
 
 STATE: dict[str, Any] = {"layout": {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 2, "etp": 1}}
 
@@ -39,11 +39,8 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def work(*arguments: object) -> tuple[int, str, str]:
-        return run(capsys, monkeypatch, "checkpoint", *map(str, arguments))
-
-    return work
+def call(invoke: Invoke) -> Any:
+    return lambda *words: invoke("checkpoint", *map(str, words))
 
 
 def flip(file: Path, position: int) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moemesh import cli
 from moemesh.bench.settings import LinksSettings
 from moemesh.cli.clusters import cluster_text
 from moemesh.config.cluster import KEYS, Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import preset_names
 from moemesh.planner.timing.hardware import ACCELERATORS
+from tests.test_cli import Invoke
 
 #: What `bench links --json` prints, as far as a cluster is made of it.
 MEASURED = {
@@ -42,16 +42,8 @@ MEASURED = {
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moemesh", "cluster", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        told = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, told.out, told.err
-
-    return call
+def run(invoke: Invoke) -> Invoke:
+    return partial(invoke, "cluster")
 
 
 def test_every_key_of_a_cluster_is_explained() -> None:

@@ -11,7 +11,7 @@ from moemesh.bench.settings import OPERATIONS
 from moemesh.config.plan import Dispatcher, ScheduleName
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names
-from tests.test_cli import run, run_guarded
+from tests.test_cli import Invoke, run_guarded
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
@@ -46,17 +46,17 @@ def ask(monkeypatch: Patch, line: str, shell: str = "bash") -> None:
         ("train --set nowhere.tp=", set()),
     ],
 )
-def test_names(capsys: Capture, monkeypatch: Patch, line: str, names: set[str]) -> None:
+def test_names(invoke: Invoke, monkeypatch: Patch, line: str, names: set[str]) -> None:
     ask(monkeypatch, f"moemesh {line}")
-    code, out, err = run(capsys, monkeypatch)
+    code, out, err = invoke()
     assert (code, err, set(out.split())) == (0, "", names)
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells(capsys: Capture, monkeypatch: Patch, shell: str) -> None:
+def test_other_shells(invoke: Invoke, monkeypatch: Patch, shell: str) -> None:
     ask(monkeypatch, "moemesh plan --model tin", shell)
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    code, out, _ = run(capsys, monkeypatch)
+    code, out, _ = invoke()
     assert code == 0 and "tiny" in out
 
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh import cli
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.data.preview import previews
 from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import document_starts
+from moemesh.sharding.load_run import load_run
 from moemesh.train.opening import own_batches
-from tests.test_cli import run_guarded
+from tests.test_cli import Invoke, run_guarded
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -52,18 +51,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["moemesh", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
-
-
 def settings(folder: Path, *more: str) -> list[str]:
     given = {
         "data.path": f"{folder}/chat.jsonl",
@@ -76,38 +63,29 @@ def settings(folder: Path, *more: str) -> list[str]:
     return [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
 
 
-def test_samples_are_shown_with_documents_and_loss(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_shown_with_documents_and_loss(folder: Path, invoke: Invoke) -> None:
     arguments = ["data", "show", *settings(folder, "data.documents=mask"), "--samples", "5"]
-    code, out, _ = run(capsys, monkeypatch, *arguments)
+    code, out, _ = invoke(*arguments)
     assert code == 0
     assert "positions begin anew; targets that carry loss are in {+ +}" in out
     assert "=== step 1, sequence 4 of 4: sample " in out
     assert "=== step 2, sequence 1 of 4: sample " in out
     assert "<|im_start|>user" in out and "{+Grüße \\u001b[31m" in out and "\x1b" not in out
-    _, later, _ = run(capsys, monkeypatch, *arguments[:-1], "1", "--step", "2")
+    _, later, _ = invoke(*arguments[:-1], "1", "--step", "2")
     assert later.partition("=== step 2")[2] == out.partition("=== step 2")[2] != ""
 
 
-def test_green_on_a_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_green_on_a_terminal(folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("moemesh.cli.data.sys.stdout.isatty", lambda: True, raising=False)
-    _, out, _ = run(capsys, monkeypatch, "data", "show", *settings(folder))
+    _, out, _ = invoke("data", "show", *settings(folder))
     assert "\x1b[32mGrüße \\u001b[31m" in out and "{+" not in out
 
 
 @pytest.mark.parametrize("documents", ["ignore", "mask"])
-def test_what_is_shown_is_what_a_step_reads(
-    folder: Path,
-    documents: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_shown_is_what_a_step_reads(folder: Path, documents: str, invoke: Invoke) -> None:
     given = settings(folder, f"data.documents={documents}")
-    code, out, _ = run(capsys, monkeypatch, "data", "show", *given, "--json")
+    code, out, _ = invoke("data", "show", *given, "--json")
     assert code == 0
     shown = json.loads(out)["samples"]
     config = load_run([], given[1::2]).config
@@ -154,25 +132,18 @@ def test_data_show_and_tokenize_need_no_torch(folder: Path) -> None:
     assert run_guarded({"numpy", "tokenizers"}, "tokenize", "--help").returncode == 0
 
 
-def test_tokenize_prints_and_training_reads_it(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenize_prints_and_training_reads_it(folder: Path, invoke: Invoke) -> None:
     source, out = str(folder / "chat.jsonl"), str(folder / "tokens" / "chat")
-    code, text, err = run(capsys, monkeypatch, "tokenize", source, out, "--tokenizer", str(folder))
+    code, text, err = invoke("tokenize", source, out, "--tokenizer", str(folder))
     assert code == 0 and "tokens in 24 documents" in text
     assert err.startswith(f"tokenizing {source} with {folder}\n1 file(s), 0.0 MB, into {out}")
-    code, text, _ = run(
-        capsys, monkeypatch, "tokenize", source, out, "--tokenizer", str(folder), "--json"
-    )
+    code, text, _ = invoke("tokenize", source, out, "--tokenizer", str(folder), "--json")
     facts = json.loads(text)
     assert facts["num_documents"] == 24 and facts["prefix"] == out
     direct = settings(folder, "data.documents=mask")
     for name in (out, f"{out}.bin", f"{out}.idx", str(folder / "tokens")):
         tokens = settings(folder, "data.documents=mask", f"data.path={name}")
-        texts = [
-            run(capsys, monkeypatch, "data", "show", *given, "--json")[1]
-            for given in (direct, tokens)
-        ]
+        texts = [invoke("data", "show", *given, "--json")[1] for given in (direct, tokens)]
         first, second = (json.loads(text) for text in texts)
         assert first["num_tokens"] == second["num_tokens"]
         for one in (*first["samples"], *second["samples"]):
@@ -197,23 +168,23 @@ def test_mistakes_are_one_message(
     folder: Path,
     arguments: list[str],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "x.parts").mkdir()
     (folder / "x.parts" / "lock").write_text("")
-    code, _, err = run(capsys, monkeypatch, "tokenize", *arguments)
+    code, _, err = invoke("tokenize", *arguments)
     assert code == 2
     assert message in err
 
 
 def test_a_vocabulary_beyond_the_embedding_is_refused_before_anything_is_read(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, invoke: Invoke
 ) -> None:
     given = settings(folder, "model.vocab_size=299", f"data.path={folder}/none.jsonl")
     for verb in (["data", "show"], ["config", "check"], ["train"]):
-        code, _, err = run(capsys, monkeypatch, *verb, *given)
+        code, _, err = invoke(*verb, *given)
         assert code == 2 and "ids up to 299, and model.vocab_size is 299" in err
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from moemesh import cli
 from moemesh.cli.plan_text import plan_html
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.trace.memory_profile import PREDICTED_PEAK
 from tests.report.test_page import Document
+from tests.test_cli import Invoke
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +72,10 @@ def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
         assert width == pytest.approx(100 * found.memory.needed / capacity, abs=0.2)
 
 
-def test_the_verb_writes_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(file: Path) -> int:
-        words = ["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64"]
-        words += ["--global-batch", "8", "--top", "1", "--json", "--html", str(file)]
-        monkeypatch.setattr(sys, "argv", ["moemesh", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code
-
-    assert run(tmp_path / "plan.html") == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["speed"]["mfu"] > 0
+def test_the_verb_writes_the_page(tmp_path: Path, invoke: Invoke) -> None:
+    words = "plan --model tiny --cluster laptop_cpu --seq-len 64 --global-batch 8 --top 1 --json"
+    code, out, _ = invoke(*words.split(), "--html", str(tmp_path / "plan.html"))
+    assert code == 0 and json.loads(out)["plans"][0]["speed"]["mfu"] > 0
     Document((tmp_path / "plan.html").read_text(encoding="utf-8"))
-    assert run(tmp_path / "nowhere" / "plan.html") == 2
-    assert "no folder" in capsys.readouterr().err
+    code, _, err = invoke(*words.split(), "--html", str(tmp_path / "nowhere" / "plan.html"))
+    assert code == 2 and "no folder" in err

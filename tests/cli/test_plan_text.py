@@ -13,7 +13,6 @@ from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.cli.plan_text import plan_text, published, risk_of_memory
 from moemesh.config.cluster import load_cluster
-from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import (
@@ -25,6 +24,7 @@ from moemesh.planner.search.command import (
     to_json,
 )
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.sharding.load_run import load_run
 
 PLAN = (
     *["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64", "--global-batch"],

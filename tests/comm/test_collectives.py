@@ -35,7 +35,7 @@ def one_rank(mesh: Mesh, name: str, inputs: list[Tensor], weights: list[Tensor],
     output = getattr(collectives, name)(x, axis, **chosen, **options.get("same", {}), caller="t")
     assert output.requires_grad
     (weights[mesh.rank] * output).sum().backward()
-    return output.detach(), x.grad, axis.ledger.to_json()
+    return output.detach(), x.grad, axis.ledger
 
 
 def check(name: str, inputs: list[Tensor], expected, options: dict) -> list[Ledger]:
@@ -55,7 +55,7 @@ def check(name: str, inputs: list[Tensor], expected, options: dict) -> list[Ledg
         if expected_gradient is None:
             expected_gradient = torch.zeros_like(own[rank])
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-13, atol=1e-13)
-    return [Ledger.from_json(text) for _, _, text in found]
+    return [ledger for _, _, ledger in found]
 
 
 def entered(ledger: Ledger, op: str, phase: str) -> wire.WireBytes:
@@ -115,10 +115,9 @@ def test_take_shard_gathers_the_gradient(sizes):
     options = {"same": {"sizes": sizes}}
     found = mesh_on_ranks(Layout(dp=WORLD), one_rank, "take_shard", [x] * WORLD, weights, options)
     blocks = [rows * 2 * 8 for rows in sizes]
-    for rank, (output, gradient, text) in enumerate(found):
+    for rank, (output, gradient, ledger) in enumerate(found):
         assert torch.equal(output, cut(sizes, x)[rank])
         assert torch.equal(gradient, one.grad)
-        ledger = Ledger.from_json(text)
         assert entered(ledger, "all_gather", "backward") == wire.all_gather(blocks, rank)
         assert len(ledger) == 1
 

@@ -15,7 +15,7 @@ import torch
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.watch import meeting
-from moemesh.watch.signals import STOPPING_SOON
+from moemesh.watch.supervisor import STOPPING_SOON
 from tests import commands
 from tests.waiting import PATIENCE, until
 

@@ -8,9 +8,10 @@ import pytest
 
 from moemesh.config.data import DataSource
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.sharding.load_run import load_run
 from moemesh.train.from_python import overrides_of
 
 TEXT = """

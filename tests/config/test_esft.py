@@ -10,10 +10,11 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.esft_table import TableError, most_relevant, read_table, relevance
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import Tuning, logical_names, num_trained
+from moemesh.config.tuning import Tuning
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import logical_names, num_trained
 
 SHARES = [0.1, 0.4, 0.1, 0.4]
 

@@ -10,9 +10,10 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.json_schema import json_schema, meanings
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import resolved_toml
 from moemesh.config.schema import SECTIONS, all_keys, keys_of
 from moemesh.config.sources import preset_names
+from moemesh.sharding.load_run import load_run
 from tests.documents import MEANINGS, ROOT, meanings_file
 
 SCHEMA = json_schema()

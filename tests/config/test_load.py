@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.config.errors import ConfigError, Problem, is_user_error
-from moemesh.config.load import Resolved, load_run, resolved_toml, with_recorded
-from moemesh.config.migration import SCHEMA_KEY
+from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import all_keys
+from moemesh.config.schema import SCHEMA_KEY, all_keys
 from moemesh.config.sources import preset_names
 from moemesh.config.toml import format_value, key_lines
 from moemesh.config.train import TrainConfig
+from moemesh.sharding.load_run import load_run
 from tests.mistakes.files import MODEL
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from moemesh.config.schema import all_keys
-from moemesh.config.suggest import alias_hint, aliases, explain_unknown_key, hints
+from moemesh.config.schema import alias_hint, aliases, all_keys, explain_unknown_key, hints
 
 #: trainer -> name there -> the words that the answer must have, and after "not" those it must not.
 ANSWERS: dict[str, dict[str, str]] = {

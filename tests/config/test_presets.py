@@ -8,9 +8,9 @@ import pytest
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.sharding.load_run import load_run
 
 # Billions of parameters without extra prediction layers: published totals; DeepSeek-V2-Lite and
 # Mixtral-8x7B from their papers, Llama 3 8B and the others as released.

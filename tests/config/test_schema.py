@@ -8,13 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from moemesh.config.data import DataConfig
-from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import SECTIONS, keys_of
+from moemesh.config.schema import SECTIONS, aliases, keys_of
 from moemesh.config.section import Range
-from moemesh.config.suggest import aliases, choices_of
+from moemesh.config.suggest import choices_of, divisors, nearest_divisors
 from moemesh.config.train import TrainConfig
 
 # The public contract: first value of each row is the default.

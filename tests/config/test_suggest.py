@@ -8,9 +8,9 @@ import string
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
-from moemesh.config.schema import SECTIONS, all_keys, keys_of
-from moemesh.config.suggest import aliases, explain_unknown_key, nearest_choice
+from moemesh.config.schema import SECTIONS, aliases, all_keys, explain_unknown_key, keys_of
+from moemesh.config.suggest import nearest_choice
+from moemesh.sharding.load_run import load_run
 
 ALPHABET = string.ascii_lowercase + "_"
 

@@ -8,8 +8,8 @@ import typer.main
 
 from moemesh import cli
 from moemesh.cli.application import app
-from moemesh.config.load import load_run
 from moemesh.config.trainable import refusals
+from moemesh.sharding.load_run import load_run
 from tests.gpu_session import commands, main, plans, run, sanitized
 from tests.sandbox import ROOT
 

@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.simulated_device.counts import Arrival, Exchange, Kernel, Queued
 from benchmarks.simulated_device.timeline import RankTimeline, simulate
-from moemesh.config import buckets
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.step import PipelineStep, duration
+from moemesh.sharding import buckets
 from tests.device.stepping import Counted, steps_on_rank
 from tests.device.test_waits import SMALL
 from tests.parity.training import Shape

@@ -57,9 +57,7 @@ def _ended(
 
 
 def _damaged(drill: Drill, damage: Callable[[Drill, Path], Path]) -> Outcome:
-    plan = drill.random.choice(list(PLANS))
-    whole, folder = drill.oracle(plan), drill.new_folder()
-    out = folder / "run"
+    plan, whole, folder, out = drill.begin()
     arguments = drill.arguments(
         out, plan, train__restarts=0, train__checkpoint_async=False, train__checkpoints_kept=3
     )
@@ -126,9 +124,7 @@ def _wrong_files(drill: Drill) -> Outcome:
 
 @fault("a disk that is full for two steps", "R2", is_short=True)
 def _full_disk(drill: Drill) -> Outcome:
-    plan = drill.random.choice(list(PLANS))
-    whole, folder = drill.oracle(plan), drill.new_folder()
-    out = folder / "run"
+    plan, whole, folder, out = drill.begin()
     spec = Spec(action="full disk", rank=0, step=4, place="save", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan), spec)
     told = [text for kind, text in _events(out) if kind in ("warning", "disk", "checkpoint")]
@@ -144,9 +140,8 @@ def _full_disk(drill: Drill) -> Outcome:
 
 
 def _signalled(drill: Drill, target: str, name: str) -> Outcome:
-    plan = drill.random.choice(list(PLANS))
-    whole, folder = drill.oracle(plan), drill.new_folder()
-    out, step = folder / "run", drill.random.randint(3, 6)
+    plan, whole, folder, out = drill.begin()
+    step = drill.random.randint(3, 6)
     rank = drill.random.randrange(2)
     spec = Spec(
         action=f"SIG{name} to the {target}",
@@ -219,9 +214,7 @@ def _differing_copy(drill: Drill) -> Outcome:
 
 
 def _unharmed(drill: Drill, action: str, step: int = 4, **more: object) -> Outcome:
-    plan = drill.random.choice(list(PLANS))
-    whole, folder = drill.oracle(plan), drill.new_folder()
-    out = folder / "run"
+    plan, whole, folder, out = drill.begin()
     spec = Spec(action=action, rank=0, step=step, place="forward", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan, **more), spec)
     is_calm = not (out / "failure.json").exists() and not (out / "failures").exists()
@@ -250,9 +243,7 @@ def _second_run(drill: Drill) -> Outcome:
 
 @fault("a sink whose disk is full", "R6")
 def _sink(drill: Drill) -> Outcome:
-    plan = drill.random.choice(list(PLANS))
-    whole, folder = drill.oracle(plan), drill.new_folder()
-    out = folder / "run"
+    plan, whole, folder, out = drill.begin()
     arguments = drill.arguments(out, plan, train__sinks='["csv"]', train__restarts=0)
     spec = Spec(action="kill", rank=0, step=4, place="forward", folder=str(folder))
     drill.moemesh(arguments, spec)
@@ -267,8 +258,7 @@ def _sink(drill: Drill) -> Outcome:
 @fault("resume under another plan", "R7")
 def _other_plan(drill: Drill) -> Outcome:
     before, after = drill.random.sample(list(PLANS), 2)
-    whole, folder = drill.oracle(before), drill.new_folder()
-    out = folder / "run"
+    _, whole, folder, out = drill.begin(before)
     spec = Spec(action="kill", rank=0, step=5, place="forward", folder=str(folder))
     drill.moemesh(drill.arguments(out, before, train__restarts=0), spec)
     done = drill.moemesh(drill.arguments(out, after, train__restarts=0))

@@ -82,7 +82,7 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "500 NaN, Inf and flips: none reaches the weights, all named",
             counts.good("R9", "NaN and differing copies named"),
             counts.none_wrong("R9"),
-            "tests/train/test_examination.py tests/train/test_vote.py",
+            "tests/train/test_numerical_faults.py",
         ),
         Figure(
             "R10",

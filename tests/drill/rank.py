@@ -16,24 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moemesh.trace import machine
 from moemesh.watch import progress_words
 from moemesh.watch.supervisor import python_command
 
-#: Files in the drill's folder: times (monotonic seconds) of the fault, of the verdict, and of the
-#: first step behind it.
-FIRED, JUDGED, WENT_ON = "fired", "judged", "went-on"
 #: What an action that only looks has found (empty: nothing wrong), and the command and the process
 #: of the launcher, as JSON.
 FOUND, LAUNCHER = "found", "launcher"
-#: Of a soak: the fault that is to come next, and a line for each fault, verdict and first step of a
-#: start; and the action of its :class:`Spec`.
-ORDER, NOTES, SOAK = "order", "notes.jsonl", "soak"
+#: A line for each fault, each verdict, and each first step behind one; of a soak, the fault that is
+#: to come next, and the action of its :class:`Spec`.
+NOTES, ORDER, SOAK = "notes.jsonl", "order", "soak"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,39 +59,23 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _loop() -> None:
     while True:
         pass
-
-
-def _sleep() -> None:
-    time.sleep(1e6)
 
 
 def _raise() -> None:
     raise RuntimeError("an exception of the drill")
 
 
-def _exit(code: int) -> Callable[[], None]:
-    return lambda: os._exit(code)
-
-
 ACTIONS: dict[str, Callable[[], None]] = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": _loop,
-    "sleep": _sleep,
+    "sleep": lambda: time.sleep(1e6),
     "raise": _raise,
-    "exit 0": _exit(0),
-    "exit 3": _exit(3),
+    "exit 0": lambda: os._exit(0),
+    "exit 3": lambda: os._exit(3),
 }
 
 
@@ -123,7 +104,7 @@ def _act(spec: Spec) -> None:
         _call_alone()
     elif spec.action == "sockets":
         pids = (os.getpid(), _launcher(folder)["pid"])
-        found = machine.open_sockets(pids)
+        found = open_sockets(pids)
         (folder / FOUND).write_text("not shown" if found is None else "\n".join(found))
     else:
         second = python_command("moemesh", *_launcher(folder)["arguments"])
@@ -131,6 +112,26 @@ def _act(spec: Spec) -> None:
         done = subprocess.run(second, capture_output=True, text=True, env=environment)
         is_refused = done.returncode == 2 and "in use by another run" in done.stderr
         (folder / FOUND).write_text("" if is_refused else f"{done.returncode}: {done.stderr}")
+
+
+def open_sockets(pids: Iterable[int]) -> list[str] | None:
+    """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
+    sockets: set[str] = set()
+    found: list[str] = []
+    try:
+        for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(FileNotFoundError):  # the listing itself has one
+                sockets.add(os.readlink(file))
+    except OSError:
+        return None
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[i] for i in (1, 3, 9))
+            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
+            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
+            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
+                found.append(f"{table} {address}")
+    return found
 
 
 def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
@@ -182,29 +183,15 @@ def arm(spec: Spec) -> None:
             return
         if spec.action == "full disk" and word.step >= spec.step + 2:
             _limit_files(resource.RLIM_INFINITY)
-        if spec.once and (folder / FIRED).exists():
-            if word.phase == b"step" and not (folder / WENT_ON).exists() and _was_judged(folder):
-                _stamp(folder / WENT_ON)
+        noted = {note["event"] for note in read_notes(folder)} if spec.once else set[str]()
+        if "fault" in noted:
+            if word.phase == b"step" and "verdict" in noted and "went on" not in noted:
+                _note(folder, "went on", step=word.step)
         elif rank == spec.rank and word.step == spec.step and _is_at(word, spec.place):
-            _stamp(folder / FIRED)
+            _note(folder, "fault", action=spec.action, rank=rank, step=word.step)
             _act(spec)
 
     progress_words._Writer.write = watched  # pyright: ignore
-
-
-def take_time_of_verdicts(folder: Path) -> None:
-    """In the launcher: note when the judge has come to a verdict."""
-    from moemesh.watch.verdict import Judge
-
-    look = Judge.look
-
-    def timed(judge: Judge, now: float, seen: Sequence[Any]) -> Any:
-        verdict = look(judge, now, seen)
-        if verdict is not None and not (folder / JUDGED).exists():
-            _stamp(folder / JUDGED)
-        return verdict
-
-    Judge.look = timed
 
 
 def arm_for_orders(folder: Path) -> None:
@@ -235,7 +222,7 @@ def arm_for_orders(folder: Path) -> None:
 
 
 def note_verdicts(folder: Path) -> None:
-    """In the launcher of a soak: note every verdict."""
+    """In the launcher: note every verdict."""
     from moemesh.watch.verdict import Judge
 
     look = Judge.look
@@ -250,7 +237,7 @@ def note_verdicts(folder: Path) -> None:
 
 
 def read_notes(folder: Path) -> list[dict[str, Any]]:
-    """What the processes of a soak noted, in the order of time."""
+    """What the processes of the drill noted, in the order of time."""
     file = folder / NOTES
     lines = file.read_text().splitlines() if file.exists() else []
     return sorted(map(json.loads, lines), key=lambda note: note["time"])
@@ -261,14 +248,6 @@ def _note(folder: Path, event: str, **facts: Any) -> None:
         file.write(json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n")
 
 
-def read_time(file: Path) -> float | None:
-    """A time that was noted."""
-    try:
-        return float(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def _is_at(word: Any, place: str) -> bool:
     if place == "collective":
         return bool(word.inside) and word.phase == b"step"
@@ -277,23 +256,13 @@ def _is_at(word: Any, place: str) -> bool:
     return word.phase == place.encode() and not word.inside
 
 
-def _was_judged(folder: Path) -> bool:
-    return (folder / JUDGED).exists()
-
-
-def _stamp(file: Path) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(repr(time.monotonic()))
-    os.replace(temporary, file)
-
-
 def main() -> None:
     """See the module."""
     spec = Spec(**json.loads(sys.argv[1]))
     is_rank = "RANK" in os.environ
     sys.argv = ["moemesh", *sys.argv[2:]]
-    folder, is_soak = Path(spec.folder), spec.action == SOAK
-    if is_soak:
+    folder = Path(spec.folder)
+    if spec.action == SOAK:
         arm_for_orders(folder)
     else:
         arm(spec)
@@ -302,10 +271,7 @@ def main() -> None:
     if not is_rank:
         launcher = {"pid": os.getpid(), "arguments": sys.argv[1:]}
         (folder / LAUNCHER).write_text(json.dumps(launcher))
-        if is_soak:
-            note_verdicts(folder)
-        else:
-            take_time_of_verdicts(folder)
+        note_verdicts(folder)
         launch.MODULE = ("tests.drill.rank", spec.text())
     runpy.run_module("moemesh", run_name="__main__", alter_sys=True)
 

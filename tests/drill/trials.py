@@ -20,22 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.watch.supervisor import python_command
-from tests.drill.rank import FIRED, JUDGED, WENT_ON, Spec, environment, read_time
+from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
+from tests.train.runs import SMALL
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
-SETTINGS: dict[str, Any] = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.head_dim": 4,
-    "model.intermediate_size": 32,
-    "model.expert_intermediate_size": 16,
-    "data.seq_len": 16,
+SETTINGS: dict[str, Any] = SMALL | {
     "data.global_batch": 12,
     "train.steps": 8,
-    "train.warmup_steps": 2,
     "train.checkpoint_every": 2,
-    "train.validation_batches": 1,
     "train.timeout_seconds": 60,
     "train.device": "cpu",
 }
@@ -111,35 +104,38 @@ class Drill:
             self._oracles[plan] = ending(out)
         return self._oracles[plan]
 
-    def rank_fault(
-        self, action: str, places: Sequence[str], kind: str, plan: str | None = None
-    ) -> Outcome:
-        """One trial of an `action` on a random rank and step at one of `places`; `kind`: of the
-        failure."""
+    def begin(self, plan: str = "") -> tuple[str, Ending, Path, Path]:
+        """A plan (given or drawn), how its run without a fault ends, and the folders of a trial
+        and of the run in it."""
         plan = plan or self.random.choice(list(PLANS))
-        place = self.random.choice(places)
         whole, folder = self.oracle(plan), self.new_folder()
-        out = folder / "run"
+        return plan, whole, folder, folder / "run"
+
+    def rank_fault(self, row: RankFault) -> Outcome:
+        """One trial of the action of `row` on a random rank and step."""
+        plan, place = self.random.choice(row.plans), self.random.choice(row.places)
+        _, whole, folder, out = self.begin(plan)
         world = 4 if plan.startswith("tp") else 2
         # Behind the first steps, which have more time; in a save: of an even step; in a
         # validation: of the last one.
         step = self.random.choice((4, 6)) if place == "save" else self.random.randint(4, 7)
         step = SETTINGS["train.steps"] if place == "validate" else step
         spec = Spec(
-            action=action,
+            action=row.action,
             rank=self.random.randrange(world),
             step=step,
             place=place,
             folder=str(folder),
         )
         done = self.moemesh(self.arguments(out, plan), spec)
-        fired, judged, went_on = (read_time(folder / name) for name in (FIRED, JUDGED, WENT_ON))
+        times = {note["event"]: note["time"] for note in reversed(read_notes(folder))}
+        fired, judged, went_on = map(times.get, ("fault", "verdict", "went on"))
         reports = sorted((out / "failures").glob("*/failure.json"))
         if fired is None or judged is None or not reports:
             return Outcome(verdict=False, problem=f"{spec}: no verdict:\n{done.stderr[-2000:]}")
         report = json.loads(reports[0].read_text())
         outcome = Outcome(
-            verdict=report["kind"] == kind,
+            verdict=report["kind"] == row.failure,
             rank=report["rank"] == spec.rank,
             named=_names_the_place(report, done.stderr, spec),
             recovered=done.returncode == 0 and ending(out) == whole,
@@ -186,66 +182,45 @@ def fault(
     return register
 
 
+_FORWARD, _COLLECTIVE, _ALL = ("forward",), ("collective",), tuple(PLANS)
+_KILLS, _ALONE = "R3 R4 R5 R6", "an operation that one rank alone calls"
 #: Where ranks that do not hang are looked for; those that hang have more time outside of steps.
 _PLACES = ("forward", "collective", "save", "validate")
+#: An exception finds one stage: a pipeline names its operation in an exception of its own. Of two
+#: ranks whose operations differ nobody knows which one is right.
+_ONE_STAGE, _FOUR_RANKS = ("dp=2 ep=2", "tp=2 dp=2 ep=4"), ("tp=2 dp=2 ep=4",)
 
 
-@fault("kill -9 in the forward", "R3 R4 R5 R6", is_short=True, kind="kill")
-def _kill_in_forward(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", ["forward"], "Killed")
+class RankFault(NamedTuple):
+    """A row of a fault of one rank: its action and places, and the kind of failure.json."""
+
+    name: str
+    figures: str
+    kind: Kind
+    action: str
+    places: Sequence[str]
+    failure: str
+    plans: Sequence[str] = _ALL
+    is_short: bool = False
+
+    def __call__(self, drill: Drill) -> Outcome:
+        return drill.rank_fault(self)
 
 
-@fault("kill -9 inside a collective", "R3 R4 R5 R6", kind="kill")
-def _kill_in_collective(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", ["collective"], "Killed")
-
-
-@fault("kill -9 during a save", "R2 R3 R4 R5 R6", kind="kill")
-def _kill_in_save(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", ["save"], "Killed")
-
-
-@fault("kill -9 in the validation", "R3 R4 R5 R6", kind="kill")
-def _kill_in_validation(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", ["validate"], "Killed")
-
-
-@fault("kill -STOP", "R4 R5 R6", kind="stop")
-def _stop(drill: Drill) -> Outcome:
-    return drill.rank_fault("stop", _PLACES, "Stopped")
-
-
-@fault("endless loop", "R4 R5 R6", kind="hang")
-def _endless_loop(drill: Drill) -> Outcome:
-    return drill.rank_fault("loop", ["forward"], "Busy")
-
-
-@fault("sleep without end", "R4 R5 R6", kind="hang")
-def _endless_sleep(drill: Drill) -> Outcome:
-    return drill.rank_fault("sleep", ["forward"], "Hung")
-
-
-@fault("exception", "R5 R6", is_short=True, kind="end")
-def _exception(drill: Drill) -> Outcome:
-    # One stage: a pipeline names its operation in an exception of its own.
-    plan = drill.random.choice([name for name in PLANS if "pp" not in name])
-    return drill.rank_fault("raise", _PLACES, "RuntimeError", plan)
-
-
-@fault("exit(0) inside of a step", "R5 R6", kind="end")
-def _silent_exit(drill: Drill) -> Outcome:
-    return drill.rank_fault("exit 0", ["forward", "collective"], "Exited")
-
-
-@fault("exit(3)", "R5 R6", kind="end")
-def _exit_with_a_code(drill: Drill) -> Outcome:
-    return drill.rank_fault("exit 3", _PLACES, "Exited")
-
-
-@fault("an operation that one rank alone calls", "R4 R5 R6", kind="hang")
-def _call_alone(drill: Drill) -> Outcome:
-    # Of two ranks that differ nobody knows which one is right.
-    return drill.rank_fault("call", ["forward"], "Mismatch", "tp=2 dp=2 ep=4")
+for _row in (
+    RankFault("kill -9 in the forward", _KILLS, "kill", "kill", _FORWARD, "Killed", _ALL, True),
+    RankFault("kill -9 inside a collective", _KILLS, "kill", "kill", _COLLECTIVE, "Killed"),
+    RankFault("kill -9 during a save", "R2 R3 R4 R5 R6", "kill", "kill", ("save",), "Killed"),
+    RankFault("kill -9 in the validation", _KILLS, "kill", "kill", ("validate",), "Killed"),
+    RankFault("kill -STOP", "R4 R5 R6", "stop", "stop", _PLACES, "Stopped"),
+    RankFault("endless loop", "R4 R5 R6", "hang", "loop", _FORWARD, "Busy"),
+    RankFault("sleep without end", "R4 R5 R6", "hang", "sleep", _FORWARD, "Hung"),
+    RankFault("exception", "R5 R6", "end", "raise", _PLACES, "RuntimeError", _ONE_STAGE, True),
+    RankFault("exit(0) inside of a step", "R5 R6", "end", "exit 0", _PLACES[:2], "Exited"),
+    RankFault("exit(3)", "R5 R6", "end", "exit 3", _PLACES, "Exited"),
+    RankFault(_ALONE, "R4 R5 R6", "hang", "call", _FORWARD, "Mismatch", _FOUR_RANKS),
+):
+    fault(_row.name, _row.figures, is_short=_row.is_short, kind=_row.kind)(_row)
 
 
 def run(

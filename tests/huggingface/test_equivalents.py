@@ -14,9 +14,9 @@ from moemesh.checkpoint.huggingface.convert import write_huggingface
 from moemesh.checkpoint.huggingface.derived import EquivalentWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, exported, families_for
-from moemesh.config.load import load_run
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
+from moemesh.sharding.load_run import load_run
 from tests.huggingface import ours
 
 transformers = pytest.importorskip("transformers")

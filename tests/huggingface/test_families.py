@@ -18,9 +18,9 @@ from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.model import model_values
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import from_huggingface, from_model_config
+from moemesh.sharding.load_run import load_run
 from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import COMMON, FAMILIES, build, save

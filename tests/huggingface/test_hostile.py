@@ -12,7 +12,7 @@ import torch
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.train.weights.conversion import convert, open_weights
 from tests.huggingface.ours import load, logits
 from tests.huggingface.tiny import save

@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file
 
 from moemesh.config.cluster import load_cluster
-from moemesh.config.load import load_run
 from moemesh.planner.estimate import estimate_named, estimate_run
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named, to_json
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.sharding.load_run import load_run
 from tests.huggingface.tiny import save
 from tests.train.runs import moemesh
 

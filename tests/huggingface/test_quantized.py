@@ -14,8 +14,7 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
-from moemesh.config.huggingface.model import model_values
-from moemesh.config.huggingface.quantization import Quantization, quantization_of
+from moemesh.config.huggingface.model import Quantization, model_values, quantization_of
 from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import load, logits
 from tests.huggingface.quantize import fp8_folder, mxfp4_folder, plain_folder

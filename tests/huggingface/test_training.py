@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.model import model_values
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
+from moemesh.sharding.load_run import load_run
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.weights.conversion import convert

@@ -10,8 +10,8 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
+from moemesh.train.inference.evaluation import load
 from moemesh.train.inference.generation import chooser, continuation, generate
-from moemesh.train.inference.loading import load
 from moemesh.train.weights.weight_sources import config_of
 from tests.huggingface.tiny import build, save
 from tests.ranks import run_on_ranks

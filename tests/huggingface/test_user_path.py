@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
-from moemesh.train.inference.loading import load
+from moemesh.train.inference.evaluation import load
 from moemesh.train.weights.weight_sources import config_of
 from tests import commands
 from tests.documents import ROOT

@@ -13,7 +13,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import DENSE, make

@@ -82,9 +82,15 @@ COMMANDS: list[Mistake] = [
     Mistake("launch --slurm --set plan.dp=16 --ranks-per-node 3", ("ranks_per_node", "3", "16")),
     Mistake("launch --slurm --set plan.ep=3", ("plan.ep", "(3)")),
     Mistake("launch --torchrun --file none/run.sh", ("none/run.sh",)),
+    Mistake("launch --slurm --partition 'big one'", ("--partition big-one",)),
+    Mistake("launch --k8s --image 'reg/a: b'", ("--image reg/a:-b",)),
     Mistake("launch --local --set data.path=none", ("data.path none",)),
     # plan, estimate, layout, partition
     Mistake("plan", ("--model",)),
+    Mistake(
+        "plan qwen3-30b-a3b --cluster dgx_h100 --seq-len 4k --global-batch 256",
+        ("is the name of a model", "--model qwen3-30b-a3b"),
+    ),
     Mistake(PLAN.replace("tiny", "tinny"), ("tinny", "tiny")),
     Mistake(PLAN.replace("laptop_cpu", "dgx"), ("dgx", "dgx_h100")),
     Mistake(PLAN.replace("tiny", "none.json"), ("none.json",)),
@@ -114,6 +120,7 @@ COMMANDS: list[Mistake] = [
     Mistake(ESTIMATE.replace("32", "99999999999999999999"), ("global_batch", "at most 2147483647")),
     Mistake("estimate --model tiny --cluster laptop_cpu", ("--plan",)),
     Mistake("estimate --config good.toml --model tiny --cluster laptop_cpu", ("--config",)),
+    Mistake("estimate --config good.toml --seq-len 64 --cluster laptop_cpu", ("--seq-len",)),
     Mistake("estimate --config none.toml --cluster laptop_cpu", ("none.toml",)),
     Mistake("estimate --config binary_run --cluster laptop_cpu", ("binary_run", "UTF-8")),
     Mistake("layout --model tiny", ("--plan", "--model")),
@@ -143,6 +150,15 @@ COMMANDS: list[Mistake] = [
     Mistake("dispatch --dispatcher alltoall", ("alltoall", "all_to_all")),
     Mistake("dispatch --dtype float31", ("float31", "float32")),
     Mistake("dispatch --svg none/a.svg", ("none/a.svg",)),
+    Mistake("dispatch --plan dp=4", ("nothing to show",)),
+    Mistake("dispatch --plan pp=2,dp=2,ep=2", ("one pipeline stage",)),
+    Mistake("dispatch --tokens 99999999999", ("--tokens 125000",)),
+    Mistake("dispatch --experts 2000000000", ("more than 1000000",)),
+    Mistake("dispatch even-all-to-all --tokens 4", ("--tokens draws a random routing",)),
+    Mistake("dispatch even-all-to-all --seed 0", ("--seed draws a random routing",)),
+    Mistake("dispatch --payload fp8", ("--payload goes with --compare",)),
+    Mistake("dispatch --groups-kept 2", ("--groups-kept goes with --compare",)),
+    Mistake("dispatch --compare --cluster hgx_h800 --dtype float32", ("--dtype shows a routing",)),
     # schedule
     Mistake("schedule", ("NAME", "--all")),
     Mistake(SCHEDULE.replace("1f1b", "1f1c"), ("1f1c", "1f1b")),
@@ -160,6 +176,7 @@ COMMANDS: list[Mistake] = [
     Mistake(f"{SCHEDULE} --stages-per-rank 0", ("stages_per_rank", "got 0")),
     Mistake(f"{SCHEDULE} --costs none", ("none",)),
     Mistake(f"{SCHEDULE} --svg none/a.svg", ("none/a.svg",)),
+    Mistake(f"{SCHEDULE} --save none/a.txt", ("none/a.txt",)),
     Mistake(f"{SCHEDULE} --all", ("--all",)),
     Mistake(
         "schedule search --ranks 4 --microbatches 4 --memory-cap 0", ("memory_cap 0", "nearest: 1")

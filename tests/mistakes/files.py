@@ -10,7 +10,8 @@ from pathlib import Path
 
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.config.huggingface.model import model_values
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import resolved_toml
+from moemesh.sharding.load_run import load_run
 
 MODEL = {
     "model_type": "mixtral",

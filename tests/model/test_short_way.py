@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moemesh.config.load import load_run
 from moemesh.model import moe
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Transformer
+from moemesh.sharding.load_run import load_run
 from moemesh.train.inference.generation import KeyValueCache
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from moemesh.config.dispatchers import packed_bytes
 from moemesh.ops.fp8 import BLOCK, LARGEST, dequantize, quantize
+from moemesh.sharding.dispatchers import packed_bytes
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 128, 130, 512])

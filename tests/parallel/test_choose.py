@@ -144,12 +144,13 @@ def test_the_rows_of_the_table_are_those_of_a_routing(name: str) -> None:
     found = rows_between(
         name, chosen, num_experts=SITE.num_experts, ranks_per_node=node, num_slots=slots
     ).dispatch_RR
-    rows = replace(SITE, tokens=4000, capacity=slots).rows[name]
-    inside = rows.everywhere * node / SITE.ranks + rows.inside
+    rows = replace(SITE, tokens=4000, capacity=slots).rows[name].by_axis
+    everywhere = rows.get("ep", 0.0) + rows.get("ep_etp", 0.0)
+    inside = everywhere * node / SITE.ranks + rows.get("ep_node", 0.0)
     # Both hops of a hierarchical exchange may stay on the rank, and then share a place.
-    across = rows.everywhere * (SITE.ranks - node) / SITE.ranks
-    across += rows.across * (1 - node / SITE.ranks)
+    across = everywhere * (SITE.ranks - node) / SITE.ranks
+    across += rows.get("ep_rail", 0.0) * (1 - node / SITE.ranks)
     same = torch.arange(SITE.ranks) // node == 0
-    own_hop = rows.across * node / SITE.ranks
+    own_hop = rows.get("ep_rail", 0.0) * node / SITE.ranks
     assert found[0][~same].sum() == pytest.approx(across, rel=0.03)
     assert found[0][same].sum() == pytest.approx(inside + own_hop, rel=0.03)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.context import context_runs, context_sizes, head_share
 from moemesh.config.layout import Layout
 from moemesh.model.attention_core import attention
 from moemesh.model.visibility import Visibility, document_starts
 from moemesh.parallel.context import in_position_order, in_rank_order
 from moemesh.parallel.parallelize import CONTEXTS
+from moemesh.sharding.context import context_runs, context_sizes, head_share
 from tests.ranks import mesh_on_ranks
 
 #: num_heads, num_kv_heads, head size, value head size.

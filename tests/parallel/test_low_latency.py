@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.dispatchers import packed_bytes
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.ops.permute import permute
 from moemesh.parallel.expert.build import Fp8Codec
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
+from moemesh.sharding.dispatchers import packed_bytes
 from tests.ranks import mesh_on_ranks
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN, MAX_TOKENS = 8, 2, 16, 6

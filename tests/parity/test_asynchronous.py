@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import GradientNorm
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
@@ -22,6 +21,7 @@ from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
+from moemesh.sharding.load_run import load_run
 from moemesh.train import asynchronous as stream_module
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
+from moemesh.sharding.parameters import tensors
 from tests.parity.test_parity import LONELY, MODEL, TRAIN, assert_same
 from tests.parity.training import PADDED, WHOLE, Shape, Trained, name_of, train
 

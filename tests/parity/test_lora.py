@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moemesh.config.lora import LoraConfig, is_adapter
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
+from moemesh.sharding.parameters import tensors
 from tests.parity.test_parity import LONELY, MODELS, TRAIN, assert_same
 from tests.parity.training import PADDED, Shape, Trained, model_of, name_of, train
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.config.load import load_run
+from moemesh.sharding.load_run import load_run
 from tests.parity.training import Shape, train
 
 TINY = load_run([], []).config.model.model_dump()

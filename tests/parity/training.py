@@ -158,7 +158,7 @@ def train_on_rank(
         "weights": owned(parallel, parallel.reducer.held_weights),
         "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
-        "ledger": mesh.ledger.to_json(),
+        "ledger": mesh.ledger,
     }
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from moemesh.config.plan import Plan
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.flops import count_flops
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import kv_bytes_per_token, rank_memory
-from moemesh.planner.parameters import count_parameters
+from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.volumes import volumes_ledger

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.cli.planning_text import estimate_text
+from moemesh.cli.plan_text import estimate_text
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import Estimate, by_axis, estimate_named, pipeline_rank

@@ -130,7 +130,7 @@ def test_command_writes_a_cluster_file_that_predicts(tmp_path, capsys):
     runs = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
     table = write_table(tmp_path, runs)
     out = tmp_path / "cluster.toml"
-    calibrate([table], out)
+    calibrate(runs=[table], out=out)
     assert "aleph_alpha/A100-80G" in capsys.readouterr().out
     cluster = load_cluster(str(out))
     assert set(cluster.constants) == set(NAMES)
@@ -145,15 +145,15 @@ def test_command_asks_which_cluster(tmp_path):
     rows = [llama(1, 1, 1, 1, 26.5), llama(2, 1, 1, 1, 26.5, hardware="H100-80G NVL8")]
     table = write_table(tmp_path, rows)
     with pytest.raises(UserError, match="choose one with --cluster"):
-        calibrate([table], tmp_path / "c.toml")
+        calibrate(runs=[table], out=tmp_path / "c.toml")
     with pytest.raises(UserError, match="no finished run of cluster other"):
-        calibrate([table], tmp_path / "c.toml", cluster="other")
+        calibrate(runs=[table], out=tmp_path / "c.toml", cluster="other")
 
 
 def test_contradictory_cluster_files(tmp_path):
     table = write_table(tmp_path, [llama(1, 1, 1, 1, 26.5)])
     out = tmp_path / "cluster.toml"
-    calibrate([table], out)
+    calibrate(runs=[table], out=out)
     text = out.read_text()
     out.write_text(text.replace("inter_node_bandwidth = 2", "inter_node_bandwidth = 0.0 #"))
     with pytest.raises(ConfigError, match="inter_node_bandwidth"):
@@ -244,7 +244,7 @@ def test_bad_runs_are_named_and_cost_little(tmp_path, capsys):
     assert any("are one layout" in one for one in learn(twins, prior_calibration()).doubts)
     rows = [llama(index, tp, pp, mbs, 30.0) for index, (tp, pp, mbs) in enumerate(LAYOUTS[:6])]
     rows[2]["step_time_s"] = "nan"
-    calibrate([write_table(tmp_path, rows)], tmp_path / "c.toml")
+    calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "c.toml")
     assert "run 2 is left out: step_time_s is `nan`, no number above 0" in capsys.readouterr().out
 
 

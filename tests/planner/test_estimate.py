@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moemesh.cli.planning_text import estimate_text
+from moemesh.cli.plan_text import estimate_text
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import read_plan
 from tests.waiting import PATIENCE
 
 PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"

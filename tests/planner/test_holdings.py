@@ -1,5 +1,7 @@
 """Who holds what: the worked examples of the seed texts, and shares that cover model and batch."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -7,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.config import parameters
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.holdings import Holdings
 from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.sharding import parameters
+from moemesh.sharding.parameters import ParameterTensor
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
 
@@ -134,3 +136,14 @@ def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPat
             one.local_elements(held.layout, rank) for one in find(held._placement, rank // 128)
         )
         assert rows[rank]["parameters"] == exact
+
+
+# Where the parameters of our own model live: the schedule that a plan names, slices and all.
+
+
+def test_the_schedule_has_the_slices_of_the_plan() -> None:
+    """Not TeraPipe's own default, one slice a rank."""
+    for slices in (3, 5):
+        plan = Plan(pp=2, schedule="terapipe", slices=slices, microbatches=2)
+        assert StagePlacement(ModelConfig(), plan).schedule.num_slices == slices
+    assert StagePlacement(ModelConfig(), Plan(pp=2, schedule="terapipe")).schedule.num_slices == 2

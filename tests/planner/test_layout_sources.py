@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.layout_sources import from_plan, plan_of
+from moemesh.planner.estimate import estimate_named
+from moemesh.planner.layout_sources import from_plan, plan_of, read_plan
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load_shape import load_model
@@ -61,3 +67,106 @@ def test_a_published_selective_is_the_attention_core_alone() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_every_word_comes_back(recompute: str) -> None:
     assert plan_keys(layout(recompute=recompute))["recompute"] == recompute
+
+
+# Texts for ``--plan``: text -> layout -> text -> layout, and the keys of ``plan --json``.
+
+
+SHARES = {
+    "dp": [1, 2, 4], "tp": [1, 2], "cp": [1, 2], "ep": [1, 2], "microbatch": [1, 2, 4],
+    "data": ["replicate", "zero1", "zero2", "zero3", "parameter_server"],
+    "recompute": ["none", "selective", "full", "norm+moe", "attention"],
+    "attention_exit": ["reduce_scatter", "all_reduce", "all_to_all"],
+    "context": ["ring", "all_gather"], "payload": ["same", "fp8"], "combine": ["fast", "exact"],
+    "dispatcher": ["all_to_all", "hierarchical", "auto"], "dispatch_chunks": [1, 3],
+    "spare_slots": [0, 2], "overlap_blocks": [True, False], "spare_policy": ["quota", "shadow"],
+    "dtype": ["bfloat16", "float32"], "sequence_parallel": [True, False], "imbalance": [1.0, 1.5],
+    "shard_messages": [True, False], "recompute_layers": [3], "zero_group": [0, 2],
+}  # fmt: skip
+PIPELINES = st.sampled_from([
+    {}, {"pp": 2, "layers_per_stage": "5-3"}, {"pp": 4, "schedule": "zb_h1"},
+    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "layers_per_stage": "1-2-3-2"},
+    {"pp": 2, "schedule": "terapipe", "slices": 4}, {"pp": 2, "schedule": "ampnet"},
+    {"pp": 2, "optimizer_validation": "after"}, {"ranks_per_node": 1},
+])  # fmt: skip
+TABLES = st.fixed_dictionaries(
+    {}, optional={key: st.sampled_from(values) for key, values in SHARES.items()}
+)
+
+
+def written(table: dict[str, Any]) -> str:
+    words = {True: "true", False: "false"}
+    cells = ((k, words[v] if isinstance(v, bool) else v) for k, v in table.items())
+    return ",".join(f"{key}={value}" for key, value in cells) or "dp=1"
+
+
+@settings(deadline=None, max_examples=300)
+@given(TABLES, PIPELINES)
+def test_a_text_comes_back_through_the_layout(table: dict[str, Any], pipe: dict[str, Any]) -> None:
+    try:
+        first = read_plan(written(table | pipe), seq_len=64, global_batch=64)
+    except ConfigError:
+        return
+    assert shlex.split(f"--plan {first.text}") == ["--plan", first.text]
+    again = read_plan(first.text)
+    assert (again.layout, again.unread, again.text) == (first.layout, first.unread, first.text)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.fixed_dictionaries(
+        {}, optional={k: st.sampled_from(v) for k, v in SHARES.items() if k in Plan.model_fields}
+    ),
+    st.sampled_from([{}, {"pp": 2, "layers_per_stage": (5, 3)}]),
+)
+def test_the_keys_of_json_are_the_layout(table: dict[str, Any], pipe: dict[str, Any]) -> None:
+    keys = {key: value for key, value in (table | pipe).items() if "+" not in str(value)}
+    try:
+        layout = from_plan(Plan(**keys, microbatches=2), seq_len=64, global_batch=64)
+    except ValueError:
+        return
+    printed = json.loads(json.dumps(plan_keys(layout)))
+    assert read_plan(printed, seq_len=64, global_batch=64).layout == layout
+    assert plan_of(layout).data == keys.get("data", "replicate")
+
+
+def test_what_no_formula_reads_is_echoed() -> None:
+    text = "pp=2,microbatches=4,overlap_blocks=false,optimizer_validation=after"
+    found = estimate_named("tiny", "laptop_cpu", text, 32, 8).to_json()
+    assert "overlap_blocks=false" in found["plan"] and "validation=after" in found["plan"]
+
+
+def test_a_parameter_server_is_priced_and_echoed() -> None:
+    """Ranks push gradients and pull weights; the server's link carries those of all others."""
+    found: dict[str, Any] = {}
+    for dp in (2, 4, 8):
+        plan = f"dp={dp},microbatch=2,data=parameter_server"
+        found[dp] = estimate_named("tiny", "laptop_cpu", plan, 64, 16).to_json()
+    assert "data=parameter_server" in found[4]["plan"]
+    seconds = {dp: one["seconds"]["data"] for dp, one in found.items()}
+    assert seconds[4] == pytest.approx(3 * seconds[2], rel=0.05)
+    assert seconds[8] == pytest.approx(7 * seconds[2], rel=0.05)
+    ring = estimate_named("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16).to_json()
+    assert seconds[4] > 2 * ring["seconds"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("capacity_factor=-1", "capacity_factor = 0"),
+        ("imbalance=nan", "imbalance = 1"),
+        ("imbalance=inf", "imbalance = 1"),
+        ("gradient_bytes=-4", "gradient_bytes = 0"),
+        ("zero_group=-1", "zero_group = 0"),
+        ("recompute_layers=-1", "recompute_layers = 0"),
+        ("attention_kernel=flesh", "did you mean flash?"),
+        ("rebuild=inputs", "did you mean input?"),
+        ("precision=float9", "did you mean float"),
+    ],
+)
+def test_values_that_only_planners_vary_are_checked(text: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_plan(f"dp=2,{text}", seq_len=64, global_batch=8)
+    (problem,) = error.value.problems
+    assert problem.key == f"plan.{text.partition('=')[0]}"
+    assert problem.fix.startswith(fix)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moemesh.cli.planning_text import estimate_text
+from moemesh.cli.plan_text import estimate_text
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.planner.estimate import estimate, estimate_named
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.rival import edits, nearest_that_fits
 from moemesh.planner.shapes.load_shape import load_model

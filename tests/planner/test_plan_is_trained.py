@@ -18,16 +18,15 @@ from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
-from moemesh.config.stages import cut_layers
 from moemesh.planner.estimate import estimate
-from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import plan_of, read_plan
 from moemesh.planner.search.command import not_trained, plan, train_command
 from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stage_cut import Stages
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.stages import cut_layers
 
 pytestmark = pytest.mark.usefixtures("large_machine")
 

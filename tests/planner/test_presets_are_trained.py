@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import moemesh as mm
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import resolved_toml
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import preset_names
+from moemesh.sharding.load_run import load_run
 from tests import commands
 from tests.waiting import PATIENCE
 

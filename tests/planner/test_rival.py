@@ -12,7 +12,7 @@ from moemesh.cli.plan_text import WIDTH, folded, plan_text, step_parts
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import read_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, to_json
 from moemesh.planner.search.rival import Rival, why_not

@@ -8,7 +8,8 @@ import pytest
 
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.planner.traffic.routing import uniform_routing, visit_probability
+from moemesh.planner.traffic.dispatch_traffic import uniform_routing
+from moemesh.sharding.dispatchers import visit_probability
 from tests.planner.closed_forms import expected_nodes, remote_copies
 from tests.twins.chosen_routing import chosen_routing
 

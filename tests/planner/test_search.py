@@ -11,7 +11,6 @@ import pytest
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search import search
@@ -20,6 +19,7 @@ from moemesh.planner.search.command import NothingFits, plan, plan_named, to_jso
 from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space, families
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.sharding.load_run import load_run
 
 
 def cluster(nodes: int, memory_gib: float = 80.0) -> Cluster:

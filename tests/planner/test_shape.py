@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.huggingface.windows import alternating_windows
+from moemesh.config.huggingface.sizes import alternating_windows
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names
 from moemesh.planner.shapes.load_shape import SHAPES, from_arch_table, load_model

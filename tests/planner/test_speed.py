@@ -12,12 +12,12 @@ from moemesh.cli.application import app
 from moemesh.config.cluster import load_cluster
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
-from moemesh.planner.flops import count_flops, training_flops
 from moemesh.planner.memory import read_cache_size
+from moemesh.planner.parameters import count_flops, training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
+from moemesh.sharding.load_run import load_run
 
 
 def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:

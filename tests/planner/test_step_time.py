@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
-from moemesh.config.stages import cut_layers
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import from_arch_entry, load_model
 from moemesh.planner.shapes.shape import ModelShape
@@ -37,6 +36,7 @@ from moemesh.schedule.conditions import ScheduleConditionError
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.step import duration
+from moemesh.sharding.stages import cut_layers
 from tests.planner.published_rows import ARCHS
 
 DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])

@@ -9,9 +9,8 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.layout_sources import from_plan, read_plan
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.plan_text import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_model_config

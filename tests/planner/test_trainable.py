@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named, to_json
-from moemesh.train.preflight import untrainable
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import untrainable
 from tests.waiting import PATIENCE
 
 MODELS = [

@@ -11,9 +11,9 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.config.tuning import num_trained
 from moemesh.planner.estimate import estimate_run
-from moemesh.train.preflight import TooLargeError, refuse_too_large
+from moemesh.sharding.parameters import num_trained
+from moemesh.train.preparation import TooLargeError, refuse_too_large
 
 ADAPTED = RunConfig(lora=LoraConfig(rank=4), train=TrainConfig(dtype="float32"))
 

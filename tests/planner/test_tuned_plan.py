@@ -8,12 +8,10 @@ import pytest
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.config.lora import LoraConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.config.tuning import num_trained
 from moemesh.planner.estimate import estimate_run
 from moemesh.planner.layout_sources import from_plan, plan_of, trained_shares
 from moemesh.planner.memory import rank_memory
@@ -24,6 +22,8 @@ from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import num_trained
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),

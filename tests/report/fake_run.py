@@ -3,7 +3,9 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
@@ -103,62 +105,42 @@ def metrics_row(step: int, num_steps: int, chance: random.Random) -> MetricsRow:
     )
 
 
+def entry(axis: str, op: str, phase: str, caller: str, *amounts: int) -> dict[str, Any]:
+    """Arguments of :meth:`Ledger.record`; amounts: operations, bytes of payload, sent, received."""
+    names = ("count", "payload_bytes", "wire_bytes", "received_bytes")
+    place = {"axis": axis, "op": op, "phase": phase, "caller": caller}
+    return place | dict(zip(names, amounts, strict=True))
+
+
 def ledger(rank: int) -> Ledger:
     book = Ledger()
     shapes = (
-        ("tp", "all_gather", "attention", 8, 2**20),
-        ("tp", "reduce_scatter", "attention", 8, 2**20),
-        ("ep", "all_to_all", "dispatch", 8, 3 * 2**19 + rank * 4096),
-        ("ep", "all_to_all", "combine", 8, 3 * 2**19 + rank * 4096),
+        ("tp", "all_gather", "attention", 2**20),
+        ("tp", "reduce_scatter", "attention", 2**20),
+        ("ep", "all_to_all", "dispatch", 3 * 2**19 + rank * 4096),
+        ("ep", "all_to_all", "combine", 3 * 2**19 + rank * 4096),
     )
     for phase in ("forward", "backward"):
-        for axis, op, caller, count, size in shapes:
-            book.record(
-                axis=axis,
-                op=op,
-                phase=phase,
-                caller=caller,
-                count=count,
-                payload_bytes=count * size,
-                wire_bytes=count * size // 2,
-                received_bytes=count * size // 2,
-            )
-    book.record(
-        axis="dp_cp",
-        op="all_reduce",
-        phase="gradients",
-        caller="data",
-        count=3,
-        payload_bytes=21_000_000,
-        wire_bytes=21_000_000,
-        received_bytes=21_000_000,
-    )
+        for axis, op, caller, size in shapes:
+            book.record(**entry(axis, op, phase, caller, 8, 8 * size, 4 * size, 4 * size))
+    size = 21_000_000
+    book.record(**entry("dp_cp", "all_reduce", "gradients", "data", 3, size, size, size))
     if rank < 2:
-        book.record(
-            axis="pp",
-            op="send_receive",
-            phase="forward",
-            caller="pipeline",
-            count=4,
-            payload_bytes=2**20,
-            wire_bytes=2**20,
-            received_bytes=0,
-        )
+        sent = 2**20
+        book.record(**entry("pp", "send_receive", "forward", "pipeline", 4, sent, sent, 0))
     return book
 
 
 def memory(num_ranks: int) -> MemoryProfiles:
     mebibyte = 2**20
+    parts = {"dense_weights": 18, "expert_weights": 40, "gradients": 58, "optimizer": 116}
+    parts = {name: size * mebibyte for name, size in (parts | {"buffers": 12}).items()}
     return MemoryProfiles(
         ranks=tuple(
             MemoryProfile(
                 rank=rank,
-                dense_weights=18 * mebibyte,
-                expert_weights=40 * mebibyte,
-                gradients=58 * mebibyte,
-                optimizer=116 * mebibyte,
+                **parts,
                 activations=(90 if rank < num_ranks // 2 else 55) * mebibyte + rank * 777_777,
-                buffers=12 * mebibyte,
                 peak=(320 if rank < num_ranks // 2 else 280) * mebibyte + rank * 1_234_567,
             )
             for rank in range(num_ranks)
@@ -169,57 +151,40 @@ def memory(num_ranks: int) -> MemoryProfiles:
 def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
     """One 1F1B step of two stages and four microbatches, or that many small records a rank."""
     records: list[WorkRecord] = []
+
+    def add(rank: int, start: float, length: float, name: str, **details: Any) -> None:
+        end = start + length
+        records.append(WorkRecord(rank=rank, start=start, end=end, name=name, step=step, **details))
+
     for rank in range(num_ranks):
         stage = rank * 2 // num_ranks
         now = 1000.0 + 0.008 * stage + 0.0004 * (rank % 2)
         if records_per_rank:
             kinds = ("forward", "dispatch", "experts", "combine", "backward")
             for index in range(records_per_rank):
-                start = 1000.0 + index * 1e-5
-                name = kinds[index % len(kinds)]
-                records.append(
-                    WorkRecord(rank=rank, start=start, end=start + 0.9e-5, name=name, step=step)
-                )
+                add(rank, 1000.0 + index * 1e-5, 0.9e-5, kinds[index % len(kinds)])
             continue
         order = ("F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")[stage]
-        for entry in order.split():
-            kind, microbatch = entry[0], int(entry[1])
+        for kind, microbatch in ((word[0], int(word[1])) for word in order.split()):
             wait = 0.008 if stage == 0 and kind == "B" and microbatch == 0 else 0.0005
-            length = 0.008 if kind == "F" else 0.016
-            records.append(
-                WorkRecord(
-                    rank=rank,
-                    start=now + wait,
-                    end=now + wait + length,
-                    name="forward" if kind == "F" else "backward",
-                    kind=kind,
-                    wait=wait,
-                    stage=stage,
-                    microbatch=microbatch,
-                    step=step,
-                )
-            )
+            length, start = 0.008 if kind == "F" else 0.016, now + wait
+            place = {"kind": kind, "wait": wait, "stage": stage, "microbatch": microbatch}
+            add(rank, start, length, "forward" if kind == "F" else "backward", **place)
             if kind == "F":
-                for name, begin, end in (("dispatch", 0.3, 0.42), ("combine", 0.7, 0.8)):
-                    records.append(
-                        WorkRecord(
-                            rank=rank,
-                            start=now + wait + begin * length,
-                            end=now + wait + end * length,
-                            name=name,
-                            step=step,
-                        )
-                    )
-            now += wait + length
-        records.append(
-            WorkRecord(rank=rank, start=now + 0.002, end=now + 0.009, name="gradients", step=step)
-        )
-        records.append(
-            WorkRecord(rank=rank, start=now + 0.009, end=now + 0.013, name="optimizer", step=step)
-        )
+                add(rank, start + 0.3 * length, 0.12 * length, "dispatch")
+                add(rank, start + 0.7 * length, 0.1 * length, "combine")
+            now = start + length
+        add(rank, now + 0.002, 0.007, "gradients")
+        add(rank, now + 0.009, 0.004, "optimizer")
     return Timeline(
         ranks=tuple(range(num_ranks)), records=tuple(records), source="measured", unit="seconds"
     )
+
+
+def shifted(line: Timeline, offset: float) -> Timeline:
+    """The same work, `offset` later."""
+    moved = (replace(one, start=one.start + offset, end=one.end + offset) for one in line.records)
+    return replace(line, records=tuple(moved))
 
 
 def layer_loads(

@@ -15,18 +15,19 @@ from moemesh.cli.insight import explain as explain_verb
 from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml, with_recorded
+from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.planner.estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import explain, lower_rate
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord
 from moemesh.train.records.run_folder import refuse_changes
 from moemesh.watch.failures import CAUSES, OTHER
-from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
+from tests.report.fake_run import CONFIG, entry, metrics_row, write_fake_run
 
 
 def timeline(
@@ -42,18 +43,18 @@ def timeline(
     on all ranks together and ends `reduce` later."""
     records: list[WorkRecord] = []
     for rank, length in enumerate(forward):
-        now = 0.0
-        records.append(WorkRecord(rank=rank, start=now, end=now + data, name="data", step=7))
-        now += data + wait
-        kind = {"kind": "F", "stage": rank // 2, "microbatch": 0, "step": 7}
-        record = WorkRecord(rank=rank, start=now, end=now + length, name="0F0", wait=wait, **kind)
-        records.append(record)
-        now += length
-        end = data + wait + max(forward) + reduce
-        records.append(WorkRecord(rank=rank, start=now, end=end, name="reduce", step=7))
-        records.append(
-            WorkRecord(rank=rank, start=end, end=end + optimizer, name="optimizer", step=7)
+        begin, end = data + wait, data + wait + max(forward) + reduce
+        place = {"wait": wait, "kind": "F", "stage": rank // 2, "microbatch": 0}
+        spans = (
+            ("data", 0.0, data, {}),
+            ("0F0", begin, begin + length, place),
+            ("reduce", begin + length, end, {}),
+            ("optimizer", end, end + optimizer, {}),
         )
+        records += [
+            WorkRecord(rank=rank, start=start, end=stop, name=name, step=7, **more)
+            for name, start, stop, more in spans
+        ]
     return Timeline(ranks=(0, 1, 2, 3), records=tuple(records), source=source)
 
 
@@ -74,23 +75,22 @@ def folder_of(path, line=None, simulated=None, config=CONFIG, **row):
     return path
 
 
+def failed(folder, **failure):
+    """The explanation of a run with this failure report."""
+    (folder / "failure.json").write_text(json.dumps(failure))
+    return explain(Run.load(folder))
+
+
 RECOMPUTE = CONFIG.replace("[data]", 'recompute = "full"\n\n[data]')
 #: Of each cause: the timeline, the simulated one, more arguments; and a change that is proposed.
 CASES = {
     "data": (timeline(data=3.0), None, {}, "data.cache="),
     "communication": (timeline(reduce=3.0), None, {}, "plan."),
     "bubble": (
-        timeline(wait=3.0),
-        timeline(wait=3.0, source="simulated"),
-        {},
-        "plan.microbatches=16",
+        *(timeline(wait=3.0), timeline(wait=3.0, source="simulated")),
+        *({}, "plan.microbatches=16"),
     ),
-    "imbalance": (
-        timeline(forward=(1.0, 8.0, 1.0, 8.0)),
-        None,
-        {},
-        "train.rebalance_every=50",
-    ),
+    "imbalance": (timeline(forward=(1.0, 8.0, 1.0, 8.0)), None, {}, "train.rebalance_every=50"),
     "optimizer": (timeline(optimizer=3.0), None, {}, ""),
     "memory": (timeline(), None, {"config": RECOMPUTE}, "plan.recompute=selective"),
     "compute": (timeline(), None, {}, ""),
@@ -225,8 +225,7 @@ def test_every_failure_cause_has_a_case():
 def test_why_a_run_failed(tmp_path, name):
     for failure in FAILURES[name]:
         folder = folder_of(tmp_path / "run", timeline())
-        (folder / "failure.json").write_text(json.dumps({"rank": 2, "step": 12, **failure}))
-        found = explain(Run.load(folder))
+        found = failed(folder, **{"rank": 2, "step": 12, **failure})
         assert (found.state, found.cause) == ("failed", name), failure
         assert "rank 2, step 12" in found.text and failure["message"].rstrip(". ") in found.text
         assert found.command.startswith("moemesh ")
@@ -235,8 +234,7 @@ def test_why_a_run_failed(tmp_path, name):
         assert "--set train.lr=0.0001 --allow-change train.lr" in found.command
     if name == "hang":
         folder = folder_of(tmp_path / "other", timeline())
-        (folder / "failure.json").write_text(json.dumps(FAILURES[name][0]))
-        assert "in all_reduce over ep without rank 3" in explain(Run.load(folder)).text
+        assert "in all_reduce over ep without rank 3" in failed(folder, **FAILURES[name][0]).text
 
 
 def test_the_command_of_the_run_comes_back(tmp_path):
@@ -247,14 +245,11 @@ def test_the_command_of_the_run_comes_back(tmp_path):
     (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
     (folder / "checkpoints" / "step-16").mkdir(parents=True)
     (folder / "checkpoints" / "step-8").mkdir()
-    (folder / "failure.json").write_text('{"kind": "Killed", "message": "signal 9"}')
-    found = explain(Run.load(folder))
+    found = failed(folder, kind="Killed", message="signal 9")
     assert found.command == "moemesh train 'a b.toml' --out r"
     assert "goes on from the checkpoint of step 16" in found.text
     # Advice of the report itself is stronger than that of the table.
-    failure = {"kind": "Killed", "message": "m", "advice": "Buy memory.", "bundle": "b/7"}
-    (folder / "failure.json").write_text(json.dumps(failure))
-    text = explain(Run.load(folder)).text
+    text = failed(folder, kind="Killed", message="m", advice="Buy memory.", bundle="b/7").text
     assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text
 
 
@@ -273,18 +268,15 @@ def test_a_diverged_run_is_given_each_key_once_and_a_usual_rate(tmp_path, argv, 
     config.write_text(config.read_text().replace("lr = 0.001", f"lr = {lr}"))
     starts = [{"argv": ["moemesh", *argv.split()]}]
     (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
-    (folder / "failure.json").write_text('{"kind": "Diverged", "message": "is not finite"}')
-    found = sorted(shlex.split(explain(Run.load(folder)).command))
-    assert found == sorted(["moemesh", *command.split()])
+    found = failed(folder, kind="Diverged", message="is not finite")
+    assert sorted(shlex.split(found.command)) == sorted(["moemesh", *command.split()])
 
 
 @pytest.mark.parametrize(("newest", "is_anew"), [(2, False), (3, True), (6, True)])
 def test_weights_that_gave_no_finite_step_are_not_gone_on_from(tmp_path, newest, is_anew):
     folder = folder_of(tmp_path / "run", timeline())
     (folder / "checkpoints" / f"step-{newest}").mkdir(parents=True)
-    failure = {"kind": "Diverged", "message": "is not finite", "finite_step": 3}
-    (folder / "failure.json").write_text(json.dumps(failure))
-    found = explain(Run.load(folder))
+    found = failed(folder, kind="Diverged", message="is not finite", finite_step=3)
     assert (f"of step {newest} holds the weights that gave no finite step" in found.text) == is_anew
     words = shlex.split(found.command)
     assert "train.lr=0.0001" in words
@@ -304,8 +296,7 @@ def test_a_lower_rate_is_at_most_the_usual_one(tmp_path, more, rate):
 def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
     folder = folder_of(tmp_path / "run", timeline(reduce=8.0))
     book = Ledger()
-    book.record(axis="dp_cp", op="all_reduce", phase="backward", caller="gradients", count=1,
-                payload_bytes=8, wire_bytes=2**30, received_bytes=8)  # fmt: skip
+    book.record(**entry("dp_cp", "all_reduce", "backward", "gradients", 1, 8, 2**30, 8))
     (folder / "ledger.json").write_text(json.dumps(ledgers_to_json({0: book})))
     found = explain(Run.load(folder))
     assert "global_batch" not in found.command and "and learns otherwise" in found.text
@@ -314,8 +305,7 @@ def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
 def test_any_failure_report_is_explained(tmp_path):
     folder = folder_of(tmp_path / "run")
     for failure in ({}, {"kind": None, "message": 7, "collective": "x", "rank": None}):
-        (folder / "failure.json").write_text(json.dumps(failure))
-        assert explain(Run.load(folder)).cause == "exception"
+        assert failed(folder, **failure).cause == "exception"
 
 
 def test_a_run_that_ended_without_a_word(tmp_path):

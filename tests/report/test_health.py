@@ -5,8 +5,7 @@ import json
 import pytest
 
 from moemesh.report.explain import Losses, explain, losses_of, troubles_of
-from moemesh.trace.run import JUMPED, MetricsRow, Run
-from moemesh.trace.state import state_of
+from moemesh.trace.run import JUMPED, MetricsRow, Run, state_of
 
 
 def run_of(folder, losses, validated=None, unigram=None, steps=None, events=(), **fields):

@@ -73,14 +73,8 @@ def test_one_offline_file(tiny):
 def test_what_the_page_says(tiny):
     texts = " ".join(Document(read(page.write(tiny))).texts)
     for expected in (
-        "1f1b",
-        "is dead",
-        "nats a byte",
-        "Started 2026-11-22 11:36:02 UTC",
-        "reduce_scatter",
-        "unigram 3.21",
-        "rank 3",
-        "Peak, measured: 321.2 MiB",
+        *("1f1b", "is dead", "nats a byte", "Started 2026-11-22 11:36:02 UTC", "reduce_scatter"),
+        *("unigram 3.21", "rank 3", "Peak, measured: 321.2 MiB"),
     ):
         assert expected in texts
     # 2 phases * 8 operations * 3 * 2**19 bytes halved, plus ranks 0+1+2+3 times 4096, over 4 ranks.
@@ -228,24 +222,15 @@ def test_a_run_without_a_step_says_so(tmp_path, failed):
     Document(text)
 
 
-def test_a_page_of_many_steps_is_small_and_cheap(tmp_path):
-    """10,000 steps of 48 layers x 128 experts; the slow test below has ten times as many."""
+@pytest.mark.parametrize(
+    ("num_steps", "mebibytes"),
+    [(10_000, 150), pytest.param(100_000, 200, marks=pytest.mark.slow)],
+)
+def test_a_page_of_many_steps_is_small_and_cheap(tmp_path, num_steps, mebibytes):
+    """48 layers x 128 experts. The limit of seconds is loose: other processes share the machine."""
     folder = write_fake_run(
-        tmp_path / "run", num_steps=10_000, num_layers=48, num_experts=128, loads_every=400
+        tmp_path / "run", num_steps=num_steps, num_layers=48, num_experts=128, loads_every=400
     )
-    bounded(folder, seconds=10, mebibytes=150)
-
-
-@pytest.mark.slow
-def test_a_page_of_100_000_steps_is_small_and_cheap(tmp_path):
-    folder = write_fake_run(
-        tmp_path / "run", num_steps=100_000, num_layers=48, num_experts=128, loads_every=400
-    )
-    bounded(folder, seconds=10, mebibytes=200)
-
-
-def bounded(folder, *, seconds, mebibytes):
-    """The limit of seconds is loose: other processes share the machine."""
     if not Path("/proc/self/status").exists():
         pytest.skip("the peak of a process is read from /proc")
     # Not ru_maxrss: a child starts with that of the process that forked it.
@@ -258,7 +243,7 @@ def bounded(folder, *, seconds, mebibytes):
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert (folder / "report.html").stat().st_size <= 1_500_000
     assert int(found[0]) <= mebibytes * 1024
-    assert float(found[1]) <= seconds
+    assert float(found[1]) <= 10
 
 
 def test_where_the_run_came_from(tmp_path):

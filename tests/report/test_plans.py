@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from moemesh.report import comparison, page
-from moemesh.report.evidence import evidence_of
+from moemesh.report.bounds import evidence_of
 from moemesh.report.explain import explain
 from moemesh.trace.run import MetricsRow, Run, read_metrics
-from tests.report.fake_run import CONFIG, write_fake_run
+from tests.report.fake_run import CONFIG, entry, write_fake_run
 
 SECOND = CONFIG.replace("pp = 2\ndp = 1", "pp = 1\ndp = 2")
 
@@ -111,8 +111,6 @@ def test_bytes_of_validation_are_no_bytes_of_a_step(tmp_path: Path) -> None:
     run = Run.load(write_fake_run(tmp_path / "run"))
     before = comparison.render(run, run).split("Sent in a step of training")[1][:200]
     for ledger in run.ledgers.values():
-        ledger.record(
-            axis="tp", op="all_gather", phase="evaluate", caller="attention", count=1,
-            payload_bytes=2**30, wire_bytes=2**30, received_bytes=2**30,
-        )  # fmt: skip
+        size = 2**30
+        ledger.record(**entry("tp", "all_gather", "evaluate", "attention", 1, size, size, size))
     assert comparison.render(run, run).split("Sent in a step of training")[1][:200] == before

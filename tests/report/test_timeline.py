@@ -16,6 +16,7 @@ from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
 from moemesh.trace.timeline import Timeline, WorkRecord
+from tests.report.fake_run import shifted
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -94,7 +95,7 @@ class TestStacked:
         schedule = build("1f1b", 2, 4)
         simulated = simulate(schedule, unit="milliseconds", costs=Costs(forward=30)).timeline
         measured = simulate(schedule, Costs(forward=0.06), unit="seconds").timeline
-        measured = replace(measured.shifted(1000), source="measured")
+        measured = replace(shifted(measured, 1000), source="measured")
         picture = timelines_stacked([simulated, measured])
         root = ElementTree.fromstring(picture)
         texts = [e.text for e in root.iter(f"{SVG}text")]

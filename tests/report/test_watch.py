@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer import Exit
 
-from moemesh.cli.watching import watch
+from moemesh.cli.insight import watch
 from moemesh.config.errors import UserError
 from moemesh.report import watch as module
 from moemesh.report.watch import Curve, Tail, View, Watched, sparkline

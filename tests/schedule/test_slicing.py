@@ -6,8 +6,8 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers
 from moemesh.schedule.terapipe import MOST_PLACES, even_lengths, slice_lengths, stage_costs
+from moemesh.sharding.stages import cut_layers
 
 MODEL = ModelConfig(num_layers=8)
 

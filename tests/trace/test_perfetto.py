@@ -12,6 +12,7 @@ from moemesh.schedule.build import build
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.timeline import Timeline, WorkRecord
+from tests.report.fake_run import shifted
 
 
 def test_complete_events_in_microseconds() -> None:
@@ -80,7 +81,7 @@ def test_counters_follow_memory_and_put_off_work() -> None:
 
 def test_two_timelines_are_two_processes() -> None:
     timeline = simulate(build("gpipe", 2, 2)).timeline
-    events = to_perfetto(timeline, timeline.shifted(100))["traceEvents"]
+    events = to_perfetto(timeline, shifted(timeline, 100))["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     times = [[e["ts"] for e in events if e["pid"] == pid and e["ph"] == "X"] for pid in (0, 1)]
     assert times[0] == times[1]

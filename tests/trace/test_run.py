@@ -7,7 +7,7 @@ import pytest
 
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import FILES, MetricsRow, Run, RunError, ledgers_from_json, ledgers_to_json
-from tests.report.fake_run import write_fake_run
+from tests.report.fake_run import entry, write_fake_run
 
 
 def row(step: int, loss: float = 2.5, **details: object) -> MetricsRow:
@@ -93,15 +93,7 @@ def test_no_run(tmp_path):
 
 def test_ledgers_round_trip():
     book = Ledger()
-    book.record(
-        axis="tp",
-        op="all_gather",
-        phase="forward",
-        caller="attention",
-        payload_bytes=80,
-        wire_bytes=40,
-        received_bytes=40,
-    )
+    book.record(**entry("tp", "all_gather", "forward", "attention", 1, 80, 40, 40))
     data = json.loads(json.dumps(ledgers_to_json({1: book, 0: Ledger()}, steps=3)))
     assert [part["rank"] for part in data["ranks"]] == [0, 1]
     assert data["ranks"][1]["entries"][0]["axis"] == "tp"

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.sharding.load_run import load_run
 from moemesh.train.auto_layout import NoLayout, fit, fit_here, is_trained, nearest
-from moemesh.train.command import WorldSizeError, check_world_size, open_samples
+from moemesh.train.command import WorldSizeError, check_world_size, open_samples, train_rank
 from moemesh.train.console import Console
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.trainer import train
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, arguments, text_file
 
@@ -66,7 +65,7 @@ def train_on_rank(mesh: Mesh, folder: Path, name: str, plan: Plan, steps: int) -
     samples = open_samples(config, run.path)
     stop: Any = _StopAfter(steps)
     console = Console(silent=True)
-    train(config=config, mesh=mesh, folder=run, samples=samples, console=console, stop=stop)
+    train_rank(config=config, mesh=mesh, folder=run, samples=samples, console=console, stop=stop)
     rows = (run.path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row)["loss"] for row in rows] if mesh.rank == 0 else []
 

@@ -17,12 +17,12 @@ import torch
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.sharding.load_run import load_run
 from moemesh.train.console import Progress
 from moemesh.train.records.artifacts import Artifacts, _peak_flops
-from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
+from moemesh.watch.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
 from tests.waiting import PATIENCE, until

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.cli.preparation_text import FILES
-from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import preflight, preparation
+from moemesh.cli.train import FILES
+from moemesh.config.load import resolved_toml
+from moemesh.sharding.load_run import load_run
+from moemesh.train import preparation
 from moemesh.train.inference import evaluation
-from moemesh.train.preparation import finished, prepare
+from moemesh.train.preparation import RunRequest, finished, prepare
 from moemesh.train.weights import weight_sources
 from moemesh.watch import devices
 from moemesh.watch.lease import Lease
@@ -163,19 +164,22 @@ def test_a_conversion_that_was_interrupted_may_go_on(here: Path) -> None:
 def test_a_finished_run_is_told_before_its_data_is_read(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ["data.path=gone", "train.steps=2"]
-    resolved = load_run([], settings)
-    assert finished(resolved, None, here / "run") is None
+    def told(steps: int) -> str | None:
+        resolved = load_run([], ["data.path=gone", f"train.steps={steps}"])
+        return finished(RunRequest(resolved=resolved, out=here / "run"))
+
+    assert told(2) is None
     (here / "run/checkpoints/step-2").mkdir(parents=True)
-    (here / "run/config.toml").write_text(resolved_toml(resolved.config))
+    config = load_run([], ["data.path=gone", "train.steps=2"]).config
+    (here / "run/config.toml").write_text(resolved_toml(config))
     for name in ("plan.json", "report.html"):
         (here / "run" / name).write_text("{}")
     # The checkpoint is damaged: whether the run goes on from another is found out by a start.
-    assert finished(resolved, None, here / "run") is None
+    assert told(2) is None
     monkeypatch.setattr(preparation, "open_stored", lambda folder, step: None)
-    text = finished(resolved, None, here / "run")
+    text = told(2)
     assert text is not None and "already trained to step 2 of 2" in text
-    assert finished(load_run([], ["data.path=gone", "train.steps=3"]), None, here / "run") is None
+    assert told(3) is None
 
 
 def test_all_that_a_run_would_meet_is_told_at_once(
@@ -196,7 +200,7 @@ def test_all_that_a_run_would_meet_is_told_at_once(
 def test_the_first_line_says_what_is_read_and_started() -> None:
     texts: list[str] = []
     resolved = load_run([], ["data.path=a.txt", "plan.dp=2", "data.validation=a.txt"])
-    prepare(resolved, None, None, say=texts.append)
+    prepare(RunRequest(resolved=resolved), texts.append)
     assert texts == ["starting reads a.txt, a.txt; then starts 2 processes"]
 
 
@@ -223,7 +227,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(preflight, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(preparation, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = [word for one in given for word in ("--set", one)]
     code, out, _ = run(capsys, monkeypatch, "config", "check", *words)
@@ -267,7 +271,7 @@ def test_a_path_that_counts_from_the_configuration_is_recognised(
 
 @pytest.mark.parametrize("name", ["data", "train.lr", "plan.ep", "train.log_every"])
 def test_permissions_that_are_known(name: str) -> None:
-    prepare(load_run([], ["data.path=a.txt"]), None, None, [name])
+    prepare(RunRequest(resolved=load_run([], ["data.path=a.txt"]), allowed_changes=[name]))
 
 
 def test_a_key_that_is_set_twice_is_noted_once_for_all_ranks(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
-from moemesh.train.preflight import untrainable
-from moemesh.train.records import sinks as module
-from moemesh.train.records.sinks import CsvSink, Sinks, WandbSink
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import untrainable
+from moemesh.train.records import rows as module
+from moemesh.train.records.rows import CsvSink, Sinks, WandbSink
 from tests.trace.test_run import row
 
 
@@ -83,7 +83,7 @@ def test_a_sink_that_cannot_be_opened_costs_its_rows(tmp_path: Path) -> None:
 def test_a_sink_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_WAITING", 10)
+    monkeypatch.setattr(module, "MOST_QUEUED", 10)
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.3)
     released = threading.Event()
     stuck = Collector(stops=released)

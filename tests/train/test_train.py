@@ -1,5 +1,7 @@
 """`moemesh train` as a user meets it: the run folder, any plan, resume, Ctrl-C, mistakes."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -14,10 +16,15 @@ import pytest
 import torch
 
 from moemesh.checkpoint.stored import read_manifest
+from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.run import Run
 from tests import commands
+from tests.drill.rank import Spec
 from tests.train.runs import arguments, losses, metrics, moemesh, start, train
 from tests.waiting import PATIENCE, until
+from tests.without_linux import MODULE
 
 TWO_RANKS = {"plan__tp": 2, "plan__ep": 2}
 FILES = [
@@ -437,3 +444,105 @@ def test_a_device_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     done = moemesh(*arguments(tmp_path / "run", train__device="cuda"))
     assert done.returncode == 2 and "0 found" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+STATES = (
+    "dense_weights",
+    "expert_weights",
+    "gathered_weights",
+    "weight_versions",
+    "gradients",
+    "optimizer",
+    "snapshots",
+)
+
+#: Keys of runs. A run without clipping steps early after three steps.
+EARLY: dict[str, Any] = {
+    "plan.pp": 2,
+    "plan.microbatches": 4,
+    "plan.optimizer_validation": "after",
+    "train.clip": 0,
+    "train.steps": 6,
+}
+STREAM: dict[str, Any] = {"plan.pp": 2, "plan.schedule": "pipedream", "plan.microbatches": 4}
+BIASED: dict[str, Any] = {"model.router_score": "sigmoid", "model.router_selection_bias": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "early": EARLY | BIASED | {"train.dtype": "bfloat16"},
+    "stream": STREAM | BIASED,
+    "sgd": {"plan.dp": 2, "plan.ep": 2, "train.optimizer": "sgd"},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "early in fp32": EARLY | {"plan.schedule": "zb_h1"},
+    "early with momentum": EARLY | {"train.optimizer": "sgd", "train.momentum": 0.9},
+    "stream in bf16": STREAM | {"plan.dp": 2, "plan.ep": 2, "train.dtype": "bfloat16"},
+    "2bw": STREAM | BIASED | {"plan.schedule": "pipedream_2bw", "plan.update_window": 2},
+    "ampnet": STREAM | {"plan.schedule": "ampnet"},
+    "momentum": {"plan.tp": 2, "train.optimizer": "sgd", "train.momentum": 0.5},
+}
+
+
+def check(out: Path, keys: dict[str, Any]) -> None:
+    """Train with `keys`, and compare memory.json with the prediction."""
+    train(out, **keys)
+    config = load_run([out / "config.toml"], [], {}).config
+    found = MemoryProfiles.from_json(json.loads((out / "memory.json").read_text()))
+    assert len(found.ranks) == config.plan.world_size
+    assert (found.ranks[0].snapshots > 0) == (config.plan.optimizer_validation == "after")
+    keeps_versions = config.plan.schedule in ("pipedream", "pipedream_2bw")
+    assert (found.ranks[0].weight_versions > 0) == keeps_versions
+    for measured in found.ranks:
+        predicted = predict_memory(
+            config.model,
+            config.plan,
+            seq_len=config.data.seq_len,
+            global_batch=config.data.global_batch,
+            dtype=config.train.dtype,
+            optimizer=config.train.optimizer,
+            momentum=config.train.momentum,
+            rank=measured.rank,
+        )
+        for part in STATES:
+            assert getattr(predicted, part) == getattr(measured, part), f"{measured.rank}: {part}"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
+    check(tmp_path / "run", RUNS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_states_of_more_runs_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
+    check(tmp_path / "run", MORE[name])
+
+
+TWO = {"plan__dp": 2, "train__restarts": 0}
+
+
+def elsewhere(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [commands.python(), "-m", MODULE, *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done
+
+
+def test_a_run_goes_on_with_two_ranks_and_names_the_one_that_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    one = elsewhere("moemesh", *arguments(out, train__steps=2, train__checkpoint_every=2))
+    assert one.returncode == 0, one.stderr
+    two = elsewhere("moemesh", *arguments(out, train__steps=4, train__checkpoint_every=2, **TWO))
+    assert two.returncode == 0 and "resumed from step 2" in two.stdout, two.stderr
+    spec = Spec(action="kill", rank=1, step=6, place="forward", folder=str(tmp_path))
+    words = arguments(out, train__steps=8, train__checkpoint_every=2, **TWO)
+    killed = elsewhere("tests.drill.rank", spec.text(), *words)
+    assert killed.returncode == 137, killed.stderr
+    assert "moemesh: rank 1 was killed by SIGKILL\n" in killed.stderr
+    assert json.loads((out / "failure.json").read_text())["rank"] == 1
+    again = elsewhere("moemesh", *words)
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in metrics(out)] == list(range(1, 9))

@@ -1,35 +1,246 @@
-"""The watcher of a node: ranks of another launcher that are killed, stopped, stuck or leave."""
+"""Restarts, and the watcher of a node: ranks that are killed, stopped, stuck or leave."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
+import torch
 
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.train import watcher
+from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
+from moemesh.train.numerics.replica_checksums import CopiesDiffer
+from moemesh.train.records import failure
 from moemesh.train.records.failure import report_id, write_node_verdict
+from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
-from moemesh.watch import node as nodes
-from moemesh.watch import observer
+from moemesh.watch import meeting, supervisor
+from moemesh.watch.failures import cause_of
 from moemesh.watch.lease import read_epoch
-from moemesh.watch.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
-from moemesh.watch.node import Guests, Node, meet
-from moemesh.watch.observer import Ended, Observer
-from moemesh.watch.signs import GONE, Seen
-from moemesh.watch.verdict import Limits, Verdict
-from moemesh.watch.word_file import Word, WordFile
+from moemesh.watch.meeting import (
+    WORDS,
+    Guests,
+    Node,
+    has_supervisor,
+    lock,
+    meet,
+    shared_memory,
+    torchrun_file,
+)
+from moemesh.watch.progress_words import Word, WordFile
+from moemesh.watch.supervisor import Ended, RankWatcher
+from moemesh.watch.verdict import GONE, Kind, Limits, Seen, Told, Verdict
 from tests.drill.rank import Spec as FaultSpec
-from tests.train.runs import arguments, losses, metrics, moemesh
+from tests.train.runs import arguments, losses, metrics, moemesh, start
 from tests.waiting import PATIENCE, until
+from tests.watch.looks import word
+
+
+def failed(
+    kind: Kind = "killed",
+    rank: int = 1,
+    *,
+    step: int = 5,
+    told: Told | None = None,
+    code: int | None = -9,
+) -> Verdict:
+    seen = Seen(rank=rank, exit_code=code, word=word(rank, step=step), told=told)
+    return Verdict(kind=kind, rank=rank, message="", seen=seen)
+
+
+def test_restarts_without_progress_come_to_an_end() -> None:
+    budget = Budget(2)
+    assert [budget.refuses(failed(), 4) for _ in range(2)] == [None, None]
+    assert budget.refuses(failed(), 4) == "no progress between restarts"
+    assert Budget(0).refuses(failed(), 4) == "train.restarts is 0"
+
+
+def test_a_newer_checkpoint_renews_the_budget() -> None:
+    budget = Budget(1)
+    assert budget.refuses(failed(), None) is None
+    assert budget.refuses(failed(), 0) is None  # the first checkpoint
+    assert budget.refuses(failed(), 2) is None
+    assert budget.refuses(failed(), 2) == "no progress between restarts"
+    # An older one, since the newest was damaged, is no progress.
+    assert budget.refuses(failed(), 1) == "no progress between restarts"
+
+
+def test_what_would_come_again_is_not_tried_again() -> None:
+    final = Told(kind="ConfigError", message="", at=0.0, is_final=True)
+    assert Budget(2).refuses(failed("exception", told=final), 4) == "the same would happen again"
+    raised = Told(kind="KeyError", message="'x'", at=0.0)
+    budget = Budget(5)
+    assert budget.refuses(failed("exception", told=raised), 4) is None
+    assert budget.refuses(failed("exception", told=raised, code=None), 4) == CAME_TWICE
+    # Elsewhere it is another one, and so it is behind a newer checkpoint.
+    budget = Budget(5)
+    assert budget.refuses(failed("exception", told=raised), 4) is None
+    assert budget.refuses(failed("exception", told=raised, step=6), 4) is None
+    assert budget.refuses(failed("exception", told=raised, step=6), 5) is None
+    # A signal is no mistake of the program.
+    budget = Budget(5)
+    assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
+
+
+def test_each_verdict_has_one_cause_and_its_advice() -> None:
+    """The console and `moemesh explain` say the same."""
+    causes = {
+        "killed": "killed",
+        "exited": "exit",
+        "stopped": "stopped from outside",
+        "mismatch": "mismatched operations",
+        "hung": "hang",
+        "busy": "hang",
+        "lost-contact": "lost contact",
+        "network-cut": "network cut",
+        "exception": "exception",
+    }
+    assert set(causes) == set(get_args(Kind))
+    for kind, name in causes.items():
+        told = Told(kind="KeyError", message="", at=0.0) if kind == "exception" else None
+        verdict = failed(kind, told=told)
+        cause = cause_of({"kind": failure.kind_of(verdict)})
+        assert cause.name == name
+        hint = failure.hint_on(verdict)
+        assert hint == ("" if told else cause.advice[0].lower() + cause.advice[1:-1])
+    assert cause_of({"kind": CopiesDiffer.__name__}).name == "replicas differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "run"
+    keys = {"plan__dp": ranks, "train__steps": 100_000, "train__checkpoint_every": 5}
+    first = start(*arguments(out, **keys))
+    until(lambda: (out / "checkpoints/step-10").exists())
+    second = start(*arguments(out, **keys), "--takeover")
+    _, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode not in (0, None) and "another run has taken over" in err, err
+    events = out / "events.jsonl"
+    until(lambda: "resumed from" in events.read_text())
+    rows = len(metrics(out))
+    until(lambda: len(metrics(out)) > rows + 5)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 143, second.communicate()
+    steps = [row["step"] for row in metrics(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    said = [json.loads(line) for line in events.read_text().splitlines()]
+    assert sum(one["kind"] == "resumed" for one in said) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(*arguments(out, plan__dp=2, train__steps=100_000))
+    until(lambda: (out / "logs/rank-1.out").exists())
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and time.monotonic() - begun < 5
+    assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
+    assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_devices", "floor"),
+    [("cpu", True, 2.9), ("cpu", False, 2.9), ("auto", False, 2.9), ("auto", True, 180.0)],
+)
+def test_a_hang_is_told_soon_where_no_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "auto"], has_devices: bool, floor: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_devices)
+    found = limits_of(RunConfig(train=TrainConfig(device=device, timeout_seconds=77.0)))
+    assert (found.floor, found.patience) == (floor, 77.0)
+    assert found.aborts_follow == (floor == 180.0)
+
+
+def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder.open(path)
+    folder.lock()
+    config = RunConfig(train=TrainConfig(restarts=1))
+
+    def run(*_: object, logs: Path, **__: object) -> Ended:
+        # As the launcher of ranks does, which opens these files anew.
+        logs.mkdir(exist_ok=True)
+        (logs / "rank-1.err").write_text(f"Traceback of epoch {folder.epoch}\n")
+        (logs / "rank-1.stacks").write_text("")
+        (logs / "rank-2.err").write_text("")
+        verdict = failed("exception", told=Told(kind="KeyError", message="'x'", at=0.0))
+        return Ended(code=1, verdict=verdict, stacks={}, traces={})
+
+    for first in (1, 3):  # the same command again
+        assert train_supervised(config, folder, ["train"], run=run) == 1
+        said = capfd.readouterr().err
+        named = [Path(line) for line in re.findall(r"\(all of it in (.*)\)", said)]
+        assert named == [path / f"failures/{first}/rank-1.err", path / "logs/rank-1.err"]
+        found = [file.read_text() for file in named]
+        assert found == [f"Traceback of epoch {epoch}\n" for epoch in (first, first + 1)]
+        folder.raise_epoch()
+    folder.release()
+    kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
+    names = ("failure.json", "rank-1.err", "rank-1.stacks")
+    assert kept == [f"failures/{epoch}/{name}" for epoch in (1, 2, 3) for name in names]
+
+
+def test_a_folder_in_which_nothing_can_be_written_ends_a_failed_run_with_its_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two starts of the ranks: no traceback, and the exit code of the rank."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = RunFolder.open(tmp_path / "run")
+    folder.lock()
+
+    def run(*_: object, **__: object) -> Ended:
+        for name in ("os.pwrite", "os.replace", "pathlib.Path.write_text"):
+            monkeypatch.setattr(name, refuse)
+        return Ended(code=137, verdict=failed(), stacks={}, traces={})
+
+    config = RunConfig(train=TrainConfig(restarts=1))
+    assert train_supervised(config, folder, ["train"], run=run) == 137
+    said = capfd.readouterr().err
+    assert "not started again" in said and "Read-only file system" in said
+    assert "no report could be written" in said and "None" not in said
+    folder.release()
+
+
+def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def candidates(folder: Path) -> list[int]:
+        answers.wait(30)
+        return [7]
+
+    monkeypatch.setattr(failure, "candidates", candidates)
+    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.05)
+    assert failure.newest_step(tmp_path, seconds=0.05) is None
+    text = failure.go_on(tmp_path, ["moemesh", "train"])
+    assert text.endswith("from the newest checkpoint, if there is one: moemesh train")
+    answers.set()
+    assert failure.newest_step(tmp_path) == 7
+
 
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8"}
 
@@ -37,11 +248,11 @@ RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """Of ranks 4 and 5, as no other test has them; its folder goes with the test."""
-    monkeypatch.setattr(observer, "_FOLLOW_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "_FOLLOW_SECONDS", 0.1)
     monkeypatch.setattr(watcher, "_CULPRIT_FIRST_SECONDS", 0.05)
     node = Node.of(RANK | {"MASTER_ADDR": str(tmp_path)})
     yield node
-    nodes.shutil.rmtree(shared_memory() / node.name, ignore_errors=True)
+    shutil.rmtree(shared_memory() / node.name, ignore_errors=True)
 
 
 def test_a_node_has_a_name_of_its_own_at_each_start() -> None:
@@ -86,11 +297,11 @@ def test_nobody_watches_where_the_kernel_gives_no_handles(
 def test_ranks_that_do_not_see_each_other_do_not_meet(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_EARLIER_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "_EARLIER_SECONDS", 0.1)
     folder = meet(node, lambda folder: ["true"])
     assert folder is not None
     handle = lock(folder)
-    monkeypatch.setattr(nodes, "process_namespace", lambda: "another container")
+    monkeypatch.setattr(meeting, "process_namespace", lambda: "another container")
     assert meet(node, lambda folder: ["true"]) is None
     os.close(handle)
 
@@ -163,7 +374,7 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
-    assert WatcherSpec.of(spec.text()) == spec
+    assert WatcherSpec.of(json.dumps(asdict(spec))) == spec
     try:
         Watcher(spec).run()
         assert not folder.exists()
@@ -358,13 +569,13 @@ def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
     while words.read(4) is None:
         time.sleep(0.01)
     guests = Guests()
-    looks = Observer(folder, words, [4], guests)
+    looks = RankWatcher(folder, words, [4], guests, Limits(patience=1.0))
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert [one.state for one in looks.look()] == [""] and looks.pause > observer.LOOK_SECONDS
-    assert [one.state for one in looks.look()] == ["T"] and looks.pause == observer.LOOK_SECONDS
+    assert [one.state for one in looks.look()] == [""] and looks.pause > supervisor.LOOK_SECONDS
+    assert [one.state for one in looks.look()] == ["T"] and looks.pause == supervisor.LOOK_SECONDS
     child.kill()
     guests.wait(5)
     assert [(one.exit_code, one.state) for one in looks.look()] == [(-9, "")]
-    assert looks.pause == observer.LOOK_SECONDS
+    assert looks.pause == supervisor.LOOK_SECONDS
     child.wait()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.planner.traffic.routing import Choices, Routing, SentRows, count_choices
+from moemesh.planner.traffic.dispatch_traffic import Choices, Routing, SentRows, count_choices
 
 
 def chosen_routing(

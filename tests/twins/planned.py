@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.context import context_runs
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -23,6 +22,7 @@ from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, St
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.context import context_runs
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moemesh.watch.signs import Seen, Told
-from moemesh.watch.verdict import Judge, Limits, Verdict
-from moemesh.watch.word_file import Collective, Word, members_of
+from moemesh.watch.progress_words import Collective, Word, members_of
+from moemesh.watch.verdict import Judge, Limits, Seen, Told, Verdict
 
 GROUP = "0-3"
 

@@ -10,10 +10,9 @@ import pytest
 
 from moemesh.train.records.failure import write_verdict
 from moemesh.watch import progress_words
-from moemesh.watch.observer import Ended
-from moemesh.watch.signs import Seen
-from moemesh.watch.verdict import mismatch
-from moemesh.watch.word_file import RANK_BYTES, Collective, Word, read_word
+from moemesh.watch.progress_words import RANK_BYTES, Collective, Word, read_word
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import Seen, mismatch
 from tests import commands
 from tests.drill import trials
 from tests.drill.trials import FAULTS

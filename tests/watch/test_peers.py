@@ -16,7 +16,7 @@ import pytest
 
 from moemesh.watch import peers
 from moemesh.watch.peers import ADDRESS, PEERS, Peers, introduce, listen
-from moemesh.watch.signs import LostHost
+from moemesh.watch.verdict import LostHost
 from tests.waiting import PATIENCE
 
 SIZES = {0: 2, 2: 1, 3: 4}

@@ -16,7 +16,7 @@ import torch
 
 from moemesh.ops.host_copy import HostCopy
 from moemesh.watch import progress_words as words
-from moemesh.watch.word_file import (
+from moemesh.watch.progress_words import (
     RANK_BYTES,
     SETUP,
     WordFile,

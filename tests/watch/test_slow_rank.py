@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from moemesh.watch.slow_rank import SlowRank, SlowRanks
-from moemesh.watch.word_file import Word
+from moemesh.watch.progress_words import Word
+from moemesh.watch.supervisor import SlowRank, SlowRanks
 from tests.watch.looks import word
 
 

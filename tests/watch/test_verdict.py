@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moemesh.watch import verdict
-from moemesh.watch.signs import END_SECONDS, GONE, Seen
-from moemesh.watch.verdict import Limits
+from moemesh.watch.progress_words import Collective, Word, members_of
+from moemesh.watch.verdict import END_SECONDS, GONE, Limits, LostHost, Seen, blame
 from tests.watch.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
 
 
@@ -296,3 +296,131 @@ def test_a_rank_that_has_said_goodbye_has_left_after_a_while() -> None:
     assert not seen(0, word=word(0, moved=0.0)).has_left(1e6)
     gone = seen(0, exit_code=3, word=word_)
     assert gone.code == 3 and gone.has_left(1000.0)
+
+
+def test_chains_end_at_the_rank_in_user_code() -> None:
+    """3 waits for a message of 2, which waits in a group of 0, which computes."""
+    counts = {"0,2": 4, "2>3": 8}
+    words = [
+        word(0, counts={"0,2": 4}),
+        word(2, at=collective(5, "0,2"), counts={"0,2": 5, "2>3": 8}),
+        word(3, at=collective(9, "2>3", "send_receive"), counts={"2>3": 9}),
+    ]
+    found = blame(words)
+    assert found is not None and found.rank == 0 and counts
+    assert found.collective is not None and found.collective.group == "0,2"
+    assert (found.entered, found.missing) == ((2,), (0,))
+
+
+def test_a_circle_names_the_rank_that_came_least_far() -> None:
+    """0 and 1 wait for each other, in operations of two groups: one of them left one out."""
+    words = [
+        word(0, at=collective(5, "0-1"), counts={"0-1": 5, "0-3": 2}, number=40),
+        word(1, at=collective(3, "0-3"), counts={"0-1": 4, "0-3": 3}, number=39),
+        word(2, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+        word(3, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+    ]
+    found = blame(words)
+    assert found is not None and found.rank == 1
+
+
+def test_who_waits_nowhere_is_compared_by_counts() -> None:
+    """On a GPU the host does not wait in collectives: it has started them and gone on."""
+    words = [word(r, counts={GROUP: 9}, collective=collective(9)) for r in range(4)]
+    words[3] = word(3, counts={GROUP: 7}, collective=collective(7))
+    found = blame(words)
+    assert found is not None and found.rank == 3
+
+
+def test_any_single_culprit_of_any_group_is_found() -> None:
+    """Ranks of a random mesh; one stays in user code, the rest run until they wait for it."""
+    generator = random.Random(1)
+    for _ in range(200):
+        world = generator.choice((2, 4, 8))
+        culprit = generator.randrange(world)
+        words = _hung(generator, world, culprit)
+        found = blame(words)
+        assert found is not None and found.rank == culprit, (world, culprit, words)
+
+
+def _hung(generator: random.Random, world: int, culprit: int) -> list[Word]:
+    """Each rank goes through one list of collectives, over pairs and over all."""
+    groups = [f"0-{world - 1}", *(f"{r}-{r + 1}" for r in range(0, world, 2))]
+    program = [generator.choice(groups) for _ in range(40)] + groups * 2
+    stop = generator.randrange(30)
+    place, counts = [0] * world, [dict.fromkeys(groups, 0) for _ in range(world)]
+    at: list[Collective | None] = [None] * world
+    for _ in range(len(program) * world * 2):
+        for rank in range(world):
+            if at[rank] is not None:
+                one = at[rank]
+                if all(counts[m][one.group] >= one.number for m in one.members):
+                    at[rank] = None
+                    place[rank] += 1
+            elif place[rank] < len(program) and not (rank == culprit and place[rank] >= stop):
+                group = program[place[rank]]
+                if rank not in members_of(group):
+                    place[rank] += 1
+                    continue
+                counts[rank][group] += 1
+                at[rank] = collective(counts[rank][group], group)
+    return [
+        word(r, at=at[r], counts=counts[r], number=sum(counts[r].values())) for r in range(world)
+    ]
+
+
+def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
+    """Ranks 0 and 1 of four are seen here; 2 or 3 has not come, and the watcher there says so."""
+    clock = Clock(patience=30.0)
+    clock.train(20, ranks=2)
+    assert clock.look([waiting(0), waiting(1)], 100.0) is None
+    found = clock.look([waiting(0), seen(1)], 100.0)
+    assert found is not None and found.rank == 1
+
+
+def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
+    """The last operation is one of this node alone; the sum over both was begun before it."""
+    at = collective(7, "0-1")
+    counts = {"0-1": 7, GROUP: 5}
+    ranks = [seen(r, word=word(r, at=at, on_device=True, counts=counts)) for r in range(2)]
+    assert Clock(patience=5.0).look(ranks, 100.0) is None
+    alone = [seen(r, word=word(r, at=at, on_device=True)) for r in range(2)]
+    assert Clock(patience=5.0).look(alone, 100.0) is not None
+
+
+def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
+    """None while they move, while they wait for one another, and once it answers again."""
+    here = [seen(r, word=word(r, at=collective(7), changes=200)) for r in (0, 1)]
+    host = LostHost(name="b (10.0.0.2)", ranks=(2, 3))
+    clock = Clock()
+    clock.judge.lost = (host,)
+    clock.train(5, seconds=4.0, ranks=2)
+    among = [seen(r, word=word(r, at=collective(7, "0-1"))) for r in (0, 1)]
+    clock.judge.limits = Limits(patience=600.0, floor=100.0)
+    assert clock.look(among, 30.0) is None
+    assert clock.look(here, 2.5) is None
+    clock.judge.lost = ()
+    assert clock.look(here, 30.0) is None
+    clock.judge.lost = (host,)
+    found = clock.look(here, 0.1)
+    assert found is not None and (found.kind, found.rank, found.exit_code) == ("network-cut", 0, 1)
+    assert (found.entered, found.missing, found.lost) == ((0, 1), (2, 3), (host,))
+    assert "b (10.0.0.2) with ranks 2 and 3 cannot be reached" in found.message
+    assert "rank 0 waits for ranks 2 and 3 in all_reduce #7 of dp" in found.message
+
+
+def test_a_device_waits_for_a_host_that_does_not_answer() -> None:
+    clock = Clock()
+    clock.judge.lost = (LostHost(name="b", ranks=(2, 3)),)
+    on_device = {"on_device": True, "counts": {"0-1": 9, "1,2": 3}}
+    assert clock.look([seen(0, word=word(0, **on_device | {"counts": {"0-1": 9}}))], 9.0) is None
+    found = clock.look([seen(0, word=word(0, **on_device))], 9.0)
+    assert found is not None and (found.kind, found.missing) == ("network-cut", (2,))
+
+
+def test_ranks_that_failed_in_the_network_because_a_host_does_not_answer() -> None:
+    clock = Clock()
+    clock.judge.lost = (LostHost(name="b", ranks=(2, 3)),)
+    failed = {"told": told("E", "Timed out waiting", 99.0), "exit_code": 1}
+    found = clock.look([seen(r, word=word(r, at=collective(7)), **failed) for r in (0, 1)], 3.0)
+    assert found is not None and (found.kind, found.missing) == ("network-cut", (2, 3))

@@ -38,8 +38,8 @@ from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
 from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import ParameterTensor, tensors
 
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20

@@ -22,7 +22,7 @@ from moemesh.checkpoint.header import read_places
 from moemesh.checkpoint.huggingface.packed import Packed, packed_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
 from moemesh.config.huggingface.folder import INDEX, SINGLE, once
-from moemesh.config.huggingface.quantization import Quantization
+from moemesh.config.huggingface.model import Quantization
 
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20

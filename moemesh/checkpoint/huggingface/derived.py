@@ -19,10 +19,10 @@ from moemesh.checkpoint.huggingface.convert import LogicalWeights
 from moemesh.checkpoint.huggingface.weights import EXPERT
 from moemesh.config.lora import factor_name, parts_of
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
 from moemesh.model.initialization import normal_slice
 from moemesh.model.transformer import Transformer
+from moemesh.sharding.parameters import tensors
 
 # Weights with their adapters merged in: W + s B A, any part of any of them.
 

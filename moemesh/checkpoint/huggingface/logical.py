@@ -17,12 +17,11 @@ from moemesh.checkpoint.huggingface.names import pieces, view_of
 from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, assemble, whole
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
 from moemesh.config.huggingface.keys import first
-from moemesh.config.huggingface.model import family_of, trained_families
-from moemesh.config.huggingface.quantization import quantization_of
+from moemesh.config.huggingface.model import family_of, quantization_of, trained_families
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

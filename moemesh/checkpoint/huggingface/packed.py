@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from moemesh.config.huggingface.quantization import Quantization
+from moemesh.config.huggingface.model import Quantization
 
 Shape = tuple[int, ...]
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"

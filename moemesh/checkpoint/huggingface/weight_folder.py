@@ -22,7 +22,7 @@ from moemesh.checkpoint.huggingface.packed import (
     Fp8Blocks,
     Mxfp4,
 )
-from moemesh.config.huggingface.quantization import Quantization
+from moemesh.config.huggingface.model import Quantization
 
 # Parts of tensors from files, straight into the memory where they are needed.
 #

@@ -18,8 +18,7 @@ from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.keys import first
-from moemesh.config.huggingface.model import family_of
-from moemesh.config.huggingface.quantization import Quantization, quantization_of
+from moemesh.config.huggingface.model import Quantization, family_of, quantization_of
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.model import model_values
-from moemesh.config.paths import nearest_path
 from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
+from moemesh.config.suggest import nearest_path
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 #: All tensors in one file, or the index of the files that hold them.

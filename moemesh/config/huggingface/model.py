@@ -9,13 +9,12 @@ name.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 from moemesh.config.huggingface.keys import Config, first, known_families, real, table, wrong
-from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.huggingface.sizes import Sizes, read_sizes
 
 #: Fields of a planner's shape that say nothing new to a trained model, with the value that it has.
@@ -59,6 +58,53 @@ ROPE_KEYS = {
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
 }
+
+
+# The number formats of released weights, as `quantization_config` says.
+
+Method = Literal["fp8", "mxfp4"]
+_QUANTIZATION = "quantization_config"
+
+
+class Quantization(NamedTuple):
+    """How matrices are stored: fp8 (e4m3) with a scale for each block of ``block`` rows and
+    columns, or MXFP4 (OCP Microscaling Formats 1.0: 32 numbers of e2m1 and an exponent)."""
+
+    method: Method
+    block: tuple[int, int]
+
+    def __str__(self) -> str:
+        if self.method == "mxfp4":
+            return "MXFP4 (4 bits, an exponent for every 32 numbers)"
+        return f"fp8 (a scale for every {self.block[0]} x {self.block[1]} numbers)"
+
+
+def quantization_of(config: Config) -> Quantization | None:
+    """The format of the weights; None where they are stored as they are.
+
+    Raises ConfigError naming a format that cannot be read.
+    """
+    given = table(config, _QUANTIZATION)
+    if not given:
+        return None
+    method = given.get("quant_method")
+    if method == "mxfp4":
+        return Quantization("mxfp4", (1, 32))
+    if method != "fp8":
+        message = f"weights in the format {method} cannot be read (known: fp8 in blocks, mxfp4)"
+        fix = "take the folder of the original weights, or convert them to bfloat16"
+        raise wrong("not-available", f"{_QUANTIZATION}.quant_method", method, message, fix)
+    if (fmt := given.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        message = "fp8 weights are read in e4m3 only"
+        raise wrong("not-available", f"{_QUANTIZATION}.fmt", fmt, message)
+    block: object = given.get("weight_block_size")
+    sizes = cast("Sequence[object]", block) if isinstance(block, (list, tuple)) else ()
+    numbers = [one for one in sizes if isinstance(one, int) and not isinstance(one, bool)]
+    if len(sizes) != 2 or len(numbers) != 2 or min(numbers) < 1:
+        key, given_block = f"{_QUANTIZATION}.weight_block_size", cast("object", block)
+        message = "fp8 weights are read with a scale for each block of [rows, columns] only"
+        raise wrong("not-available", key, given_block, message, "[128, 128]")
+    return Quantization("fp8", (numbers[0], numbers[1]))
 
 
 @cache

@@ -9,7 +9,7 @@ key, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from moemesh.config.errors import ConfigError, Problem
@@ -28,7 +28,6 @@ from moemesh.config.huggingface.keys import (
     words,
     wrong,
 )
-from moemesh.config.huggingface.windows import FULL_LAYERS, WINDOW_LAYERS, attention_windows
 from moemesh.config.suggest import nearest_choice
 
 # Functions that read more than one key of a published configuration: attention, norms, experts.
@@ -307,6 +306,77 @@ READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Sliding windows: the layers that have one, and how long it is.
+
+
+FULL_LAYERS = ("full_attention", "attention", "global", "full")
+WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attention")
+
+_PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
+
+
+def attention_windows(
+    config: Config, usual: int | str, *, has_switch: bool = True
+) -> tuple[int, ...]:
+    """The attention window of every layer in tokens, 0 for none; () when no layer has one.
+
+    `usual`: where no list says which layers have it, one in so many sees the whole sequence, or
+    the key of the first layer that has it. `has_switch`: `use_sliding_window` counts. Raises
+    ConfigError for kinds of layers without a formula, for a list of another length, and for a list
+    that is missing.
+    """
+    layers = num_layers(config)
+    kinds = words(config, "layer_types") or words(config, "attention_layers")
+    if not kinds and (groups := config.get("attention_types")):
+        try:  # [[["global", "local"], 12]], to be written out
+            kinds = tuple(one for each, n in groups for one in [str(kind) for kind in each] * n)
+        except (TypeError, ValueError):
+            message = 'attention_types must be a list such as [[["global", "local"], 12]]'
+            raise wrong("wrong-type", "attention_types", groups, message) from None
+    known = (*FULL_LAYERS, *WINDOW_LAYERS)
+    for kind in kinds:
+        if kind not in known:
+            message = f"`{kind}` is no layer kind that the planner has a formula for"
+            fix = nearest_choice(kind, known)
+            raise wrong("unknown-layer", "layer_types", kind, message, fix)
+    if kinds:
+        check_length("layer_types", kinds, layers)
+    is_on = config.get("use_sliding_window")
+    if has_switch and is_on is not None and not is_on:
+        return ()
+    named = ("sliding_window", "attention_chunk_size", "window_size")
+    key = next((key for key in named if config.get(key) and config[key] is not True), None)
+    window = 0 if key is None else scalar(key, config[key])
+    if not window:
+        return ()
+    if kinds:
+        found = tuple(window if kind in WINDOW_LAYERS else 0 for kind in kinds)
+        return found if any(found) else ()
+    if usual == "layer_types":
+        message = "which layers have the window is not said: layer_types is missing"
+        raise wrong("missing", "layer_types", None, message)
+    if isinstance(usual, str):
+        start = whole(config, usual, 0)
+        return tuple(window if index >= start else 0 for index in range(layers))
+    pattern: Any = next((config[key] for key in _PERIOD_KEYS if config.get(key)), usual)
+    if not isinstance(pattern, str):
+        return alternating_windows(layers, window, scalar("sliding_window_pattern", pattern))
+    # Letters, L for a window and G for none, over and over; the last layer has none.
+    if set(pattern) - set("LG"):
+        message = "a pattern has the letters L (a window) and G (the whole sequence)"
+        raise wrong("unknown-layer", "sliding_window_pattern", pattern, message)
+    local = [pattern[index % len(pattern)] == "L" for index in range(layers - 1)] + [False]
+    return tuple(window if is_local else 0 for is_local in local)
+
+
+def alternating_windows(num_layers: int, window: int, every: int) -> tuple[int, ...]:
+    """One layer in `every` sees the whole sequence, the last of each `every`; the others (all, when
+    `every` is 0 or 1) see `window` tokens."""
+    return tuple(
+        0 if every > 1 and index % every == every - 1 else window for index in range(num_layers)
+    )
+
+
 # Families, layers and switches that nothing here has a formula for, refused by name.
 
 
@@ -319,26 +389,26 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
     for key, what in known_families()["unknown"].items():
         if config.get(key):
             message = f"{what} are not known; {_KNOWN}"
-            problems.append(_unknown(key, config[key], message))
+            problems.append(Problem.of("unknown-layer", key, config[key], message))
     patterns = config.get("attn_type_list")
     is_several = isinstance(patterns, (list, tuple))
     each = cast("Sequence[object]", patterns) if is_several else [patterns]
     if patterns and any(item != 1 for item in each):
         message = "0 stands for linear attention, not known; known: 1 (softmax attention)"
-        problems.append(_unknown("attn_type_list", patterns, message))
+        problems.append(Problem.of("unknown-layer", "attn_type_list", patterns, message))
     projection = config.get("word_embed_proj_dim")
     if projection and projection != config.get("hidden_size"):
         message = "an embedding narrower than the model is not known"
-        problems.append(_unknown("word_embed_proj_dim", projection, message))
+        problems.append(Problem.of("unknown-layer", "word_embed_proj_dim", projection, message))
     kinds: Any = config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
         listed = {str(item) for item in cast("Sequence[object]", kinds)}
         for layer in sorted(listed - {*FULL_LAYERS, *WINDOW_LAYERS}):
             message = f"`{layer}` is no layer kind that the planner has a formula for"
-            problems.append(_unknown("layer_types", layer, message))
+            problems.append(Problem.of("unknown-layer", "layer_types", layer, message))
     if kind == "minimax" and not patterns:
         message = "without it the layers of this family alternate with linear attention"
-        problems.append(_unknown("attn_type_list", None, message))
+        problems.append(Problem.of("unknown-layer", "attn_type_list", None, message))
     return problems
 
 
@@ -348,32 +418,26 @@ def unread_parameters(config: ReadConfiguration, kind: str, *, has_norm: bool) -
 
     `has_norm`: queries and keys have their norms by the family's code, whatever a key says.
     """
-    problems: list[Problem] = []
-    for size in ("num_experts", "num_shared", "expert_intermediate_size"):
-        least = 2 if size == "num_experts" else 1
-        problems += _unread(config, names(size), f"no experts of a {kind} model are known", least)
-    problems += _unread(config, names("num_mtp_layers"), f"a {kind} model has no such layers")
-    keys = known_families()["parameters"]
-    problems += _unread(config, keys["latent"], f"no latent attention of a {kind} model is known")
-    switches = keys["switches"] + ([] if has_norm else keys["norms"])
-    return problems + _unread(config, switches, f"no such switch of a {kind} model is known")
-
-
-def _unread(
-    config: ReadConfiguration, keys: Collection[str], message: str, least: float = 1
-) -> list[Problem]:
-    found: list[Problem] = []
-    for key in sorted(set(keys) & set(config) - config.read):
-        value = dict(config).get(key)
-        if isinstance(value, (bool, int, float)) and value >= least:
-            found.append(_unknown(key, value, message))
-        elif isinstance(value, (list, tuple)) and value:
-            found.append(_unknown(key, cast("object", value), message))
-    return found
-
-
-def _unknown(key: str, value: object, message: str) -> Problem:
-    return Problem.of("unknown-layer", key, value, message)
+    keys, problems = known_families()["parameters"], list[Problem]()
+    no_experts = f"no experts of a {kind} model are known"
+    for group, message, least in (
+        (names("num_experts"), no_experts, 2),
+        (names("num_shared"), no_experts, 1),
+        (names("expert_intermediate_size"), no_experts, 1),
+        (names("num_mtp_layers"), f"a {kind} model has no such layers", 1),
+        (keys["latent"], f"no latent attention of a {kind} model is known", 1),
+        (
+            keys["switches"] + ([] if has_norm else keys["norms"]),
+            f"no such switch of a {kind} model is known",
+            1,
+        ),
+    ):
+        for key in sorted(set(group) & set(config) - config.read):
+            value: object = dict(config).get(key)
+            is_number = isinstance(value, (bool, int, float)) and value >= least
+            if is_number or (isinstance(value, (list, tuple)) and value):
+                problems.append(Problem.of("unknown-layer", key, value, message))
+    return problems
 
 
 #: Where multimodal configurations keep their text model.
@@ -397,7 +461,22 @@ def read_sizes(config: Config) -> Sizes:
     Of a multimodal model those of the text part, which `notes` say. Raises ConfigError naming every
     key that is missing or stands for layers without a formula.
     """
-    config, notes = _text_model(config)
+    notes: tuple[str, ...] = ()
+    if config.get("vision_config") or config.get("audio_config"):
+        notes = ("only the text model is counted",)
+    for key in _TEXT_KEYS:
+        text: Any = config.get(key)
+        if isinstance(text, Mapping):
+            outer = {
+                name: config[name]
+                for name in ("model_type", "tie_word_embeddings")
+                if config.get(name) is not None
+            }
+            inner = {name: value for name, value in cast("Config", text).items() if value != ""}
+            config, notes = outer | inner, ("only the text model is counted",)
+            break
+        if text is not None:
+            raise wrong("wrong-type", key, text, f"{key} must be an object")
     kind = str(config.get("model_type") or "")
     family = _family(kind)
     defaults: Config = family.get("defaults", {})
@@ -422,25 +501,6 @@ def read_sizes(config: Config) -> Sizes:
     if problems := unread_parameters(record, kind, has_norm=has_norm):
         raise ConfigError(problems)
     return Sizes(fields, values, kind, notes)
-
-
-def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The configuration of the text model, and what to say about the rest."""
-    for key in _TEXT_KEYS:
-        text = config.get(key)
-        if isinstance(text, Mapping):
-            outer = {
-                name: config[name]
-                for name in ("model_type", "tie_word_embeddings")
-                if config.get(name) is not None
-            }
-            inner = {name: value for name, value in cast("Config", text).items() if value != ""}
-            return outer | inner, ("only the text model is counted",)
-        if text is not None:
-            raise wrong("wrong-type", key, cast("object", text), f"{key} must be an object")
-    if config.get("vision_config") or config.get("audio_config"):
-        return config, ("only the text model is counted",)
-    return config, ()
 
 
 def _sizes(config: Config, family: Config) -> dict[str, Any]:

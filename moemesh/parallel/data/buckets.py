@@ -29,8 +29,8 @@ from moemesh.comm.transfers import (
     all_reduce_in_tree_,
     reduce_scatter_start,
 )
-from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.parallel.ownership import OwnRange
+from moemesh.sharding.buckets import Bucket, owned_sizes
 
 #: Waits for an exchange that has been started.
 Wait = Callable[[], None]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.buckets import MOST_UNDER_WAY, Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
 from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.placement import Placement
+from moemesh.sharding.buckets import MOST_UNDER_WAY, Member, buckets
 
 #: `plan.data` -> how parameters are held.
 BUCKETS: dict[str, type[ReplicatedBucket]] = {

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import Codec
-from moemesh.config.dispatchers import packed_bytes, rows_at_once, spare_rows
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Payload, Plan
@@ -28,6 +27,7 @@ from moemesh.parallel.expert.low_latency import (
 from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
+from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, spare_rows
 
 # Row formats on the wire: the dtype of the run, or 8-bit floats with block scales.
 

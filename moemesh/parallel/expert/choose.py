@@ -1,7 +1,7 @@
 """`dispatcher = auto`: predict each dispatcher from its bytes, the measured links and memory.
 
 Rows that a rank sends in one direction under uniform routing, and rows that it copies, are those of
-:mod:`moemesh.config.dispatchers`. MoE layers are timed as dispatch and combine, forward and
+:mod:`moemesh.sharding.dispatchers`. MoE layers are timed as dispatch and combine, forward and
 backward: four directions. The copy from received rows into the experts is the same for all and left
 out. Costs of a link and of a copied byte are measured on the real groups, once, at start, by all
 ranks at a time, since ranks of one machine share its memory and cores.
@@ -19,8 +19,8 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.dispatchers import RowsMoved, rows_moved
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
+from moemesh.sharding.dispatchers import RowsMoved, rows_moved
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
 PROBE_BYTES = 1 << 19
@@ -78,17 +78,20 @@ def predict_seconds(
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
     ranks, here = site.ranks, site.ranks_per_node
     nodes = ranks // here
+    #: Shares of a rank's rows that go to others in its node, and to other nodes, by axis.
+    both = (here - 1) / ranks, (ranks - here) / ranks
+    shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((here - 1) / here, 0.0)}
     seconds: dict[str, float] = {}
-    for name, rows in site.rows.items():
-        rows_inside = rows.everywhere * (here - 1) / ranks + rows.inside * (here - 1) / here
-        rows_across = rows.everywhere * (ranks - here) / ranks + rows.across * (nodes - 1) / nodes
+    for name, moved in site.rows.items():
         # Back and forth twice; coded rows only on the way to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
-        exchanges = 4 + rows.small_exchanges
-        seconds[name] = inside.seconds(rows_inside * per_row, exchanges if here > 1 else 0)
-        seconds[name] += across.seconds(rows_across * per_row, exchanges if nodes > 1 else 0)
+        exchanges = 4 + moved.small_exchanges
+        seconds[name] = 0.0
+        for link, place, is_used in ((inside, 0, here > 1), (across, 1, nodes > 1)):
+            rows = sum(rows * shares.get(axis, both)[place] for axis, rows in moved.by_axis.items())
+            seconds[name] += link.seconds(rows * per_row, exchanges if is_used else 0)
         # The backward copies as many: what was a sum is a copy there, and the other way round.
-        seconds[name] += 2 * rows.copied * site.result_bytes * seconds_per_copied_byte
+        seconds[name] += 2 * moved.copied * site.result_bytes * seconds_per_copied_byte
     return seconds
 
 
@@ -107,7 +110,7 @@ def measure_copying(row_bytes: int, mesh: Mesh) -> float:
     def copy() -> None:
         (gather_rows(rows, mixed)[0, 0] + sum_rows(rows, pairs)[0, 0]).item()
 
-    return _median(copy, before=lambda: barrier(mesh["world"])) / (2 * num_rows * width * 4)
+    return _median(copy, mesh) / (2 * num_rows * width * 4)
 
 
 def measure_link(axis: Axis, mesh: Mesh) -> Link:
@@ -126,7 +129,7 @@ def measure_link(axis: Axis, mesh: Mesh) -> Link:
                 # The read of one value waits for the device.
                 transfers.all_to_all(rows, axis, phase="control", caller="auto")[0, 0].item()
 
-        return _median(run, before=lambda: barrier(mesh["world"])) / PROBE_REPEATS
+        return _median(run, mesh) / PROBE_REPEATS
 
     with axis.ledger.paused():
         exchange(8)  # connections are made at the first use
@@ -135,10 +138,11 @@ def measure_link(axis: Axis, mesh: Mesh) -> Link:
     return Link(latency=small, seconds_per_byte=max(large - small, 0.0) / sent)
 
 
-def _median(run: Callable[[], None], *, before: Callable[[], None]) -> float:
+def _median(run: Callable[[], None], mesh: Mesh) -> float:
+    """Seconds of `run`, which all ranks of the mesh begin together."""
     times = []
     for _ in range(PROBE_ROUNDS):
-        before()
+        barrier(mesh["world"])
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

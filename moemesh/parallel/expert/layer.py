@@ -32,14 +32,12 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config import experts as keys
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import check_kind, public
 from moemesh.config.layout import Layout
-from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.config.toml import format_value
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
@@ -60,6 +58,7 @@ from moemesh.parallel.expert.spread import (
     expert_parameters,
 )
 from moemesh.parallel.tensor import ShardedTokens
+from moemesh.sharding.load_run import load_run
 
 # The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
 

@@ -36,7 +36,6 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, overlapped_all_to_all
-from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
@@ -50,6 +49,7 @@ from moemesh.ops.permute import (
     unpermute,
 )
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan, Hop
+from moemesh.sharding.dispatchers import CAPACITY_FACTOR, slots_per_pair
 
 
 def slots_per_rank(

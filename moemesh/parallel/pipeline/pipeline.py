@@ -17,7 +17,6 @@ from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import ModelPart, Transformer
@@ -38,6 +37,7 @@ from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.generators import forward_only
 from moemesh.schedule.messages import messages
 from moemesh.schedule.text import digest
+from moemesh.sharding.stages import cut_layers
 from moemesh.trace.timeline import TimelineRecorder
 
 # Parts of the model: the layers of each stage, and the pipeline ranks that hold them.

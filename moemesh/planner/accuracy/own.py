@@ -19,7 +19,6 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster, OwnRun
 from moemesh.config.errors import UserError
-from moemesh.config.load import load_recorded
 from moemesh.planner.accuracy.calibrate import (
     NO_RUN,
     Unknowns,
@@ -43,6 +42,7 @@ from moemesh.planner.timing.own_runs import (
     places,
 )
 from moemesh.planner.timing.price import DEFAULT_STACK, software_of
+from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.run import Run, RunError, median_of
 
 _ROUNDS = 6

@@ -20,7 +20,7 @@ from typing import Any
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import ScheduleName
 from moemesh.config.sources import read_preset_table
-from moemesh.planner.flops import Convention, count_flops
+from moemesh.planner.parameters import Convention, count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moemesh.planner.flops import attended_tokens
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
+from moemesh.planner.parameters import attended_tokens
 from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 
 #: Groups of the operator graph besides the kinds of layers (`group_of`).

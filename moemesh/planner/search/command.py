@@ -18,8 +18,7 @@ from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import plan_of, read_tuned, trained_shares, untrained
-from moemesh.planner.plan_text import read_plan
+from moemesh.planner.layout_sources import plan_of, read_plan, read_tuned, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.advice import Advice, advise, choose, what_would_fit

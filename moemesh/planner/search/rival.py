@@ -15,10 +15,10 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.planner.plan_text import plan_table, read_plan
+from moemesh.config.suggest import divisors
+from moemesh.planner.layout_sources import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.search.advice import difference, what_would_fit
 from moemesh.planner.search.search import Candidate, SearchSpace

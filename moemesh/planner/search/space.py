@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moemesh.config.divisors import divisors
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
+from moemesh.config.suggest import divisors
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import CutSizes
-from moemesh.config.section import Section, as_tuple
+from moemesh.config.section import Section
 from moemesh.config.sources import Leaf
 
 Attention = Literal["gqa", "mla"]
@@ -34,7 +34,7 @@ class LayerKind(NamedTuple):
     window: int
 
 
-Layers = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
+Layers = tuple[int, ...]
 
 
 class ModelShape(Section):
@@ -104,7 +104,7 @@ class ModelShape(Section):
     dropout: bool = False
     num_mtp_layers: int = 0
     #: What the description leaves out, for a person.
-    notes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -195,16 +195,19 @@ class ModelShape(Section):
         return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
+    def kv_heads(self) -> int:
+        """Key/value heads in the attention product; MLA expands to all heads."""
+        return self.num_heads if self.attention == "mla" else self.num_kv_heads
+
+    @property
     def kv_width(self) -> int:
-        """Width of all key heads of a layer together (h_kv); MLA expands to all heads."""
-        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
-        return heads * self.query_head_dim
+        """Width of all key heads of a layer together (h_kv)."""
+        return self.kv_heads * self.query_head_dim
 
     @property
     def value_width(self) -> int:
         """The same of the values."""
-        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
-        return heads * self.value_head_dim
+        return self.kv_heads * self.value_head_dim
 
     @property
     def query_width(self) -> int:

@@ -14,11 +14,10 @@ from typing import Literal, cast, get_args
 import numpy as np
 
 from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem, public
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.convolution import two_branch_network
 from moemesh.planner.operators.graph import FloatArray

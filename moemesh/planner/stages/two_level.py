@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.divisors import divisors
+from moemesh.config.suggest import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
 from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
 from moemesh.planner.operators.solve import Assignment, solve

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.flops import attention_matmul, mlp_matmul
+from moemesh.planner.parameters import layer_matmul
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
@@ -68,41 +68,47 @@ class Software:
     recomputed_share: float = 0.0
 
 
+def made(of: str | Callable[[Any], Any]) -> Any:
+    """A column that is an attribute of another name, or what a function makes of its source."""
+    return field(metadata={"of": of})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelColumns:
-    """Sizes of models; 0 where a model has none of a thing. A name beside a column is that of the
-    shape's own number."""
+    """Sizes of models; 0 where a model has none of a thing."""
 
-    layers: Number
-    hidden: Annotated[Number, "hidden_size"]
-    vocab: Annotated[Number, "vocab_size"]
-    heads: Annotated[Number, "num_heads"]
-    kv_heads: Annotated[Number, "num_kv_heads"]
+    layers: Number = made(lambda shape: shape.num_layers + shape.num_mtp_layers)
+    hidden: Number = made("hidden_size")
+    vocab: Number = made("vocab_size")
+    heads: Number = made("num_heads")
+    kv_heads: Number = made("num_kv_heads")
     #: Head sizes in the attention product (d_qk) and of values (d_v); the part without position.
-    query_dim: Annotated[Number, "query_head_dim"]
-    value_dim: Annotated[Number, "value_head_dim"]
-    nope_dim: Number
+    query_dim: Number = made("query_head_dim")
+    value_dim: Number = made("value_head_dim")
+    nope_dim: Number = made(lambda shape: shape.qk_nope_head_dim or shape.head_dim)
     #: 1 for latent attention, its ranks and the width of the shared rotary key.
-    latent: Number
-    query_rank: Annotated[Number, "q_lora_rank"]
-    query_inner: Number
-    kv_rank: Annotated[Number, "kv_lora_rank"]
-    rotary_dim: Annotated[Number, "qk_rotary_head_dim"]
-    mlp_width: Annotated[Number, "intermediate_size"]
+    latent: Number = made(lambda shape: shape.attention == "mla")
+    query_rank: Number = made("q_lora_rank")
+    query_inner: Number = made(lambda shape: shape.q_lora_rank or shape.hidden_size)
+    kv_rank: Number = made("kv_lora_rank")
+    rotary_dim: Number = made("qk_rotary_head_dim")
+    mlp_width: Number = made("intermediate_size")
     #: 3 with a gate, else 2.
-    mlp_matrices: Number
-    moe_layers: Number
-    experts: Annotated[Number, "num_experts"]
-    top_k: Annotated[Number, "experts_per_token"]
-    expert_width: Annotated[Number, "expert_intermediate_size"]
-    shared_width: Annotated[Number, "shared_intermediate_size"]
-    tied: Number
+    mlp_matrices: Number = made(lambda shape: 2 + shape.gated)
+    moe_layers: Number = made(
+        lambda shape: shape.num_moe_layers + shape.is_moe * shape.num_mtp_layers
+    )
+    experts: Number = made("num_experts")
+    top_k: Number = made("experts_per_token")
+    expert_width: Number = made("expert_intermediate_size")
+    shared_width: Number = made("shared_intermediate_size")
+    tied: Number = made("tied_embeddings")
     #: Window in tokens and the share of layers that have one.
-    window: Number
-    window_share: Number
+    window: Number = made(lambda shape: max(shape.windows, default=0))
+    window_share: Number = made(lambda shape: sum(map(bool, shape.windows)) / shape.num_layers)
     #: Router groups and how many of them a token may use (1 and 1: no limit).
-    groups: Annotated[Number, "router_groups"]
-    groups_kept: Annotated[Number, "router_groups_kept"]
+    groups: Number = made("router_groups")
+    groups_kept: Number = made("router_groups_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,28 +131,29 @@ class RankColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutColumns(Software):
-    """Degrees, batch and software of layouts, as numbers."""
+    """Degrees, batch and software of layouts, as numbers: made of a :class:`_LayoutRow`, else of
+    the field of this name that the software or the layout has."""
 
     tp: Number
     pp: Number
     #: 1 where weight gradients may follow everything else; where steps do not wait for their end.
-    splits_backward: Number
-    is_stream: Number
+    splits_backward: Number = made(lambda row: row.stages.step.splits_backward)
+    is_stream: Number = made(lambda row: row.stages.step.is_stream)
     #: Microbatches that enter at the first stage, over all (half with two pipes).
-    pipe_share: Number
+    pipe_share: Number = made(lambda row: row.stages.step.share)
     #: First, last and heaviest inner pipeline rank.
-    ranks: tuple[RankColumns, ...]
+    ranks: tuple[RankColumns, ...] = made("ranks")
     #: Number of the last stage, and its layers by kind.
-    last_stage: Number
-    last_dense: Number
-    last_routed: Number
+    last_stage: Number = made(lambda row: row.stages.last)
+    last_dense: Number = made(lambda row: row.stages.layers[-1][0])
+    last_routed: Number = made(lambda row: row.stages.layers[-1][1])
     dp: Number
     cp: Number
     ep: Number
     etp: Number
     sequence_parallel: Number
     #: 1 where attention leaves its block by an all-to-all.
-    all_to_all_exit: Number
+    all_to_all_exit: Number = made(lambda row: row.layout.attention_exit == "all_to_all")
     zero: Number
     zero_group: Number
     parameter_server: Number
@@ -154,19 +161,21 @@ class LayoutColumns(Software):
     microbatch: Number
     microbatches: Number
     #: Pieces of a sequence that pass the pipeline one after the other.
-    slices: Number
+    slices: Number = made(lambda row: row.stages.step.slices)
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
-    precision: Number
+    precision: Number = made(lambda row: precision_of(row.layout))
     #: 1 where that is computed again in the backward; the share of layers that are as a whole.
-    again_full: Number
-    again_attention: Number
-    again_norm: Number
-    again_moe: Number
-    again_experts: Number
-    again_shared: Number
+    again_full: Number = made(lambda row: 1.0 if row.again("full") else row.traits.recomputed_share)
+    again_attention: Number = made(lambda row: row.again("attention"))
+    again_norm: Number = made(lambda row: row.again("norm", "activation", "operators", "mla_up"))
+    again_moe: Number = made(lambda row: row.again("moe"))
+    again_experts: Number = made(lambda row: row.again("experts"))
+    again_shared: Number = made(lambda row: row.again("shared_expert"))
     #: Place among :data:`KERNELS`.
-    kernel: Number = FLASH
+    kernel: Number = made("kernel")
+    fused_norm: Number = made(lambda row: row.traits.fused_norm and row.layout.fused_norm)
+    fsdp: Number = made(lambda row: row.traits.fsdp or row.layout.zero == 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,29 +217,19 @@ def picked(columns: T, rows: NDArray[np.int64]) -> T:
     return type(source)(**found)
 
 
-_OF_SHAPE: dict[str, str] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(ModelColumns, include_extras=True).items()
-    if get_origin(hint) is Annotated
-}
+def _row_of(kind: type[T], source: Any) -> T:
+    """The columns of one source; a truth is 1 or 0."""
+    found: dict[str, Any] = {}
+    for item in fields(cast("Any", kind)):
+        of = item.metadata.get("of", item.name)
+        value = getattr(source, of) if isinstance(of, str) else of(source)
+        found[item.name] = int(value) if isinstance(value, bool) else value
+    return kind(**found)
 
 
 def model_row(shape: ModelShape) -> ModelColumns:
     """One model."""
-    windowed = [window for window in shape.windows if window]
-    latent = shape.attention == "mla"
-    return ModelColumns(
-        **{name: getattr(shape, source) for name, source in _OF_SHAPE.items()},
-        layers=shape.num_layers + shape.num_mtp_layers,
-        nope_dim=shape.qk_nope_head_dim if latent else shape.head_dim,
-        latent=int(latent),
-        query_inner=shape.q_lora_rank or shape.hidden_size,
-        mlp_matrices=3 if shape.gated else 2,
-        moe_layers=shape.num_moe_layers + (shape.num_mtp_layers if shape.is_moe else 0),
-        tied=int(shape.tied_embeddings),
-        window=max(windowed, default=0),
-        window_share=len(windowed) / shape.num_layers,
-    )
+    return _row_of(ModelColumns, shape)
 
 
 _PRECISIONS = {"float8": 1, "float4": 2}
@@ -241,43 +240,36 @@ def precision_of(layout: PlannedLayout) -> int:
     return _PRECISIONS.get(layout.precision, 0)
 
 
+@dataclass(frozen=True)
+class _LayoutRow:
+    """A layout of a model, and what runs it."""
+
+    layout: PlannedLayout
+    traits: Software
+    stages: Stages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traits if hasattr(self.traits, name) else self.layout, name)
+
+    def again(self, *parts: str) -> bool:
+        """Whether one of `parts` is computed again."""
+        return not self.layout.recompute.isdisjoint(parts)
+
+    @property
+    def kernel(self) -> int:
+        own = self.layout.attention_kernel
+        is_own = self.traits.kernel == "flash" and own != "flash"
+        return KERNELS.index(own if is_own else self.traits.kernel)
+
+    @property
+    def ranks(self) -> tuple[RankColumns, ...]:
+        stages = self.stages
+        return _rank_columns(stages.shape, stages.step.of(stages.step.unit), stages.sizes)
+
+
 def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> LayoutColumns:
-    """One layout of a model. Fields that a layout or its software has by the same name are taken
-    as they are."""
-    again = layout.recompute
-    kernel = traits.kernel
-    if kernel == "flash" and layout.attention_kernel != "flash":
-        kernel = layout.attention_kernel
-    stages = Stages.of(shape, layout)
-    special: dict[str, Any] = {
-        "splits_backward": stages.step.splits_backward,
-        "is_stream": stages.step.is_stream,
-        "pipe_share": stages.step.share,
-        "ranks": _rank_columns(stages.shape, stages.step.of(stages.step.unit), stages.sizes),
-        "last_stage": stages.last,
-        "last_dense": stages.layers[-1][0],
-        "last_routed": stages.layers[-1][1],
-        "slices": stages.step.slices,
-        "all_to_all_exit": layout.attention_exit == "all_to_all",
-        "precision": precision_of(layout),
-        "again_full": 1.0 if "full" in again else traits.recomputed_share,
-        "again_attention": "attention" in again,
-        "again_norm": bool(again & {"norm", "activation", "operators", "mla_up"}),
-        "again_moe": "moe" in again,
-        "again_experts": "experts" in again,
-        "again_shared": "shared_expert" in again,
-        "kernel": KERNELS.index(kernel),
-        "fused_norm": traits.fused_norm and layout.fused_norm,
-        "fsdp": traits.fsdp or layout.zero == 3,
-    }
-    for item in fields(LayoutColumns):
-        if item.name not in special:
-            source = traits if hasattr(traits, item.name) else layout
-            special[item.name] = getattr(source, item.name)
-    for name, value in special.items():
-        if isinstance(value, bool):
-            special[name] = int(value)
-    return LayoutColumns(**special)
+    """One layout of a model."""
+    return _row_of(LayoutColumns, _LayoutRow(layout, traits, Stages.of(shape, layout)))
 
 
 @lru_cache(maxsize=4096)
@@ -286,10 +278,7 @@ def _rank_columns(
 ) -> tuple[RankColumns, ...]:
     """The first and last rank, and of those between the heaviest (of equal ones the last)."""
     stages = Stages(shape, step, sizes)
-    weigh = (
-        attention_matmul(shape) + mlp_matmul(shape, False),
-        attention_matmul(shape) + mlp_matmul(shape, True),
-    )
+    weigh = layer_matmul(shape, False), layer_matmul(shape, True)
     found = [rank_row(stages, rank) for rank in range(step.ranks)]
 
     def load(rank: int) -> tuple[float, int]:

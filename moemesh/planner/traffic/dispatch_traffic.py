@@ -2,35 +2,161 @@
 
 Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
 in fp8: H + 4 ceil(H / 128)). What a rank sends is asked of a :class:`Routing`; what it receives is
-what the others send it.
+what the others send it. Rows take the hops of :data:`moemesh.sharding.dispatchers.HOPS`.
 
-| dispatcher | plan | dispatch | combine |
-|---|---|---|---|
-| all_to_all | counts of all chunks over ep, etp | rows over ep; gathered over etp | the way back |
-| all_gather | token counts, ids 8 K a token over ep_etp | tokens gathered | sums, dense or uneven |
-| hierarchical | per hop: counts of all chunks, ids | a row per node, then per rank | the way back |
-| low_latency | headers of fixed size | fixed slots | fixed slots |
+| dispatcher | plan |
+|---|---|
+| all_to_all | counts of all chunks over ep, etp |
+| all_gather | token counts, ids 8 K a token over ep_etp; sums come back dense or uneven |
+| hierarchical | per hop: counts of all chunks, ids |
+| low_latency | headers of fixed size |
 
 Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows in full precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, cached_property
+from math import ceil, floor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
-from moemesh.config.dispatchers import packed_bytes, slots_per_pair
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.traffic.ledger_lines import LedgerLines, members
-from moemesh.planner.traffic.routing import SentRows
+from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.sharding.dispatchers import HOPS, Hop, packed_bytes, slots_per_pair, visit_probability
+
+# Token counts per expert and rank, expected or chosen: traffic that depends on them follows.
+#
+# Uniform routing chooses k of E experts with equal probability. A token then has an expert in a
+# given part of n of them with probability 1 - C(E - n, k) / C(E, k), so it visits N times that of N
+# nodes, n = E/N.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentRows:
+    """Rows that the tokens of one rank (or of one chunk of them) ask for.
+
+    `by_expert`: tokens of each expert; `rows`: (token, expert) pairs by ep index; `visits`: tokens
+    with at least one expert there;
+    `node_visits`: tokens with at least one expert in each part of the ep axis that shares a node;
+    `slots`: experts that a token can have (K).
+    """
+
+    tokens: float
+    by_expert: tuple[float, ...]
+    rows: tuple[float, ...]
+    visits: tuple[float, ...]
+    node_visits: tuple[float, ...]
+    slots: int
+
+
+#: Expert ids of each slot of each token (-1: none).
+Choices = Sequence[Sequence[int]]
+
+
+def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> SentRows:
+    """Rows that tokens with these `choices` ask for; `slots` where there is no token."""
+    per_rank = num_experts // layout.ep
+    by_expert = [0] * num_experts
+    visits, nodes = [0] * layout.ep, [0] * layout.ep_rail
+    for token in choices:
+        chosen = [expert for expert in token if expert >= 0]
+        for expert in chosen:
+            by_expert[expert] += 1
+        ranks = {expert // per_rank for expert in chosen}
+        for index in ranks:
+            visits[index] += 1
+        for index in {place // layout.ep_node for place in ranks}:
+            nodes[index] += 1
+    return SentRows(
+        tokens=len(choices),
+        by_expert=tuple(by_expert),
+        rows=tuple(
+            sum(by_expert[index * per_rank : (index + 1) * per_rank]) for index in range(layout.ep)
+        ),
+        visits=tuple(visits),
+        node_visits=tuple(nodes),
+        slots=len(choices[0]) if choices else slots,
+    )
+
+
+#: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are
+#: numbered by microbatch and, where sequences are cut, inside it by slice.
+Routing = Callable[[int, int, int, int, int, int], SentRows]
+
+
+def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
+    """The expected counts when every expert is as likely as another."""
+    experts, k = model.num_experts, model.experts_per_token
+    in_rank = visit_probability(experts, k, experts // layout.ep)
+    in_node = visit_probability(experts, k, experts // layout.ep_rail)
+
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
+        count = len(shard_range(tokens, chunks, chunk))
+        return SentRows(
+            tokens=count,
+            by_expert=(count * k / max(experts, 1),) * experts,
+            rows=(count * k / layout.ep,) * layout.ep,
+            visits=(count * in_rank,) * layout.ep,
+            node_visits=(count * in_node,) * layout.ep_rail,
+            slots=k,
+        )
+
+    return sent
+
+
+def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -> int:
+    """The most rows of one expert from `tokens` of a rank, which may take up what all ranks of
+    their sequences have in common; `tokens` where nothing is dropped."""
+    if not model.capacity_factor:
+        return tokens
+    exact = Fraction(model.capacity_factor).limit_denominator(10_000)
+    each = min(ceil(seq_len * model.experts_per_token * exact / model.num_experts), seq_len)
+    sequences = ceil(tokens * layout.cp * layout.tp / seq_len)
+    return min(tokens, sequences * each)
+
+
+def crowded_routing(
+    model: ModelConfig, layout: Layout, ep: int, seq_len: int, share: float = 1.0
+) -> Routing:
+    """The counts when a `share` of all tokens choose as many experts of the ranks with index `ep`
+    as they can, and capacity lets through as many of them as it may. With all tokens no routing
+    sends more rows there."""
+    experts, k = model.num_experts, model.experts_per_token
+    first = ep * (experts // layout.ep)
+    chosen = [(first + number) % experts for number in range(k)]
+    one = count_choices([chosen], experts, layout, slots=k)
+
+    @cache
+    def counted(tokens: int, chunk: int, chunks: int) -> SentRows:
+        count = len(shard_range(tokens, chunks, chunk))
+        crowd = floor(share * count)
+        kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
+        return SentRows(
+            tokens=count,
+            by_expert=tuple(kept * number for number in one.by_expert),
+            rows=tuple(kept * number for number in one.rows),
+            visits=tuple(crowd * number for number in one.visits),
+            node_visits=tuple(crowd * number for number in one.node_visits),
+            slots=k,
+        )
+
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
+        return counted(tokens, chunk, chunks)
+
+    return sent
+
+
+# Exchanges of a dispatch.
 
 _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
     "moe.counts",
@@ -46,228 +172,180 @@ def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
     return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
+class RowExchange(NamedTuple):
+    """One collective of a dispatch: rows of `width` bytes to and from each member of the axis, or
+    (of a gather, or a scatter of sums) those of each member."""
+
+    axis: str
+    op: str
+    phase: str
+    caller: str
+    rows: tuple[Sequence[float], ...]
+    width: float
+
+    @property
+    def amounts(self) -> list[list[float]]:
+        """Bytes, as :meth:`LedgerLines.enter` takes them."""
+        return [[rows * self.width for rows in side] for side in self.rows]
+
+
+@dataclass(kw_only=True)
 class DispatchTraffic:
-    """Enters the plan, dispatch and combine of one chunk; `sent_by` tells what a rank asks for."""
+    """Plan, dispatch and combine of one chunk, forward and backward."""
 
-    def __init__(
-        self,
-        lines: LedgerLines,
-        model: ModelConfig,
-        plan: Plan,
-        element: int,
-        max_tokens: int,
-        sent_by: Callable[[int], SentRows],
-        times: int,
-        counts: int = 1,
-        spare_rows: int = 0,
-    ) -> None:
-        """`element` bytes of a number of the model. `counts`: of how many chunks the counts are
-        exchanged with those of this one (all_to_all and hierarchical); 0: they have gone with those
-        of another. `spare_rows`: up to so many rows all_gather sums densely, whatever visits (on an
-        accelerator)."""
-        self.counts, self.spare_rows = counts, spare_rows
-        self.lines, self.model, self.plan = lines, model, plan
-        #: Bytes of a row as it is dispatched; in the backward and the combine; and of its weight.
-        self.plain: float = model.hidden_size * element
-        self.coded = self.plain
-        if plan.payload == "fp8":
-            self.coded = packed_bytes(model.hidden_size)
-        self.weight = max(element, 4)
-        self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
-        self.layout = lines.layout
-        #: Experts of a rank that rows can go to: its own, and those in its spare slots.
-        spare = plan.spare_slots if plan.ep > 1 else 0
-        self.num_local = model.num_experts // plan.ep + spare
-        self.ep = lines.here["ep"]
-        self.exact = plan.combine == "exact"
+    lines: LedgerLines
+    model: ModelConfig
+    plan: Plan
+    #: Bytes of a number of the model.
+    element: int
+    #: Tokens that a rank has room for.
+    max_tokens: int
+    #: Rows that a rank asks for.
+    sent_by: Callable[[int], SentRows]
+    #: Chunks whose counts are exchanged with those of this one (all_to_all and hierarchical);
+    #: 0: they have gone with those of another.
+    counts: int = 1
+    #: Up to so many rows all_gather sums densely, whatever visits (on an accelerator).
+    spare_rows: int = 0
 
-    def enter(self) -> None:
-        """Everything of one chunk, forward and backward."""
-        if self.plan.ep * self.plan.etp == 1:
+    def __post_init__(self) -> None:
+        #: Bytes of a row in the backward and the combine; and as it is dispatched.
+        self.plain: float = self.model.hidden_size * self.element
+        is_coded = self.plan.payload == "fp8"
+        self.coded = packed_bytes(self.model.hidden_size) if is_coded else self.plain
+        self._slots = low_latency_slots(self.model, self.plan, self.max_tokens)
+        self._rows = cache(self._rows_of)
+
+    def exchanges(self) -> Iterator[RowExchange]:
+        """Everything of one chunk, in the order of the table that shows it."""
+        plan, lines, name = self.plan, self.lines, self.plan.dispatcher
+        if plan.ep * plan.etp == 1:
             return
-        match self.plan.dispatcher:
-            case "all_gather":
-                self._all_gather()
-            case "hierarchical":
-                self._hierarchical()
-            case "low_latency":
-                self._low_latency()
-            case _:
-                self._all_to_all()
-
-    # Who sends what.
-
-    def _pairs(self, rank: int) -> tuple[list[float], list[float]]:
-        """(rows to, rows from) each ep index, of `rank`."""
-        at = self.layout.coordinates(rank)["ep"]
-        group = self.lines.members("ep", rank)
-        return list(self.sent_by(rank).rows), [self.sent_by(peer).rows[at] for peer in group]
-
-    def _scaled(self, counts: list[float], width: float) -> list[float]:
-        return [count * width for count in counts]
-
-    # The forms.
-
-    def _all_to_all(self) -> None:
-        lines, times, plan = self.lines, self.times, self.plan
-        if self.counts:
-            block = float(self.counts * self.num_local * _INT64)
-            lines.all_to_all("ep", [block] * plan.ep, [block] * plan.ep, "forward", _COUNTS, times)
-            lines.all_gather("etp", [block * plan.ep] * plan.etp, "forward", _COUNTS, times)
-        out, into = self._pairs(lines.rank)
-        lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
-        self._rows_there_and_back("ep", out, into, lanes)
-
-    def _rows_there_and_back(
-        self, axis: str, out: list[float], into: list[float], lanes: list[float]
-    ) -> None:
-        """Dispatch and combine of rows over `axis` and then over etp."""
-        self._exchange(axis, out, into, self.weight, self.weight, _WEIGHTS)
-        self._lanes(lanes, self.weight, _WEIGHTS)
-        self._exchange(axis, out, into, self.coded, None if self.exact else self.plain, _DISPATCH)
-        self._lanes(lanes, self.plain, _DISPATCH, backward=not self.exact)
-        if self.exact:
-            self._way_home(_DISPATCH, "backward")
-            self._way_home(_COMBINE, "forward")
-            return
-        self._exchange(axis, into, out, self.plain, self.plain, _COMBINE)
-        self.lines.scattered("etp", self._scaled(lanes, self.plain), _COMBINE, self.times)
-
-    def _exchange(
-        self,
-        axis: str,
-        out: list[float],
-        into: list[float],
-        width: float,
-        width_back: float | None,
-        caller: str,
-    ) -> None:
-        lines, times = self.lines, self.times
-        there, here = self._scaled(out, width), self._scaled(into, width)
-        lines.all_to_all(axis, there, here, "forward", caller, times)
-        if width_back is not None:
-            there, here = self._scaled(out, width_back), self._scaled(into, width_back)
-            lines.all_to_all(axis, here, there, "backward", caller, times)
-
-    def _lanes(
-        self, lanes: list[float], width: float, caller: str, *, backward: bool = True
-    ) -> None:
-        """Rows gathered over etp, and the pair of it."""
-        blocks = self._scaled(lanes, width)
-        self.lines.all_gather("etp", blocks, "forward", caller, self.times)
-        if backward:
-            self.lines.reduce_scatter("etp", blocks, "backward", caller, self.times)
-
-    def _way_home(self, caller: str, phase: str) -> None:
-        """Every (token, expert) row by itself: sums over etp, then over ep; combine has a pair."""
-        lines, times, width = self.lines, self.times, self.plain
-        out, into = self._pairs(lines.rank)
-        lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
-        blocks = self._scaled(lanes, width)
-        lines.reduce_scatter("etp", blocks, phase, caller, times)
-        there, here = self._scaled(into, width), self._scaled(out, width)
-        lines.all_to_all("ep", there, here, phase, caller, times)
-        if phase == "forward":
-            lines.all_gather("etp", blocks, "backward", caller, times)
-            lines.all_to_all("ep", here, there, "backward", caller, times)
-
-    def _all_gather(self) -> None:
-        lines, times = self.lines, self.times
-        group = lines.members("ep_etp")
-        sent = [self.sent_by(peer) for peer in group]
-        slots = max(item.slots for item in sent)
-        tokens = [item.tokens for item in sent]
-        lines.all_gather("ep_etp", [float(_INT64)] * len(group), "forward", _COUNTS, times)
-        ids = self._scaled(tokens, slots * _INT64)
-        lines.all_gather("ep_etp", ids, "forward", _COUNTS, times)
-        weights = self._scaled(tokens, slots * self.weight)
-        lines.gathered("ep_etp", weights, _WEIGHTS, times)
-        lines.all_gather("ep_etp", self._scaled(tokens, self.coded), "forward", _DISPATCH, times)
-        blocks = self._scaled(tokens, self.plain)
-        if self.exact:
-            self._way_home(_DISPATCH, "backward")
-            self._way_home(_COMBINE, "forward")
-            return
-        lines.reduce_scatter("ep_etp", blocks, "backward", _DISPATCH, times)
-        # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
-        visited = self.plan.etp * sum(sum(item.visits) for item in sent)
-        is_spared = sum(tokens) * slots <= self.spare_rows
-        if is_spared or visited >= sum(tokens) * len(group):
-            lines.scattered("ep_etp", blocks, _COMBINE, times)
-            return
-        out = [item.visits[self.ep] * self.plain for item in sent]
-        mine = self.sent_by(lines.rank).visits
-        into = [mine[place // self.plan.etp] * self.plain for place in range(len(group))]
-        lines.exchanged("ep_etp", out, into, _COMBINE, times)
-
-    def _hierarchical(self) -> None:
-        lines, times, layout = self.lines, self.times, self.layout
-        rail, node = lines.members("ep_rail"), lines.members("ep_node")
-        own, sent_by = lines.here["ep_rail"], self.sent_by
-
-        def forwarded(rail: tuple[int, ...], ep_index: int) -> float:
-            """Rows that a rank forwards inside its node to `ep_index`: what its rail sent it."""
-            return sum(sent_by(peer).visits[ep_index] for peer in rail)
-
-        places = shard_range(layout.ep, layout.ep_rail, own)
-        hops = (
-            (
-                "ep_rail",
-                list(sent_by(lines.rank).node_visits),
-                [sent_by(peer).node_visits[own] for peer in rail],
-            ),
-            (
-                "ep_node",
-                [forwarded(rail, place) for place in places],
-                [forwarded(lines.members("ep_rail", peer), self.ep) for peer in node],
-            ),
-        )
-        lanes = [
-            sum(sent_by(peer).visits[self.ep] for peer in lines.members("ep", lane))
-            for lane in lines.members("etp")
-        ]
-        slots = max(sent_by(peer).slots for peer in lines.members("ep"))
-        ids = _INT32 * (slots + 1)
-        # Tokens to a node, tokens and pairs to each rank there (two counts in a number); then
-        # tokens and pairs, of the node and of others; then rows and pairs.
-        counts = {"ep_rail": 1 + layout.ep_node, "ep_node": 2}
-        for axis, out, into in hops:
-            if self.counts:
-                block = [float(self.counts * counts[axis] * _INT64)] * len(out)
-                lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
-            self._exchange(axis, out, into, ids, None, _COUNTS)
-        if self.counts:
-            lane = [2.0 * self.counts * _INT64] * self.plan.etp
-            lines.all_gather("etp", lane, "forward", _COUNTS, times)
-        self._lanes(lanes, ids, _COUNTS, backward=False)
-        exact = self.exact
-        for axis, out, into in hops:
-            width = self.weight * slots
-            self._exchange(axis, out, into, width, width, _WEIGHTS)
-            self._exchange(axis, out, into, self.coded, None if exact else self.plain, _DISPATCH)
-            if not exact:
-                self._exchange(axis, into, out, self.plain, self.plain, _COMBINE)
-        self._lanes(lanes, self.weight * slots, _WEIGHTS)
-        self._lanes(lanes, self.plain, _DISPATCH, backward=not exact)
+        sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
+        if name == "low_latency":
+            header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
+            yield RowExchange("ep", "all_to_all", *headers, (header, header), _INT32)
+            yield RowExchange("etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32)
+            if any(rows > self._slots for item in sent for rows in item.rows):
+                name = "all_to_all"
+        elif name not in HOPS:
+            name = "all_to_all"
+        hops = HOPS[name]
+        # A row that stands for a token has the ids and weights of all its slots.
+        peers = lines.members("ep" if name == "hierarchical" else "ep_etp")
+        slots = max(self.sent_by(peer).slots for peer in peers)
+        yield from self._announced(name, hops, slots)
+        callers = (_WEIGHTS, _DISPATCH, _COMBINE)
+        entries = [(caller, hop) for caller in callers for hop in hops]
+        if name == "hierarchical":
+            entries.sort(key=lambda entry: hops.index(entry[1]))
+        exact = plan.combine == "exact"
+        for caller, hop in entries:
+            if caller == _WEIGHTS:
+                width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
+                yield self._there(hop, width, "forward", caller)
+                yield self._back(hop, width, "backward", caller)
+            elif caller == _DISPATCH:
+                width = self.plain if hop.axis == "etp" else self.coded
+                yield self._there(hop, width, "forward", caller)
+                if not exact:
+                    yield self._back(hop, self.plain, "backward", caller)
+            elif exact:
+                continue
+            elif hop.axis == "ep_etp" and not self._sums_densely(sent, slots):
+                out = [item.visits[lines.here["ep"]] for item in sent]
+                mine = self.sent_by(lines.rank).visits
+                both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                uneven = "ep_etp", "all_to_all"
+                yield RowExchange(*uneven, "forward", caller, both, self.plain)
+                yield RowExchange(*uneven, "backward", caller, both[::-1], self.plain)
+            else:
+                yield self._back(hop, self.plain, "forward", caller)
+                yield self._there(hop, self.plain, "backward", caller)
         if exact:
-            self._way_home(_DISPATCH, "backward")
-            self._way_home(_COMBINE, "forward")
-        else:
-            lines.scattered("etp", self._scaled(lanes, self.plain), _COMBINE, times)
+            # Every (token, expert) row by itself: sums over etp, then over ep.
+            home = HOPS["all_to_all"][::-1]
+            for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
+                for hop in home:
+                    yield self._back(hop, self.plain, phase, caller)
+            for hop in home:
+                yield self._there(hop, self.plain, "backward", _COMBINE)
 
-    def _low_latency(self) -> None:
-        lines, times, plan = self.lines, self.times, self.plan
-        slots = low_latency_slots(self.model, plan, self.max_tokens)
-        header = [float((slots + 1) * _INT32)] * plan.ep
-        lines.all_to_all("ep", header, header, "forward", "moe.headers", times)
-        lines.all_gather("etp", [sum(header)] * plan.etp, "forward", "moe.headers", times)
-        group = lines.members("ep_etp")
-        if any(rows > slots for peer in group for rows in self.sent_by(peer).rows):
-            self._all_to_all()
+    def _announced(self, name: str, hops: tuple[Hop, ...], slots: int) -> Iterator[RowExchange]:
+        """Messages that say which rows come."""
+        plan, counts = self.plan, ("forward", _COUNTS)
+        if name == "all_gather":
+            each = [1.0] * plan.ep * plan.etp
+            yield RowExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
+            yield self._there(hops[0], slots * _INT64, *counts)
+        if name not in ("all_to_all", "hierarchical"):
             return
-        even = [float(slots)] * plan.ep
-        lanes = [float(slots * plan.ep)] * plan.etp
-        self._rows_there_and_back("ep", even, even, lanes)
+        # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
+        # and pairs to each rank there (two counts in a number), then tokens and pairs, of the node
+        # and of others; then rows and pairs.
+        local = plan.spare_slots * (plan.ep > 1) + self.model.num_experts // plan.ep
+        numbers = {"ep": local, "ep_rail": 1 + self.lines.layout.ep_node, "ep_node": 2}
+        numbers["etp"] = local * plan.ep if name == "all_to_all" else 2
+        for hop in hops:
+            block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
+            if hop.is_gathered and self.counts:
+                yield RowExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
+            elif self.counts:
+                yield RowExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
+            if hop.is_of_tokens:
+                yield self._there(hop, _INT32 * (slots + 1), *counts)
+
+    def _sums_densely(self, sent: list[SentRows], slots: int) -> bool:
+        # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
+        tokens = sum(item.tokens for item in sent)
+        visited = self.plan.etp * sum(sum(item.visits) for item in sent)
+        return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
+
+    def _there(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+        """Rows of `width` bytes towards the experts."""
+        op = "all_gather" if hop.is_gathered else "all_to_all"
+        return RowExchange(hop.axis, op, phase, caller, self._rows(hop), width)
+
+    def _back(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+        """Rows of `width` bytes from the experts."""
+        op = "reduce_scatter" if hop.is_gathered else "all_to_all"
+        return RowExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
+
+    def _rows_of(self, hop: Hop) -> tuple[list[float], ...]:
+        """Rows to and from each member of the hop's axis; where they are gathered, of each."""
+        lines, sent_by = self.lines, self.sent_by
+        own = sent_by(lines.rank)
+        match hop.axis:
+            case "ep":
+                out = [float(self._slots)] * self.plan.ep if hop.rows == "slots" else [*own.rows]
+                return out, self._arriving(hop, lines.rank)
+            case "etp":
+                return ([sum(self._arriving(hop, lane)) for lane in lines.members("etp")],)
+            case "ep_rail":
+                rail, at = lines.members("ep_rail"), lines.here["ep_rail"]
+                return [*own.node_visits], [sent_by(peer).node_visits[at] for peer in rail]
+            case "ep_node":
+                # A rank forwards inside its node what its rail has sent it.
+                def forwarded(rank: int, ep_index: int) -> float:
+                    rail = lines.members("ep_rail", rank)
+                    return sum(sent_by(peer).visits[ep_index] for peer in rail)
+
+                layout, here = lines.layout, lines.here
+                places = shard_range(layout.ep, layout.ep_rail, here["ep_rail"])
+                node = lines.members("ep_node")
+                out = [forwarded(lines.rank, place) for place in places]
+                return out, [forwarded(peer, here["ep"]) for peer in node]
+            case _:
+                return ([sent_by(peer).tokens for peer in lines.members("ep_etp")],)
+
+    def _arriving(self, hop: Hop, rank: int) -> list[float]:
+        """Rows that each ep index has sent to `rank`."""
+        if hop.rows == "slots":
+            return [float(self._slots)] * self.plan.ep
+        at, group = self.lines.layout.coordinates(rank)["ep"], self.lines.members("ep", rank)
+        if hop.rows == "visits":
+            return [self.sent_by(peer).visits[at] for peer in group]
+        return [self.sent_by(peer).rows[at] for peer in group]
 
 
 # Traffic that transient replicas add to a MoE layer: shared counts, weights, rerouted rows.
@@ -293,35 +371,28 @@ _SHADOW_ROWS = 3 * 2 / 4
 _EVEN = (50, 51)
 
 
+@dataclass(kw_only=True)
 class ReplicaTraffic:
-    """One chunk of tokens of one layer, of the ep_etp group around the rank of `lines`.
+    """One chunk of tokens of one layer, of the ep_etp group around the rank of `lines`."""
 
-    `routed` tells what the tokens of a rank ask for. `is_uniform`: counts are expected ones, the
-    same for all experts.
-    """
-
-    def __init__(
-        self,
-        lines: LedgerLines,
-        model: ModelConfig,
-        plan: Plan,
-        element: int,
-        routed: Callable[[int], SentRows],
-        *,
-        is_uniform: bool,
-    ) -> None:
-        self.lines, self.model, self.plan, self.routed = lines, model, plan, routed
-        self.layout: Layout = lines.layout
-        self.element, self.is_uniform = element, is_uniform
-        self.group = members(self.layout, "ep_etp", lines.rank)
+    lines: LedgerLines
+    model: ModelConfig
+    plan: Plan
+    #: Bytes of a number of the model.
+    element: int
+    #: Rows that the tokens of a rank ask for.
+    routed: Callable[[int], SentRows]
+    #: Counts are expected ones, the same for all experts.
+    is_uniform: bool
 
     def enter(self, times: int, counts: int) -> None:
         """Counts (of `counts` chunks at once; 0: they went with those of another) and weights; rows
         follow from :meth:`sent`."""
         model, plan, lines = self.model, self.plan, self.lines
         if counts:
-            gathered = [float(counts * model.num_experts * _INT64)] * len(self.group)
-            lines.all_gather("ep_etp", gathered, "forward", "moe.counts", times)
+            size = float(counts * model.num_experts * _INT64)
+            blocks = [size] * len(lines.members("ep_etp"))
+            lines.enter("ep_etp", "all_gather", "forward", _COUNTS, blocks, times=times)
         if self.is_uniform or not self.quotas.num_replicas:
             return
         width = model.expert_intermediate_size // plan.etp
@@ -336,21 +407,22 @@ class ReplicaTraffic:
         out = [float(count * size) for count in own.sum(axis=1)]
         wanted = home[spare[here][filled[here]]]
         into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
-        lines.exchanged("ep", out, into, "moe.replicas", times)
+        lines.paired("ep", "all_to_all", "moe.replicas", out, into, times=times)
 
     def sent(self, rank: int) -> SentRows:
         """Rows that `rank` sends, by the rank of their place instead of their home."""
         asked = self.routed(rank)
         if self.is_uniform:
             return asked
-        at = self.layout.coordinates(rank)
+        at = self.lines.layout.coordinates(rank)
         rows = self._rows(at["ep"], at["etp"])
         return replace(asked, rows=tuple(float(count) for count in rows))
 
     @cached_property
     def counts(self) -> Ints:
         """[P, X, E] tokens of every rank of the group."""
-        table = np.array([self.routed(peer).by_expert for peer in self.group], dtype=np.int64)
+        group = self.lines.members("ep_etp")
+        table = np.array([self.routed(peer).by_expert for peer in group], dtype=np.int64)
         return table.reshape(self.plan.ep, self.plan.etp, self.model.num_experts)
 
     @cached_property
@@ -374,7 +446,7 @@ class ReplicaTraffic:
         """[P, places] tokens that all lanes of a rank send to each place."""
         with plain_loops():
             return assign_tokens(
-                self.quotas, self.counts.sum(axis=1), ranks_per_node=self.layout.ep_node
+                self.quotas, self.counts.sum(axis=1), ranks_per_node=self.lines.layout.ep_node
             )
 
     def _rows(self, rank: int, lane: int) -> Ints:

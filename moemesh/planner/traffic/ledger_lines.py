@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
+from typing import Any
 
 from moemesh.config.layout import AXES, Layout
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
-_Key = tuple[str, str, str, str]
+#: Operation of a forward -> that of its gradients.
+_PAIRS = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_reduce": "all_reduce",
+}
 
 
 class LedgerLines:
@@ -26,8 +33,8 @@ class LedgerLines:
     ) -> None:
         self.layout, self.rank = layout, rank
         self._forwards, self._recomputed = forwards, recomputed
-        self._members: dict[str, tuple[int, ...]] = {}
-        self._sums: dict[_Key, list[float]] = {}
+        self._group_of = cache(partial(members, layout))
+        self._sums: dict[tuple[str, str, str, str], list[float]] = {}
         self._has_backward = True
 
     @contextmanager
@@ -45,83 +52,31 @@ class LedgerLines:
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """The ranks of `axis` around `rank` (this one by default), ascending."""
-        if rank is None or rank == self.rank:
-            if axis not in self._members:
-                self._members[axis] = members(self.layout, axis, self.rank)
-            return self._members[axis]
-        return members(self.layout, axis, rank)
+        return self._group_of(axis, self.rank if rank is None else rank)
 
-    def size(self, axis: str) -> int:
-        return len(self.members(axis))
-
-    def index(self, axis: str) -> int:
-        return self.members(axis).index(self.rank)
-
-    def all_reduce(
-        self, axis: str, elements: int, width: int, phase: str, caller: str, times: int = 1
+    def enter(
+        self, axis: str, op: str, phase: str, caller: str, *amounts: Any, times: int = 1
     ) -> None:
-        """Ring all-reduce of `elements` numbers of `width` bytes."""
-        if (size := self.size(axis)) > 1:
-            moved = wire.all_reduce(elements, width, size, self.index(axis))
-            self._add(axis, "all_reduce", phase, caller, moved, times)
+        """One collective, `times` times; nothing on an axis of one rank.
 
-    def all_gather(
-        self, axis: str, blocks: Sequence[float], phase: str, caller: str, times: int = 1
-    ) -> None:
-        """All-gather of ``blocks[i]`` bytes of each rank."""
-        if self.size(axis) > 1:
-            own, total = blocks[self.index(axis)], sum(blocks)
-            moved = (total, own * (len(blocks) - 1), total - own)
-            self._add(axis, "all_gather", phase, caller, moved, times, [own] * len(blocks))
+        `amounts` are those of :mod:`moemesh.trace.wire`: elements and bytes of each (all_reduce),
+        bytes of each member's block (all_gather, reduce_scatter), bytes to and from each member
+        (all_to_all), bytes from the first member (broadcast).
+        """
+        ranks = self.members(axis)
+        if len(ranks) == 1:
+            return
+        index = ranks.index(self.rank)
+        last: dict[str, Any] = {"all_reduce": {"size": len(ranks)}}
+        last["broadcast"] = {"size": len(ranks), "source_index": 0}
+        moved = getattr(wire, op)(*amounts, index=index, **last.get(op, {}))
+        self._add(axis, op, phase, caller, moved, times)
 
-    def reduce_scatter(
-        self, axis: str, blocks: Sequence[float], phase: str, caller: str, times: int = 1
-    ) -> None:
-        """Reduce-scatter in which rank i keeps ``blocks[i]`` bytes."""
-        if self.size(axis) > 1:
-            own, total = blocks[self.index(axis)], sum(blocks)
-            moved = (total, total - own, own * (len(blocks) - 1))
-            self._add(axis, "reduce_scatter", phase, caller, moved, times, blocks)
-
-    def all_to_all(
-        self,
-        axis: str,
-        inputs: Sequence[float],
-        outputs: Sequence[float],
-        phase: str,
-        caller: str,
-        times: int = 1,
-    ) -> None:
-        """``inputs[i]`` bytes to rank i, ``outputs[i]`` from it."""
-        if self.size(axis) > 1:
-            index = self.index(axis)
-            sent, received = sum(inputs), sum(outputs)
-            moved = (sent, sent - inputs[index], received - outputs[index])
-            self._add(axis, "all_to_all", phase, caller, moved, times, inputs)
-
-    # Collectives of a forward with their pairs in the backward.
-
-    def gathered(self, axis: str, blocks: Sequence[float], caller: str, times: int = 1) -> None:
-        """All-gather; its gradients are reduced and scattered."""
-        self.all_gather(axis, blocks, "forward", caller, times)
-        self.reduce_scatter(axis, blocks, "backward", caller, times)
-
-    def scattered(self, axis: str, blocks: Sequence[float], caller: str, times: int = 1) -> None:
-        """Reduce-scatter; its gradients are gathered."""
-        self.reduce_scatter(axis, blocks, "forward", caller, times)
-        self.all_gather(axis, blocks, "backward", caller, times)
-
-    def exchanged(
-        self,
-        axis: str,
-        inputs: Sequence[float],
-        outputs: Sequence[float],
-        caller: str,
-        times: int = 1,
-    ) -> None:
-        """All-to-all; its gradients take the way back."""
-        self.all_to_all(axis, inputs, outputs, "forward", caller, times)
-        self.all_to_all(axis, outputs, inputs, "backward", caller, times)
+    def paired(self, axis: str, op: str, caller: str, *amounts: Any, times: int = 1) -> None:
+        """A collective of a forward, and that of its gradients, which take the way back."""
+        self.enter(axis, op, "forward", caller, *amounts, times=times)
+        back = reversed(amounts) if op == "all_to_all" else amounts
+        self.enter(axis, _PAIRS[op], "backward", caller, *back, times=times)
 
     def message(
         self, axis: str, size: float, phase: str, caller: str, times: int = 1, *, sends: bool
@@ -131,30 +86,15 @@ class LedgerLines:
             moved = (size, size, 0) if sends else (size, 0, size)
             self._add(axis, "send_receive", phase, caller, moved, times)
 
-    def broadcast(
-        self, axis: str, size: int, phase: str, caller: str, times: int = 1, *, source: int = 0
-    ) -> None:
-        """Broadcast of `size` bytes from index `source`."""
-        if (members := self.size(axis)) > 1:
-            moved = wire.broadcast(size, members, self.index(axis), source)
-            self._add(axis, "broadcast", phase, caller, moved, times)
-
     def _add(
-        self,
-        axis: str,
-        op: str,
-        phase: str,
-        caller: str,
-        moved: Sequence[float],
-        times: int,
-        sent: Sequence[float] = (),
+        self, axis: str, op: str, phase: str, caller: str, moved: Sequence[float], times: int
     ) -> None:
-        """Add (payload, sent, received) bytes; `sent` are those to each member of the axis."""
+        """Add (payload, sent, received) bytes."""
         if phase in ("backward", "recompute") and not self._has_backward:
             return
         if phase == "forward":
             if caller in self._recomputed:
-                self._add(axis, op, "recompute", caller, moved, times, sent)
+                self._add(axis, op, "recompute", caller, moved, times)
             times *= self._forwards
         found = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
         found[0] += times
@@ -163,20 +103,26 @@ class LedgerLines:
 
     def ledger(self) -> Ledger:
         """The finished ledger."""
-        ledger = Ledger()
-        for (axis, op, phase, caller), (count, *moved) in self._sums.items():
-            payload, sent, received = (round(value) for value in moved)
-            ledger.record(
-                axis=axis,
-                op=op,
-                phase=phase,
-                caller=caller,
-                count=int(count),
-                payload_bytes=payload,
-                wire_bytes=sent,
-                received_bytes=received,
-            )
-        return ledger
+        return ledger_of((*key, *sums) for key, sums in self._sums.items())
+
+
+def ledger_of(lines: Iterable[tuple[Any, ...]]) -> Ledger:
+    """The ledger of lines of (axis, op, phase, caller, count, payload, sent, received bytes),
+    rounded."""
+    ledger = Ledger()
+    for axis, op, phase, caller, *numbers in lines:
+        count, payload, sent, received = map(round, numbers)
+        ledger.record(
+            axis=axis,
+            op=op,
+            phase=phase,
+            caller=caller,
+            count=count,
+            payload_bytes=payload,
+            wire_bytes=sent,
+            received_bytes=received,
+        )
+    return ledger
 
 
 def members(layout: Layout, axis: str, rank: int) -> tuple[int, ...]:

@@ -8,18 +8,17 @@ top, and an input half keeps what its weight half will read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from math import ceil
 from typing import NamedTuple
 
-from moemesh.config.context import head_share
-from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import shard_range
-from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
-from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
-from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, low_latency_slots
+from moemesh.planner.traffic.tensors import RankStep, StagePlacement
 from moemesh.schedule.action import Op
+from moemesh.sharding.context import head_share
+from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.trace.memory_profile import DEFERRED
 
 
@@ -49,76 +48,21 @@ class SavedTensors(NamedTuple):
     entry: float = 0.0
 
 
-# Saved activations of each part of a model on one rank of `moemesh train`.
-#
-# Each storage counts once, where it is kept first. Per token of a microbatch with w bytes an
-# element and W = max(w, 4), N = tp, T tokens, T/N of them here; "held" is kept until the weight
-# gradients of a split backward, which keep the gradients of the last column besides:
-#
-# | part | kept bytes | of tokens | held | gradients for W |
-# |---|---|---|---|---|
-# | each norm | input, normalised copy: 2 W h; the inverse root W | T/N | | |
-# | attention | see below | | inputs of products | their outputs |
-# | MLP, shared experts | input w h | T | all | 2 w f / N |
-# | | gate, up, silu(gate): 3 w f / N; product w f / N | T | product | w h |
-# | router | input W h; scores W E; choices and weights | T/N | input | W E |
-# | dispatch | positions of rows, weights behind each exchange | | | |
-# | experts | their rows w h a source row; gate and up 2 w f_e / x | received | rows | see below |
-# | | a weight W a row | | | |
-# | head | input w h, a target 8 and a log-sum-exp W | T | all | W |
-# | each adapter | | | | w r; of experts 2 w r a row |
-#
-# Experts keep gradients of w (h + 3 f_e / x) a row. On a CPU the norm is made of several
-# operations, hence its copies; CUDA's fused norm keeps only its input and the inverse root. The
-# positions that a dispatch plan itself holds are not counted.
-
-
-# The predicted activations of one attention block of our own library on a CPU, each storage once.
-#
-# Per token with w bytes an element and W = max(w, 4), N = tp; heads of a rank: a queries, k keys
-# and values of d channels (of latent attention a of each, values of d_v):
-#
-# | kept | bytes | tokens |
-# |---|---|---|
-# | entry: stream behind its norm | w h | T, latent attention T/N |
-# | grouped: projections; rotated queries and keys; output | w d (a + 2k); w d (a + k); w d a | T |
-# | latent: down and their norms | w (r + r_kv + d_r), 2 W r, 2 W r_kv | T/N |
-# | latent: what enters | w (r + r_kv + d_r) | T |
-# | latent: queries, keys, values, output | w a (2 d + d_n + d_v + d_v) | T |
-# | log-sum-exp | W a | T |
-# | a norm of each head | queries before it, both behind it: W d (2 a + k); W (a + k) | T |
-# | a norm over all heads | the same: w d (2 a + k); 2 W | T |
-# | either, where w < W | keys before it; over all heads, both as they are summed: W d (a + k) | T |
-# | clipping | its copies of queries, and values behind it: w d (a + k) | T |
-# | computed again: the output once more | w d_v a | T |
-# | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
-# | exit all_to_all | own rows of all heads | T/N |
-#
-# Where cp ranks swap heads for positions, each keeps queries, keys, values and output of its heads
-# in whole sequences in place of its own projections.
-
-
 _INT64, _FLOAT64 = 8, 8
 
 
-class LayerMemory:
-    """The layers of one rank's stages, forward by forward."""
+class LayerMemory(RankStep):
+    """The layers of one rank's stages, forward by forward: one `Saved` for each kept tensor.
 
-    def __init__(
-        self,
-        placement: StagePlacement,
-        global_batch: int,
-        element: int,
-        rank: int,
-        routing: Routing | None,
-    ) -> None:
-        self.placement, self.layout, self.rank = placement, placement.layout, rank
-        self.model, self.plan = placement.model, placement.plan
-        self.batch = global_batch
-        self.w, self.wide = element, max(element, 4)
-        self.routing = routing or uniform_routing(self.model, self.layout)
-        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
-        self.here = placement.coordinates(rank)
+    Each storage counts once, where it is kept first. Of a microbatch, a rank has `whole` tokens of
+    its sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers have w bytes,
+    W = max(w, 4) in norms, routers and sums. On a CPU a norm is made of several operations, which
+    keep copies; CUDA's fused norm keeps only its input and the inverse root. The positions that a
+    dispatch plan itself holds are not counted.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         model, plan = self.model, self.plan
         self.is_selective = plan.recompute == "selective"
         #: Heads of this rank.
@@ -132,13 +76,9 @@ class LayerMemory:
         #: Heads for positions: the projections are sent, and what arrives is kept in their place.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
 
-    def _sequences(self, number: int) -> int:
-        microbatch = number // len(self.placement.lengths)
-        return self.placement.sequences(self.batch, self.here["dp"], microbatch)
-
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """One forward on one stage: what has a backward."""
-        whole, local = self.placement.tokens(self.batch, self.rank, number)
+        whole, local = self.placement.tokens(self.global_batch, self.rank, number)
         length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
         found: list[SavedTensors] = []
         kept = self.placement.has_backward
@@ -185,7 +125,7 @@ class LayerMemory:
                 yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
         if self.swaps:
             # Whole sequences.
-            core = self._sequences(number) * self.placement.seq_len * self._by_heads()
+            core = self.sequences(number) * self.placement.seq_len * self._by_heads()
         else:
             # The log-sum-exp, and outputs that are not the input of the last product.
             core = self.heads * self.wide
@@ -219,9 +159,10 @@ class LayerMemory:
         return (queries + keys) * w * (size + values) + queries * self.wide
 
     def _grouped(self, whole: int) -> Iterator[Saved]:
-        model, w, heads, keys, size = (
-            self.model, self.w, self.heads, self.keys, self.model.head_dim,
-        )  # fmt: skip
+        """Grouped-query attention: the stream behind its norm; the projections; rotated queries and
+        keys, and what norms of them (of each head, or over all of them) and clipping copy."""
+        model, w, heads, keys = self.model, self.w, self.heads, self.keys
+        size = model.head_dim
         entered = whole * w * model.hidden_size
         projected = whole * w * size * (heads + 2 * keys)
         yield Saved("attention", entered, held=entered, gradient=projected)
@@ -255,6 +196,8 @@ class LayerMemory:
         yield Saved("attention", core, is_again=self.is_again)
 
     def _latent(self, whole: int, local: int) -> Iterator[Saved]:
+        """Latent attention: the stream, the latents behind and before their norms; queries, keys
+        and values of all heads, padded to one size where the kernel wants that."""
         model, w, wide, heads = self.model, self.w, self.wide, self.heads
         rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
         queries = whole * w * heads * model.query_head_dim
@@ -294,6 +237,7 @@ class LayerMemory:
         yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
 
     def _head(self, whole: int) -> Saved:
+        """Input, a target and a log-sum-exp of each token."""
         size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
         return Saved("head", size, held=size, gradient=whole * self.wide)
 
@@ -301,6 +245,7 @@ class LayerMemory:
         return Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
+        """A dense MLP, or the shared experts: input; gate, up, silu(gate) and product."""
         hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
         inner /= self.plan.tp
         entered = hidden if owns_input else 0
@@ -316,6 +261,7 @@ class LayerMemory:
             yield Saved("mlp", inner, held=inner, gradient=hidden)
 
     def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
+        """Router, auxiliary loss, dispatch, shared and routed experts."""
         model, plan, w, wide = self.model, self.plan, self.w, self.wide
         alone = plan.ep * plan.etp == 1
         k, experts = model.experts_per_token, model.num_experts
@@ -335,8 +281,8 @@ class LayerMemory:
             if model.z_loss_coefficient:
                 size += local * wide * (experts + 2)
             yield Saved("dispatch", size)
-        rows = self._rows(number, layer)
-        yield Saved("dispatch", rows.picks)
+        source, rows, kept, picks = self._rows(number, layer)
+        yield Saved("dispatch", picks)
         narrow = local * w * model.hidden_size
         # The stream behind the norm is the router's input in fp32 at least, and where they are the
         # same tensor that of the local experts and of the shared expert, too.
@@ -349,17 +295,14 @@ class LayerMemory:
         if model.shared_gate:
             # Both factors: the sigmoid, and what it multiplies.
             yield Saved("mlp", local * w + narrow, gradient=local * w)
+        # The experts' rows; gate and up; a weight of each row.
         is_copied = not alone or plan.combine == "exact"
-        source = rows.source * w * model.hidden_size if is_copied else 0.0
+        copied = source * w * model.hidden_size if is_copied else 0.0
         width = w * model.expert_intermediate_size / plan.etp
-        kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.kept * width
-        yield Saved(
-            "experts",
-            source + rows.total * wide + kept,
-            held=source,
-            gradient=rows.total * (w * model.hidden_size + 3 * width)
-            + 2 * self._narrow(rows.total, "gate_proj", "up_proj", "down_proj"),
-        )
+        inner = 0.0 if self.is_selective and plan.recompute_experts else 2 * kept * width
+        narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
+        gradient = rows * (w * model.hidden_size + 3 * width) + narrow
+        yield Saved("experts", copied + rows * wide + inner, held=copied, gradient=gradient)
 
     def _adapters(self, whole: int, local: int) -> Saved:
         """Gradients of an attention block's narrow products, kept until those of weights."""
@@ -381,79 +324,56 @@ class LayerMemory:
 
     def _loss_of_scopes(self, number: int, wide: int) -> float:
         """Frequencies and numbers of tokens of each scope."""
-        by_sequence = self.model.aux_loss_scope == "sequence"
-        scopes = self._sequences(number) if by_sequence else 1
-        return scopes * (wide * self.model.num_experts + _INT64)
+        return self.scopes(number) * (wide * self.model.num_experts + _INT64)
 
-    def _rows(self, number: int, layer: int) -> _Rows:
-        """Rows of this rank in one layer, over all chunks."""
-        plan = self.plan
-        chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
+    def _rows(self, number: int, layer: int) -> tuple[float, ...]:
+        """Of this rank in one layer, over all chunks: rows of the experts' source, rows at the
+        experts, those of which gate and up are kept (as they are laid out for the products); bytes
+        of positions and weights of the dispatch."""
+        plan, here = self.plan, self.here["ep"]
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
         found: list[tuple[float, float, float, float]] = []
-        for chunk in range(chunks):
-
-            @cache
-            def sent(rank: int, chunk: int = chunk) -> SentRows:
-                local = self.placement.tokens(self.batch, rank, number)[1]
-                return self.routing(rank, number, layer, local, chunk, chunks)
-
-            source, picks = self._received(sent)
-            total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
+        for chunk in range(self.chunks):
+            sent = self.sent_by(number, layer, chunk)
+            peers = [sent(peer) for peer in self.placement.members("ep_etp", self.rank)]
+            source, picks = self._received(sent(self.rank), peers)
+            total = sum(peer.rows[here] for peer in peers)
             if plan.combine == "exact":
                 # Each expert's rows are padded, and all of them together.
-                experts = shard_range(self.model.num_experts, plan.ep, self.here["ep"])
-                rows = (
-                    sum(sent(peer).by_expert[expert] for peer in self._peers())
-                    for expert in experts
-                )
+                experts = shard_range(self.model.num_experts, plan.ep, here)
+                rows = (sum(peer.by_expert[expert] for peer in peers) for expert in experts)
                 padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
                 source, kept = total, ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
             else:
                 # Rows above the bound are computed in blocks, and once more in the backward.
                 kept = total if total <= most else 0.0
             found.append((source, total, kept, picks))
-        return _Rows(*map(sum, zip(*found, strict=True)))
+        return tuple(map(sum, zip(*found, strict=True)))
 
-    def _peers(self) -> tuple[int, ...]:
-        return self.placement.members("ep_etp", self.rank)
-
-    def _received(self, sent: Callable[[int], SentRows]) -> tuple[float, float]:
+    def _received(self, own: SentRows, peers: list[SentRows]) -> tuple[float, float]:
         """Rows of the source of this rank's experts; bytes of positions and weights that are kept
         where weights are picked and sorted."""
-        plan, ep, wide, peers = self.plan, self.here["ep"], self.wide, self._peers()
-        own, k = sent(self.rank), self.model.experts_per_token
-        rows = sum(sent(peer).rows[ep] for peer in peers)
-        weights = own.tokens * k * wide
+        plan, ep, wide, k = self.plan, self.here["ep"], self.wide, self.model.experts_per_token
+        rows = sum(peer.rows[ep] for peer in peers)
+        weights, positions = own.tokens * k * wide, _INT64 * rows
         if plan.ep * plan.etp == 1 and plan.combine == "fast":
-            return rows, weights + _INT64 * rows
+            return rows, weights + positions
         match plan.dispatcher:
             case "all_gather":
-                tokens = sum(sent(peer).tokens for peer in peers)
-                return tokens, tokens * k * wide + _INT64 * rows
+                tokens = sum(peer.tokens for peer in peers)
+                return tokens, tokens * k * wide + positions
             case "hierarchical":
-                visits = sum(sent(peer).visits[ep] for peer in peers)
-                return visits, visits * k * wide + _INT64 * rows
+                visits = sum(peer.visits[ep] for peer in peers)
+                return visits, visits * k * wide + positions
             case "low_latency":
                 slots = low_latency_slots(self.model, plan, self.max_tokens)
-                if all(count <= slots for peer in peers for count in sent(peer).rows):
+                if all(count <= slots for peer in peers for count in peer.rows):
                     received = slots * len(peers)
-                    buffer = slots * plan.ep
-                    picked = weights + _INT64 * buffer + wide * received + _INT64 * rows
+                    picked = weights + _INT64 * slots * plan.ep + wide * received + positions
                     return received, picked
             case _:
                 pass
-        return rows, weights + _INT64 * sum(own.rows) + (wide + _INT64) * rows
-
-
-class _Rows(NamedTuple):
-    """Rows of the experts' source, rows at the experts, those of which gate and up are kept (as
-    they are laid out for the products); bytes of positions and weights of the dispatch."""
-
-    source: float
-    total: float
-    kept: float
-    picks: float
+        return rows, weights + _INT64 * sum(own.rows) + wide * rows + positions
 
 
 def predict_activations(
@@ -468,7 +388,13 @@ def predict_activations(
 
     `routing` None: uniform. Replicas of experts are priced as if there were none.
     """
-    memory = LayerMemory(placement, global_batch, element, rank, routing)
+    memory = LayerMemory(
+        placement=placement,
+        global_batch=global_batch,
+        w=element,
+        rank=rank,
+        given_routing=routing,
+    )
     schedule, pp_rank = placement.schedule, memory.here["pp"]
     layers = cache(memory.stage)
     walk = _Walk(placement.plan.recompute == "full")

@@ -5,14 +5,14 @@ Model states are exact, activations near (:mod:`.own_activations`).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
-from moemesh.config.buckets import MOST_UNDER_WAY
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
+from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     GatheredUnits,
@@ -21,6 +21,7 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
+from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.trace.memory_profile import MemoryProfile
 
 # Model states: weights to snapshots.
@@ -46,19 +47,6 @@ from moemesh.trace.memory_profile import MemoryProfile
 _BIAS = 4
 
 
-class States(NamedTuple):
-    """Bytes of one rank, by the classes of :data:`moemesh.trace.memory_profile.PARTS`."""
-
-    dense_weights: int
-    expert_weights: int
-    gradients: int
-    optimizer: int
-    gathered_weights: int = 0
-    buffers: int = 0
-    weight_versions: int = 0
-    snapshots: int = 0
-
-
 def predict_states(
     placement: StagePlacement,
     *,
@@ -66,36 +54,35 @@ def predict_states(
     optimizer: Literal["adamw", "sgd"] = "adamw",
     momentum: float = 0.0,
     rank: int = 0,
-) -> States:
-    """The part of the model on `rank`, `element` bytes a weight; `momentum` is that of SGD."""
+) -> MemoryProfile:
+    """The part of the model on `rank`, `element` bytes a weight, without activations; `momentum` is
+    that of SGD."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
+    model, schedule = placement.model, placement.schedule
     kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}
-    gradients = masters = moments = updated = 0
+    gradients = masters = updated = 0
     for bucket in data_buckets(placement, rank, element):
-        share = range(bucket.numbers)
+        whole = share = range(bucket.numbers)
         if plan.data != "replicate":
             sizes, index = owned(placement, bucket, rank)
             share = range(sum(sizes[:index]), sum(sizes[: index + 1]))
-        wide, own = bucket.gradient_bytes, len(share)
-        kept = share if plan.data == "zero3" else range(bucket.numbers)
+        kept = share if plan.data == "zero3" else whole
         of_experts = bucket.expert_numbers(kept)
         weights[True] += of_experts * bucket.weight_bytes
         weights[False] += (len(kept) - of_experts) * bucket.weight_bytes
-        if not bucket.trains:
-            continue
-        gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
-        masters += own * wide if bucket.weight_bytes < wide else 0
-        moments += kinds * own * wide
-        # A weight that is its own master is copied as one.
-        updated += own * wide
+        if bucket.trains:
+            wide = bucket.gradient_bytes
+            gradients += len(share if plan.data in ("zero2", "zero3") else whole) * wide
+            # A weight as wide as its gradient is its own master, and copied as one.
+            masters += len(share) * wide if bucket.weight_bytes < wide else 0
+            updated += len(share) * wide
     biases = 0
-    if (model := placement.model).router_selection_bias:
+    if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.
         here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
         biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
-    is_undone = plan.optimizer_validation == "after" and placement.schedule.update is None
-    versions, schedule = 1, placement.schedule
+    versions = 1
     if schedule.update is not None:
         # A stream keeps older versions beside the newest.
         numbers = Numbers(
@@ -105,18 +92,18 @@ def predict_states(
             times=MicrobatchTimes(),
         )
         versions = FORMS[plan.schedule].copies(numbers, pp_rank)
-    gathered = 0
-    if plan.data == "zero3":
-        gathered = GatheredUnits(placement, rank, element).most_bytes
-    return States(
-        gathered_weights=gathered,
+    is_undone = plan.optimizer_validation == "after" and schedule.update is None
+    gathers = plan.data == "zero3"
+    return MemoryProfile(
+        rank=rank,
+        gathered_weights=GatheredUnits(placement, rank, element).most_bytes if gathers else 0,
         buffers=_most_buffers(placement, rank, element),
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
-        optimizer=masters + moments,
+        optimizer=masters + kinds * updated,
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
-        snapshots=updated + moments + biases if is_undone else 0,
+        snapshots=(1 + kinds) * updated + biases if is_undone else 0,
     )
 
 
@@ -131,14 +118,13 @@ def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
     waiting = [len(bucket.members) for bucket in found]
     homes = {member.name: place for place, bucket in enumerate(found) for member in bucket.members}
     received: list[int] = []
+    sends: list[int] = []
     for bucket in found:
         sizes, index = owned(placement, bucket, rank)
         received.append(sizes[index] * (len(sizes) - 1) * bucket.gradient_bytes)
-    # Under zero2 and zero3 the vector that is sent is another one than what the rank keeps.
-    sends = [
-        bucket.numbers * bucket.gradient_bytes * (plan.data in ("zero2", "zero3") and num_bytes > 0)
-        for bucket, num_bytes in zip(found, received, strict=True)
-    ]
+        # Under zero2 and zero3 the vector that is sent is another one than what the rank keeps.
+        is_copied = plan.data in ("zero2", "zero3") and received[-1] > 0
+        sends.append(bucket.numbers * bucket.gradient_bytes * is_copied)
     held, most, launched = 0, 0, 0
     under_way: list[int] = []
     begun: set[int] = set()
@@ -193,10 +179,5 @@ def predict_memory(
     kinds = predict_activations(
         placement, global_batch=global_batch, element=element, rank=rank, routing=routing
     )
-    return MemoryProfile(
-        rank=rank,
-        **states._asdict(),
-        activations=sum(kinds.values()),
-        activation_kinds=kinds,
-        peak=sum(states) + sum(kinds.values()),
-    )
+    profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
+    return replace(profile, peak=profile.total)

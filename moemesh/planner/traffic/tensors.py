@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, pairwise
 
-from moemesh.config.buckets import Bucket, Member, buckets, owned_sizes
-from moemesh.config.context import context_sizes
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers
-from moemesh.config.tuning import (
-    FULL,
-    STACKS,
-    Tuning,
+from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.plan_schedule import build_step
+from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
+from moemesh.sharding.context import context_sizes
+from moemesh.sharding.parameters import (
+    ParameterTensor,
     first_stage,
     first_unit,
     tuned_tensors,
     units_without_backward,
 )
-from moemesh.planner.traffic.ledger_lines import members
-from moemesh.schedule.action import Schedule
-from moemesh.schedule.plan_schedule import build_step
-from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.stages import cut_layers
 
 #: Of a number of a weight, by dtype of a run.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -125,6 +125,50 @@ class StagePlacement:
         return [found for found in self.tensors if self.users(found, pp_rank)]
 
 
+@dataclass(kw_only=True, eq=False)
+class RankStep:
+    """One training step of one rank: its forwards, numbered by microbatch and, inside it, by slice
+    of the sequences; and the rows that tokens send to experts."""
+
+    placement: StagePlacement
+    global_batch: int
+    #: Bytes of a number of the model.
+    w: int
+    rank: int
+    #: Rows that tokens ask for; None: uniform routing.
+    given_routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        self.model, self.plan = self.placement.model, self.placement.plan
+        self.layout, self.schedule = self.placement.layout, self.placement.schedule
+        self.here = self.placement.coordinates(self.rank)
+        #: Bytes of a number that is at least fp32.
+        self.wide = max(self.w, 4)
+        self.routing = self.given_routing or uniform_routing(self.model, self.layout)
+        self.max_tokens = self.plan.tokens_per_rank(self.placement.seq_len, self.global_batch)
+        is_whole = self.plan.combine == "exact" or self.plan.ep * self.plan.etp == 1
+        self.chunks = 1 if is_whole else self.plan.dispatch_chunks
+
+    def sequences(self, forward: int) -> int:
+        """Sequences that this rank has a part of, in one forward."""
+        microbatch = forward // self.schedule.num_slices
+        return self.placement.sequences(self.global_batch, self.here["dp"], microbatch)
+
+    def scopes(self, forward: int) -> int:
+        """Scopes of the auxiliary losses in one forward."""
+        return self.sequences(forward) if self.model.aux_loss_scope == "sequence" else 1
+
+    def sent_by(self, forward: int, layer: int, chunk: int) -> Callable[[int], SentRows]:
+        """Rows that the tokens of one chunk of a rank ask for."""
+
+        @cache
+        def sent(rank: int) -> SentRows:
+            _, tokens = self.placement.tokens(self.global_batch, rank, forward)
+            return self.routing(rank, forward, layer, tokens, chunk, self.chunks)
+
+        return sent
+
+
 def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
     """The buckets of one rank of a model whose weights have `element_bytes` a number."""
     layout, pp_rank = placement.layout, placement.coordinates(rank)["pp"]
@@ -166,37 +210,24 @@ def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[i
 # it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
 
 
-@dataclass(eq=False)
-class _Weights:
-    """The weights of one bucket, shared by several ranks."""
-
-    bucket: Bucket
-    users: int = 0
-    is_here: bool = False
-
-
 class GatheredUnits:
     """One step of one rank under ``plan.data = zero3``. ``gathers``: (bucket, phase) -> how often
     its weights are gathered; ``most_bytes``: of weights that are here, or on their way, at once."""
 
     def __init__(self, placement: StagePlacement, rank: int, element_bytes: int) -> None:
         self._placement, self._model = placement, placement.model
-        layout = placement.layout
         self._keeps = placement.plan.reshard == "step"
         self.gathers: Counter[tuple[Bucket, str]] = Counter()
         self.most_bytes = 0
-        self._units: dict[str, list[_Weights]] = {}
-        self._all: list[_Weights] = []
+        self._here: set[Bucket] = set()
+        self._units: dict[str, list[Bucket]] = {}
         for bucket in data_buckets(placement, rank, element_bytes):
             assert bucket.unit is not None
             if len(owned(placement, bucket, rank)[0]) > 1:
-                weights = _Weights(bucket)
-                self._all.append(weights)
-                self._units.setdefault(bucket.unit, []).append(weights)
+                self._units.setdefault(bucket.unit, []).append(bucket)
         if self._model.tied_embeddings:
-            both = [*self._units.get("head", ()), *self._units.get("embedding", ())]
-            self._units = self._units | {"head": both}
-        schedule, pp_rank = placement.schedule, layout.coordinates(rank)["pp"]
+            self._units["head"] = [*self._units.get("head", ()), *self._units.get("embedding", ())]
+        schedule, pp_rank = placement.schedule, placement.coordinates(rank)["pp"]
         following: dict[tuple[str, str], set[str]] = {}
         for stage in placement.stages(pp_rank):
             for before, after in chain.from_iterable(map(pairwise, self._sequences(stage))):
@@ -208,8 +239,7 @@ class GatheredUnits:
         for op in schedule.ops(pp_rank):
             if op.kind == "F":
                 for unit in chain.from_iterable(self._sequences(op.stage)):
-                    self._gather(unit, "forward")
-                    self._free(unit)
+                    self._use(unit, "forward")
             elif op.kind == "B":
                 main, *ahead = self._sequences(op.stage)
                 reached = [unit for unit in main if placement.has_backward(unit)]
@@ -217,8 +247,7 @@ class GatheredUnits:
                     reached += [layer, head] if placement.has_backward(layer) else []
                 for unit in reversed(reached):
                     if unit != "embedding":  # its backward reads no weights
-                        self._gather(unit, "backward")
-                        self._free(unit)
+                        self._use(unit, "backward")
 
     def _sequences(self, stage: int) -> list[list[str]]:
         """The units that a forward reads, in their order; each extra prediction layer apart."""
@@ -228,23 +257,14 @@ class GatheredUnits:
         ahead = [["embedding", f"layers.{index}", "head"] for index in self._model.mtp_layers]
         return [["embedding"] * (stage == 0) + layers + ["head"], *ahead]
 
-    def _gather(self, unit: str, phase: str) -> None:
-        for weights in self._units.get(unit, ()):
-            self._start(weights, phase)
-            weights.users += 1
-        for weights in self._units.get(self._next.get((phase, unit), ""), ()):
-            self._start(weights, phase)
-        here = (one.bucket for one in self._all if one.is_here)
-        held = sum(bucket.numbers * bucket.weight_bytes for bucket in here)
+    def _use(self, unit: str, phase: str) -> None:
+        """Gather a unit and the next one; free it behind its use."""
+        own = self._units.get(unit, [])
+        for bucket in (*own, *self._units.get(self._next.get((phase, unit), ""), ())):
+            if bucket not in self._here:
+                self._here.add(bucket)
+                self.gathers[bucket, phase] += 1
+        held = sum(bucket.numbers * bucket.weight_bytes for bucket in self._here)
         self.most_bytes = max(self.most_bytes, held)
-
-    def _start(self, weights: _Weights, phase: str) -> None:
-        if not weights.is_here:
-            weights.is_here = True
-            self.gathers[weights.bucket, phase] += 1
-
-    def _free(self, unit: str) -> None:
-        for weights in self._units.get(unit, ()):
-            weights.users -= 1
-            if not self._keeps and not weights.users:
-                weights.is_here = False
+        if not self._keeps:
+            self._here.difference_update(own)

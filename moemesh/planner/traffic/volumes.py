@@ -36,12 +36,14 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from moemesh.config.context import head_share
-from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import pipeline_step
+from moemesh.planner.traffic.ledger_lines import ledger_of
+from moemesh.sharding.context import head_share
+from moemesh.sharding.dispatchers import HOPS, packed_bytes, rows_moved
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
@@ -72,21 +74,10 @@ def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> lis
 
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
     """The same as a ledger, bytes of all events together."""
-    ledger = Ledger()
-    for found in step_volumes(shape, layout, rank):
-        axis, op, phase, caller, events, *sizes, _ = found
-        payload, sent, received = (round(events * size) for size in sizes)
-        ledger.record(
-            axis=axis,
-            op=op,
-            phase=phase,
-            caller=caller,
-            count=round(events),
-            payload_bytes=payload,
-            wire_bytes=sent,
-            received_bytes=received,
-        )
-    return ledger
+    return ledger_of(
+        (*found[:5], *(found.events * size for size in found[5:8]))
+        for found in step_volumes(shape, layout, rank)
+    )
 
 
 class _Volumes:
@@ -94,20 +85,25 @@ class _Volumes:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.found: list[Volume] = []
         self.content = StageContent.of(shape, layout, rank)
+        self.step = pipeline_step(layout, 1)
         ahead = shape.num_mtp_layers * self.content.has_head
         kinds = self.content.kinds + Counter({shape.mtp_kind: ahead})
         self.layers = kinds.total()
         self.moe = sum(number for kind, number in kinds.items() if kind.moe)
         self.m = layout.microbatches
-        if layout.schedule in ("dualpipe", "chimera") and layout.pp > 1:
+        if self.step.share < 1:
             # A rank runs two stages, each on half of the microbatches.
             self.m = layout.microbatches / 2
         self.full = "full" in layout.recompute
         self.stream = layout.tokens * shape.hidden_size * layout.element_bytes
-        self._tensor()
-        self._context()
-        self._experts()
-        self._pipeline()
+        if layout.tp > 1:
+            self._tensor()
+        if layout.cp > 1:
+            self._context()
+        if self.moe and layout.ep * layout.etp > 1:
+            self._experts()
+        if layout.pp > 1:
+            self._pipeline()
         self._data()
 
     def _enter(
@@ -118,8 +114,10 @@ class _Volumes:
         caller: str,
         count: float,
         payload: float,
-        members: int,
+        members: int = 0,
     ) -> None:
+        """Events of one kind among `members` (0: the degree of the axis)."""
+        members = members or getattr(self.layout, axis)
         if members < 2 or not count:
             return
         sent = payload
@@ -128,12 +126,8 @@ class _Volumes:
             sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
         self.found.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
 
-    # Tensor parallelism.
-
     def _tensor(self) -> None:
         layout, m = self.layout, self.m
-        if layout.tp == 1:
-            return
         shared = self.moe if self.shape.shared_intermediate_size else 0
         mlps = self.layers - self.moe + shared
         entering = self.stream
@@ -145,84 +139,81 @@ class _Volumes:
         self._blocks("attention", self.layers * m, layout.attention_exit, entering)
         self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
         # Rows of the table are summed into the stream, the stream is gathered for the logits.
-        summed, gathered = "reduce_scatter", "all_gather"
-        if not layout.sequence_parallel:
-            summed = gathered = "all_reduce"
+        is_cut = layout.sequence_parallel
+        summed, gathered = ("reduce_scatter", "all_gather") if is_cut else ("all_reduce",) * 2
         if self.content.has_embedding:
-            self._enter("tp", summed, "forward", "embedding", m, self.stream, layout.tp)
-            if layout.sequence_parallel:
-                self._enter("tp", gathered, "backward", "embedding", m, self.stream, layout.tp)
+            self._enter("tp", summed, "forward", "embedding", m, self.stream)
+            if is_cut:
+                self._enter("tp", gathered, "backward", "embedding", m, self.stream)
         if self.content.has_head:
-            if layout.sequence_parallel:
-                self._enter("tp", gathered, "forward", "head", m, self.stream, layout.tp)
-            self._enter("tp", summed, "backward", "head", m, self.stream, layout.tp)
-            numbers = 3 * 4 * layout.tokens
-            self._enter("tp", "all_reduce", "forward", "head.loss", m, numbers, layout.tp)
+            if is_cut:
+                self._enter("tp", gathered, "forward", "head", m, self.stream)
+            self._enter("tp", summed, "backward", "head", m, self.stream)
+            self._enter("tp", "all_reduce", "forward", "head.loss", m, 3 * 4 * layout.tokens)
 
     def _blocks(self, caller: str, count: float, exit_form: str, entering: float) -> None:
         """`count` blocks with a tensor-parallel entry of `entering` bytes and an exit."""
-        layout, t, size = self.layout, self.layout.tp, self.stream
-        passes = [("forward", count)] + ([("recompute", count)] if self.full else [])
+        layout, enter, leave = self.layout, f"{caller}.enter", f"{caller}.leave"
+        passes = ("forward", "recompute") if self.full else ("forward",)
         if not layout.sequence_parallel:
-            for phase, number in passes:
-                self._enter("tp", "all_reduce", phase, f"{caller}.leave", number, size, t)
-            self._enter("tp", "all_reduce", "backward", f"{caller}.enter", count, entering, t)
+            for phase in passes:
+                self._enter("tp", "all_reduce", phase, leave, count, self.stream)
+            self._enter("tp", "all_reduce", "backward", enter, count, entering)
             return
-        enter, leave, leaving = f"{caller}.enter", f"{caller}.leave", size
+        leaving, back = self.stream, "all_gather"
         if exit_form == "all_to_all":
-            leaving = layout.tokens * self.shape.output_width * layout.element_bytes / t
-        for phase, number in passes:
-            self._enter("tp", "all_gather", phase, enter, number, entering, t)
-            self._enter("tp", exit_form, phase, leave, number, leaving, t)
-        self._enter("tp", layout.input_gradient, "backward", enter, count, entering, t)
-        back = "all_to_all" if exit_form == "all_to_all" else "all_gather"
-        self._enter("tp", back, "backward", leave, count, leaving, t)
+            leaving = layout.tokens * self.shape.output_width * layout.element_bytes / layout.tp
+            back = exit_form
+        for phase in passes:
+            self._enter("tp", "all_gather", phase, enter, count, entering)
+            self._enter("tp", exit_form, phase, leave, count, leaving)
+        self._enter("tp", layout.input_gradient, "backward", enter, count, entering)
+        self._enter("tp", back, "backward", leave, count, leaving)
         if layout.rebuild != "none":
             tensors = 2 if layout.rebuild == "input_and_gradient" else 1
-            caller = f"{caller}.rebuild"
-            self._enter("tp", "all_gather", "backward", caller, count, tensors * size, t)
-
-    # Context parallelism.
+            again = "backward", f"{caller}.rebuild", count, tensors * self.stream
+            self._enter("tp", "all_gather", *again)
 
     def _context(self) -> None:
         layout, shape, c = self.layout, self.shape, self.layout.cp
-        if c == 1:
-            return
         width = layout.element_bytes / layout.tp
         keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
         count = self.layers * self.m
         again = self.full or "attention" in layout.recompute
-        forwards = ("forward", "recompute") if again else ("forward",)
+        phases = ("forward", "recompute", "backward") if again else ("forward", "backward")
         match layout.context:
             case "ring":
                 # In the backward gradients follow their keys and values, in fp32 at least.
                 hops, block = count * (c - 1), whole / c
-                for phase in (*forwards, "backward"):
-                    self._enter("cp", "send_receive", phase, "context.keys", hops, block, c)
+                for phase in phases:
+                    self._enter("cp", "send_receive", phase, "context.keys", hops, block)
                 block *= max(layout.element_bytes, 4) / layout.element_bytes
-                self._enter("cp", "send_receive", "backward", "context.gradients", hops, block, c)
+                self._enter("cp", "send_receive", "backward", "context.gradients", hops, block)
             case "all_gather":
-                for phase in (*forwards, "backward"):
-                    self._enter("cp", "all_gather", phase, "context.keys", count, whole, c)
-                self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole, c)
+                for phase in phases:
+                    self._enter("cp", "all_gather", phase, "context.keys", count, whole)
+                self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole)
             case "all_to_all":
-                moved = shape.query_width + keys * _copies_of_keys(shape, layout)
-                moved *= layout.tokens * width
-                for phase in (*forwards, "backward"):
-                    self._enter("cp", "all_to_all", phase, "context.heads", count, moved, c)
+                # Number of ranks that a key/value head goes to.
+                heads, copies = shape.num_heads // layout.tp, 1.0
+                kv_heads = max(shape.num_kv_heads // layout.tp, 1)
+                kv_heads = heads if shape.attention == "mla" else kv_heads
+                if not heads % c:
+                    shares = (head_share(heads, kv_heads, c, index) for index in range(c))
+                    copies = sum(len(share.keys) for share in shares) / kv_heads
+                moved = (shape.query_width + keys * copies) * (layout.tokens * width)
+                for phase in phases:
+                    self._enter("cp", "all_to_all", phase, "context.heads", count, moved)
                 moved = layout.tokens * shape.output_width * width
-                # The core of attention alone ends before its outputs leave.
-                for phase in (*(forwards if self.full else ("forward",)), "backward"):
-                    self._enter("cp", "all_to_all", phase, "context.positions", count, moved, c)
-
-    # Experts.
+                for phase in phases:
+                    # The core of attention alone ends before its outputs leave.
+                    if phase != "recompute" or self.full:
+                        self._enter("cp", "all_to_all", phase, "context.positions", count, moved)
 
     def _experts(self) -> None:
         layout, shape = self.layout, self.shape
         count = self.moe * self.m
-        if not count or layout.ep * layout.etp == 1:
-            return
         plain = shape.hidden_size * layout.element_bytes
         coded = packed_bytes(shape.hidden_size) if layout.payload == "fp8" else plain
         again = self.full or "moe" in layout.recompute
@@ -235,61 +226,32 @@ class _Volumes:
             ranks=layout.ep,
             ranks_per_node=mesh.ep_node,
         )
-        if layout.dispatcher == "all_gather":
-            # Tokens go to every lane of every ep index at once.
-            rows = table["all_gather"].everywhere * layout.etp
-            self._there_and_back("ep_etp", phases, rows, coded, plain, gathered=True)
-            return
-        if layout.dispatcher == "hierarchical":
-            arriving = table["hierarchical"].inside
-            across = table["hierarchical"].across
-            self._there_and_back("ep_rail", phases, across, coded, plain)
-            self._there_and_back("ep_node", phases, arriving, coded, plain)
-        else:
-            arriving = table["all_to_all"].everywhere
-            self._there_and_back("ep", phases, arriving, coded, plain)
-        self._there_and_back("etp", phases, arriving * layout.etp, plain, plain, gathered=True)
-
-    def _there_and_back(
-        self,
-        axis: str,
-        phases: tuple[str, ...],
-        rows: float,
-        coded: float,
-        plain: float,
-        *,
-        gathered: bool = False,
-    ) -> None:
-        """Dispatch and combine of every MoE layer over `axis`, and their pairs in the backward."""
-        mesh, count = self.layout.mesh, self.moe * self.m
-        members = prod(mesh.dimensions(AXES[axis][0])[name] for name in AXES[axis][1])
-        there, back = ("all_gather", "reduce_scatter") if gathered else ("all_to_all",) * 2
-        for phase in phases:
-            self._enter(axis, there, phase, _DISPATCH, count, rows * coded, members)
-            self._enter(axis, back, phase, _COMBINE, count, rows * plain, members)
-        self._enter(axis, back, "backward", _DISPATCH, count, rows * plain, members)
-        self._enter(axis, there, "backward", _COMBINE, count, rows * plain, members)
-
-    # Pipeline.
+        name = layout.dispatcher if layout.dispatcher in table else "all_to_all"
+        arriving = 0.0
+        for axis, _, is_gathered in HOPS[name]:
+            arriving = table[name].by_axis.get(axis, arriving)
+            # All lanes of an ep index gather the rows.
+            rows = arriving * layout.etp if is_gathered else arriving
+            width = plain if axis == "etp" else coded
+            members = prod(mesh.dimensions(AXES[axis][0])[one] for one in AXES[axis][1])
+            there, back = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
+            for phase in phases:
+                self._enter(axis, there, phase, "moe.dispatch", count, rows * width, members)
+                self._enter(axis, back, phase, "moe.combine", count, rows * plain, members)
+            self._enter(axis, back, "backward", "moe.dispatch", count, rows * plain, members)
+            self._enter(axis, there, "backward", "moe.combine", count, rows * plain, members)
 
     def _pipeline(self) -> None:
-        layout = self.layout
-        if layout.pp == 1:
-            return
-        cut = layout.sequence_parallel
-        cut = cut if layout.shard_messages is None else layout.shard_messages
+        layout, step = self.layout, self.step
+        cut = layout.sequence_parallel if layout.shard_messages is None else layout.shard_messages
         size = self.stream / (layout.tp if cut else 1)
-        mine, last = set(layout.stages_of(self.rank)), layout.num_stages - 1
-        mirrored = layout.schedule in ("dualpipe", "chimera")
-        last = layout.pp - 1 if mirrored else last
+        mine, last = step.stages_of(self.rank), step.num_stages - 1
         # Both chunks of a V may be neighbours on one rank: they hand over without a message.
-        near = mine if not mirrored else set[int]()
+        near = mine if step.share == 1 else ()
         forward = sum(stage < last and stage + 1 not in near for stage in mine)
         backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
         for phase, number in (("forward", forward), ("backward", backward)):
-            self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size, layout.pp)
-
-    # Data parallelism.
+            self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
 
     def _data(self) -> None:
         layout = self.layout
@@ -297,7 +259,7 @@ class _Volumes:
         cut = layout.sequence_parallel and layout.tp > 1
         if cut and weights.replicated:
             size = weights.replicated * layout.gradient_bytes
-            self._enter("tp", "all_reduce", "backward", "gradients", 1, size, layout.tp)
+            self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
         dense, experts = dense_share(weights, layout), expert_share(weights, layout)
         replicas, shards = layout.dense_replicas, layout.dense_shards
         self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
@@ -320,52 +282,35 @@ class _Volumes:
         gradient, weight = layout.gradient_bytes * psi * share, layout.element_bytes * psi
         if layout.zero < 3:
             weight *= share
+        gradient, weight = gradient / buckets, weight / buckets
         # ZeRO-2 keeps no place where gradients of several microbatches could add up unreduced.
-        is_often = layout.reduce_every_microbatch or layout.zero == 2
-        times = layout.microbatches if is_often else 1
+        is_often = layout.reduce_every_microbatch or layout.zero >= 2
+        sums = buckets * (layout.microbatches if is_often else 1)
         if layout.parameter_server:
-            gradient, weight = gradient / buckets, weight / buckets
             servers = min(layout.servers, replicas)
             server = wire.parameter_server(gradient, weight, replicas, servers)
-            push = "reduce_scatter", "backward", "gradients"
-            moved = gradient, server.push_sent, server.push_received
-            self.found.append(Volume(axis, *push, buckets * times, *moved, replicas))
-            pull = "all_gather", "optimizer", "weights"
-            moved = weight, server.pull_sent, server.pull_received
-            self.found.append(Volume(axis, *pull, buckets, *moved, replicas))
+            push = gradient, server.push_sent, server.push_received, replicas
+            pull = weight, server.pull_sent, server.pull_received, replicas
+            self.found += [
+                Volume(axis, "reduce_scatter", "backward", "gradients", sums, *push),
+                Volume(axis, "all_gather", "optimizer", "weights", buckets, *pull),
+            ]
             return
         if layout.zero == 0:
-            count, size = buckets * times, gradient / buckets
-            self._enter(axis, "all_reduce", "backward", "gradients", count, size, replicas)
+            self._enter(axis, "all_reduce", "backward", "gradients", sums, gradient, replicas)
             return
-        if layout.zero == 3:
-            times = layout.microbatches
-            stays = layout.reshard == "step"
-            for phase in ("forward",) if stays else ("forward", "backward"):
-                count, size = buckets * (1 if stays else times), weight / buckets
-                self._enter(axis, "all_gather", phase, "weights", count, size, shards)
+        if layout.zero < 3:
+            self._enter(axis, "all_gather", "optimizer", "weights", buckets, weight, shards)
+        elif layout.reshard == "step":
+            self._enter(axis, "all_gather", "forward", "weights", buckets, weight, shards)
         else:
-            size = weight / buckets
-            self._enter(axis, "all_gather", "optimizer", "weights", buckets, size, shards)
+            for phase in ("forward", "backward"):
+                self._enter(axis, "all_gather", phase, "weights", sums, weight, shards)
         if not gradient:
             return
-        count, size = buckets * times, gradient / buckets
-        self._enter(axis, "reduce_scatter", "backward", "gradients", count, size, shards)
+        self._enter(axis, "reduce_scatter", "backward", "gradients", sums, gradient, shards)
         if shards < replicas:
             # Shards inside a group are summed over the groups.
-            size, groups = gradient / buckets / shards, replicas // shards
+            one, groups = gradient / shards, replicas // shards
             name = f"{axis}_groups"
-            self._enter(name, "all_reduce", "backward", "gradients", count, size, groups)
-
-
-_DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
-
-
-def _copies_of_keys(shape: ModelShape, layout: PlannedLayout) -> float:
-    """Number of cp ranks that a key/value head goes to where attention is spread by heads."""
-    heads = shape.num_heads // layout.tp
-    kv_heads = heads if shape.attention == "mla" else max(shape.num_kv_heads // layout.tp, 1)
-    if heads % layout.cp:
-        return 1.0
-    shares = (head_share(heads, kv_heads, layout.cp, index) for index in range(layout.cp))
-    return sum(len(share.keys) for share in shares) / kv_heads
+            self._enter(name, "all_reduce", "backward", "gradients", sums, one, groups)

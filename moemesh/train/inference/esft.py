@@ -23,11 +23,10 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import RankModel
-from moemesh.report.esft_scores import relevance_map
+from moemesh.report.heat_maps import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.esft_request import EsftRequest
-from moemesh.train.inference.evaluation import config_on, in_batches, open_windows
-from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.inference.evaluation import config_on, in_batches, load, on_ranks, open_windows
 from moemesh.train.opening import own_batches
 from moemesh.train.records.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses
@@ -53,7 +52,7 @@ def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -
                 request.svg.write_text(picture(table), encoding="utf-8")
         return strict_json(table) if request.as_json else as_text(table, request.out)
 
-    return on_ranks(config, request.arguments(source), overrides, work)
+    return on_ranks(config, work)
 
 
 def score_table(

@@ -59,16 +59,3 @@ class EsftRequest:
             longest = config.model.max_position_embeddings or DEFAULT_SEQ_LEN
             found = replace(found, seq_len=min(DEFAULT_SEQ_LEN, longest))
         return found
-
-    def arguments(self, source: Path) -> list[str]:
-        """The command again, for every rank."""
-        found = ["esft", "scores", str(source), self.data, "--out", str(self.out)]
-        found += ["--score", self.score, "--samples", str(self.samples)]
-        for option, value in (
-            ("--seq-len", self.seq_len),
-            ("--threshold", self.threshold),
-            ("--experts-per-layer", self.experts_per_layer),
-            ("--svg", self.svg),
-        ):
-            found += [] if value is None else [option, str(value)]
-        return [*found, "--json"] if self.as_json else found

@@ -5,24 +5,73 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from moemesh.checkpoint import store
+from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
+from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
+from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.duration import duration
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.inference.loading import load, on_ranks
-from moemesh.train.opening import own_batches
+from moemesh.train.opening import construct, own_batches
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.records.run_folder import checkpoints_of
 from moemesh.train.step import sum_losses
+from moemesh.train.weights import saving
+from moemesh.train.weights.conversion import open_weights, to_stderr
 from moemesh.train.weights.weight_sources import config_of
+
+
+def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
+    """Print what `work` gives on the first rank, unless it is empty; returns the exit code. Starts
+    the ranks of the plan, each with the arguments of this command and `more`, or is one of them."""
+    if not launch.joined() and config.plan.world_size > 1:
+        return launch.launch(config.plan.world_size, [*sys.argv[1:], *more])
+    ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
+    alone = ranks.world_size == 1
+    mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
+    found = work(mesh)
+    if mesh.rank == 0 and found:
+        print(found, flush=True)
+    barrier(mesh.control)
+    launch.stop()
+    return 0
+
+
+def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
+    """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
+    parallel = construct(config, mesh)
+    # Masters, so that weights are rounded once; an optimizer without state beside them.
+    optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
+    if (source / CONFIG).exists():
+        say = to_stderr if mesh.rank == 0 else lambda note: None
+        saving.load_weights(open_weights(config, say), parallel, optimizer)
+        return parallel
+    folder = checkpoints_of(source)
+    checkpoint, skipped = store.open_together(folder, mesh.control)
+    if checkpoint is None:
+        why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
+        raise CheckpointError(f"{folder}: holds no readable checkpoint{why}")
+    for step, reason in skipped if mesh.rank == 0 else ():
+        to_stderr(
+            f"moemesh: warning: the checkpoint of step {step} is left out: {reason}; "
+            f"these are the weights of step {checkpoint.step}"
+        )
+    saving.load_weights(checkpoint, parallel, optimizer)
+    return parallel
+
 
 #: Between lines of a long evaluation.
 _LINE_SECONDS = 30.0
@@ -57,14 +106,12 @@ def evaluate(
         notes.append("windows go over the ends of documents: data.documents = mask is for training")
     for note in notes if not launch.launched() and launch.own_rank() == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
-    arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
-    arguments += ["--json"] if as_json else []
 
     def work(mesh: Mesh) -> str:
         found = run(config, mesh, source)
         return strict_json(found._asdict()) if as_json else found.text()
 
-    return on_ranks(config, arguments, overrides, work)
+    return on_ranks(config, work)
 
 
 def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:

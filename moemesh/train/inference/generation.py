@@ -26,10 +26,11 @@ from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
-from moemesh.train.inference.loading import load, on_ranks
+from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import was_tuned_on_conversations
 from moemesh.train.weights.weight_sources import config_of
 
+_SETTINGS = ("generation_config.json", "config.json")
 #: Logits [V] -> the id of the next token.
 Choose = Callable[[Tensor], int]
 
@@ -173,12 +174,20 @@ def generate(
         return ids
 
     asked = [] if prompt is None else ids_of(prompt)
-    arguments = ["generate", str(source), "--prompt", prompt or "", "--max-tokens", str(max_tokens)]
-    arguments += ["--temperature", str(temperature), "--top-p", str(top_p), "--seed", str(seed)]
-    arguments += ["--json"] if as_json else []
-    arguments += ["--chat"] if chat else []
-    arguments += [] if system is None else ["--system", system]
-    stops, stop = _stops(source, config.model_path), "" if template is None else template.stop
+    stop = "" if template is None else template.stop
+    # The ids that end a text, as the first file of the model's folder says that names them.
+    stops: Collection[int] = ()
+    folders = [source, *([Path(config.model_path)] if config.model_path else [])]
+    for file in (folder / name for folder in folders for name in _SETTINGS):
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a JSON object ({error})") from error
+        if found is not None:
+            stops = {found} if isinstance(found, int) else set(found)
+            break
 
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
@@ -219,7 +228,7 @@ def generate(
         parallel.close()
         return strict_json({"text": text, "tokens": found}) if as_json else head + text
 
-    return on_ranks(config, arguments, overrides, work)
+    return on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
 
 
 _print_more = partial(print, end="", flush=True)
@@ -245,21 +254,3 @@ def _converse(
         print(flush=True)
     elif len(turns) == before:
         raise UserError("stdin holds no question: give one as --prompt, or a line each")
-
-
-def _stops(source: Path, model_path: str | None) -> Collection[int]:
-    """The ids that end a text, as the model's folder says."""
-    folders = [source, *([Path(model_path)] if model_path else [])]
-    for file in (folder / name for folder in folders for name in _SETTINGS):
-        if not file.is_file():
-            continue
-        try:
-            stop = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a JSON object ({error})") from error
-        if stop is not None:
-            return {stop} if isinstance(stop, int) else set(stop)
-    return ()
-
-
-_SETTINGS = ("generation_config.json", "config.json")

@@ -18,7 +18,6 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.experts import Experts
@@ -29,24 +28,22 @@ from moemesh.model.transformer import Transformer
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import RankModel
-from moemesh.planner.flops import training_flops
+from moemesh.planner.parameters import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule
+from moemesh.sharding.parameters import num_trained
 from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer
+from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
-from moemesh.train.records.row_log import cut_after
+from moemesh.train.records.rows import Sinks, cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
-from moemesh.train.records.sinks import Sinks
-from moemesh.train.step import FinishedStep, StepResult
+from moemesh.train.step import FinishedStep
 from moemesh.watch import progress_words
-
-# Model states of one rank, measured: bytes of weights, gradients and optimizer.
 
 
 def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
@@ -63,10 +60,7 @@ def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
     }
 
 
-# Kinds of activations: which module's tensors count as what in memory.json.
-
-
-#: The innermost module that runs decides.
+#: Modules whose tensors count as a kind of activations in memory.json; the innermost one decides.
 _KINDS: dict[type[nn.Module], str] = {
     Transformer: "stream",
     RMSNorm: "norms",
@@ -85,8 +79,7 @@ def measure_saved(model: Transformer) -> SavedForBackward:
     kinds = {module: kind for module in model.modules() if (kind := _KINDS.get(type(module)))}
     # Norms of queries, keys and latents are parts of their attention.
     for block in [module for module, kind in kinds.items() if kind == "attention"]:
-        for module in block.modules():
-            kinds[module] = "attention"
+        kinds |= dict.fromkeys(block.modules(), "attention")
     # Behind the last norm come head and loss.
     becomes = {} if model.norm is None else {model.norm: "head"}
     return SavedForBackward(model.parameters(), kinds, becomes)
@@ -111,10 +104,9 @@ class Artifacts:
         optimizer: Optimizer,
         say: Callable[[str, str], None],
     ) -> None:
-        self.folder, self.config = folder, config
-        self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
+        self.folder, self.config, self.mesh = folder, config, parallel.mesh
+        self.parallel, self.optimizer, self._say = parallel, optimizer, say
         self._writes = self.mesh.rank == 0
-        self._say = say
         self._alarms = LoadAlarms(say)
         self._metrics = folder.row_log("metrics.jsonl", say)
         log = folder.row_log("loads.jsonl", say)
@@ -125,14 +117,13 @@ class Artifacts:
         self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
-        #: What the measured timeline is set beside, where it is not the schedule of one step.
+        #: Schedule beside the measured timeline, where it is not that of one step.
         self.drawn: Schedule | None = None
         self._measured = False
-        self._waited = 0.0
+        self._waited = self._unigram = 0.0
         self._steps = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
-        self._unigram = 0.0
         self._activations: dict[str, int] = {}
         #: Most bytes of older weight versions, and of copies from which a step can be undone.
         self.weight_versions = self.snapshots = 0
@@ -147,22 +138,22 @@ class Artifacts:
         config, data = resolved_toml(self.config), record_of_data(samples)
         self.identity = {"config": config, "data": data}
         self.folder.write_json(DATA, data)
-        plan = self.config.plan
         self.folder.write_text(CONFIG, config)
+        plan, path = self.config.plan, self.folder.path
         # Borders of nodes are those of the launcher where the plan does not say.
         borders = self.mesh.layout.ranks_per_node
         derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
         record = json.dumps({**plan.model_dump(mode="json"), **derived}, indent=1) + "\n"
-        earlier = self.folder.path / "plan.json"
+        earlier = path / "plan.json"
         if earlier.is_file() and earlier.read_text(encoding="utf-8", errors="replace") != record:
             for name in _OF_A_PLAN:
-                (self.folder.path / f"{name}.json").unlink(missing_ok=True)
+                (path / f"{name}.json").unlink(missing_ok=True)
         self.folder.write_text("plan.json", record)
         if not done and (kept := self.folder.set_rows_aside()):
             text = f"an earlier start saved nothing; its rows are kept in {' and '.join(kept)}"
             self._say(f"{text}, and the run begins again at step 1", "note")
         self.go_back(done)
-        keep_failure(self.folder.path)
+        keep_failure(path)
 
     def go_back(self, done: int) -> None:
         """Cut the rows of steps back to step `done`."""
@@ -196,64 +187,82 @@ class Artifacts:
             self._metrics.flush()
             self._loads.flush()
 
-    def measured(self, step: FinishedStep) -> dict[str, float]:
-        """Local measurements of a step (time, memory, FLOP/s) for its metrics row."""
-        data, plan = self.config.data, self.config.plan
+    def record(
+        self, step: FinishedStep, *, epoch: float, validation_loss: float | None = None
+    ) -> MetricsRow:
+        """Keep a finished step, and write it; returns its row of metrics. `epoch`: how often the
+        training samples have been read by then."""
+        data, plan, train = self.config.data, self.config.plan, self.config.train
+        device, result, recorder = self.mesh.device, step.result, step.recorder
+        # Local measurements: time, memory, FLOP/s.
         flops = self._flops_per_token * data.global_batch * data.seq_len
         tflops = flops / plan.world_size / step.seconds / 1e12
         found = {
-            "data_seconds": step.recorder.seconds("data", step.number),
-            "memory_bytes": _peak_bytes(self.mesh.device),
+            "data_seconds": recorder.seconds("data", step.number),
+            "memory_bytes": _peak_bytes(device),
             "tflops_per_rank": tflops,
         }
         waited = progress_words.waited_in_steps()
         # NCCL lets the host go on at once, and its device waits.
-        if waited is not None and plan.world_size > 1 and self.mesh.device.type == "cpu":
+        if waited is not None and plan.world_size > 1 and device.type == "cpu":
             found["communication_seconds"] = waited - self._waited
             self._waited = waited
         if self._peak_flops is not None:
             found["mfu"] = mfu(tflops, self._peak_flops)
-        counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L
+        counts_LE, dropped_L = result.counts_LE, result.dropped_L
         if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
             mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
             found["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
             found["dropped_share"] = int(dropped_L.sum()) / num_wanted
-        return found
-
-    def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
-        """One finished step."""
+        row = MetricsRow(
+            step=step.number,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            aux_loss=result.aux_loss,
+            tokens=result.num_tokens,
+            tokens_per_second=result.num_tokens / step.seconds,
+            lr=learning_rate(train, step.number),
+            seconds=step.seconds,
+            validation_loss=validation_loss,
+            mtp_loss=result.mtp_loss,
+            epoch=epoch,
+            **found,
+        )
         self._last, self._row = recorder, row
         self._steps += 1
-        if row.validation_loss is not None:
-            self._validation = row.validation_loss
+        if validation_loss is not None:
+            self._validation = validation_loss
         if not self._writes:
-            return
+            return row
         self.folder.check_lease()
         self._metrics.append([row.to_json()])
         if self._sinks is not None:
             self._sinks.put(row)
-        layers = self.config.model.routed_layers
-        rank_LP = result.rank_LP
+        layers, rank_LP = self.config.model.routed_layers, result.rank_LP
         if rank_LP is None:
             ep = self.config.plan.ep
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
-        found = zip(
-            layers, result.counts_LE, rank_LP.tolist(), result.dropped_L.tolist(), strict=True
-        )
         loads = [
             LayerLoads(
                 step=row.step,
                 layer=layer,
-                tokens_per_expert=tuple(counts_E.tolist()),
+                tokens_per_expert=tuple(counts_E),
                 tokens_per_rank=tuple(tokens_P),
                 dropped=dropped,
             )
-            for layer, counts_E, tokens_P, dropped in found
+            for layer, counts_E, tokens_P, dropped in zip(
+                layers,
+                result.counts_LE.tolist(),
+                rank_LP.tolist(),
+                result.dropped_L.tolist(),
+                strict=True,
+            )
         ]
         self._loads.add(loads)
         self._recent += loads
         for layer in loads:
             self._alarms.look(layer)
+        return row
 
     @contextmanager
     def first_step_memory(self) -> Iterator[None]:
@@ -276,7 +285,7 @@ class Artifacts:
         from moemesh.train.records.ending import write_end
 
         assert self._last is not None
-        timeline = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
+        config, pipeline = self.config, self.parallel.pipeline
         memory = MemoryProfile(
             rank=self.mesh.rank,
             **state_bytes(self.parallel, self.optimizer),
@@ -292,21 +301,17 @@ class Artifacts:
             "validation_loss": self._validation,
             "unigram_loss": self._unigram,
             "parameters": sum(one.num_elements for one in self.parallel.placements.values()),
-            "trained_parameters": num_trained(
-                self.config.tuning, self.config.model, self.config.plan
-            ),
+            "trained_parameters": num_trained(config.tuning, config.model, config.plan),
         }
-        pipeline = self.parallel.pipeline.schedule
-        drawn = (self.drawn or pipeline) if pipeline.num_ranks > 1 else None
         try:
             write_end(
-                self.config,
+                config,
                 self.folder,
                 self.mesh,
-                timeline,
+                replace(self._last.timeline(), digest=pipeline.digest),
                 memory,
                 self._steps,
-                drawn,
+                (self.drawn or pipeline.schedule) if pipeline.schedule.num_ranks > 1 else None,
                 summary,
             )
         except OSError as error:

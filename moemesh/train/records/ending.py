@@ -41,21 +41,20 @@ def write_end(
     `num_steps`: those of this start; `drawn`: the schedule that is simulated beside the measured
     timeline.
     """
+    model, plan, data, train = config.model, config.plan, config.data, config.train
     common: dict[str, Any] = {
-        "seq_len": config.data.seq_len,
-        "global_batch": config.data.global_batch,
-        "dtype": config.train.dtype,
+        "seq_len": data.seq_len,
+        "global_batch": data.global_batch,
+        "dtype": train.dtype,
         "rank": mesh.rank,
         "tuning": config.tuning,
     }
-    model, plan, train = config.model, config.plan, config.train
     # Of one step of this rank, for uniform routing; None where a schedule comes from a file of
     # which the planner knows nothing.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
-        of_memory = predict_memory(
-            model, plan, **common, optimizer=train.optimizer, momentum=train.momentum
-        )
+        optimizer = {"optimizer": train.optimizer, "momentum": train.momentum}
+        of_memory = predict_memory(model, plan, **common, **optimizer)
         on_accelerator = mesh.device.type != "cpu"
         of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}

@@ -6,8 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +14,8 @@ from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
-from moemesh.train.records.row_log import RowLog
+from moemesh.train.records.rows import RowLog
 from moemesh.train.step import StepBoundary
-
-# ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
 
 
 class _Bin(NamedTuple):
@@ -29,7 +26,7 @@ class _Bin(NamedTuple):
 
 
 class LoadLog:
-    """Writes the loads of every step, summed over neighbouring steps where there are many.
+    """Writes ``loads.jsonl``: loads of every step, summed over neighbours where there are many.
 
     The file holds at most twice `bins` bins (and one for each checkpoint), each a line a layer;
     when it is full, neighbours are summed and new bins are as wide as these. No token is lost.
@@ -96,20 +93,21 @@ class LoadLog:
 
 
 def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
-    """The bins of a file: the last step of each, and its loads of every layer."""
+    """The bins of a file: the last step of each, and its loads of every layer; damaged lines, which
+    nobody can read, are left out."""
     if not path.exists():
         return
+    rows: list[LayerLoads] = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for step, rows in groupby(_readable(file), key=lambda loads: loads.step):
-            yield step, list(rows)
-
-
-def _readable(lines: Iterator[str]) -> Iterator[LayerLoads]:
-    for line in lines:
-        try:
-            yield LayerLoads.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a damaged line: nobody can read it
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                loads = LayerLoads.from_json(json.loads(line))
+                if rows and rows[0].step != loads.step:
+                    yield rows[0].step, rows
+                    rows = []
+                rows.append(loads)
+    if rows:
+        yield rows[0].step, rows
 
 
 def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
@@ -126,29 +124,23 @@ def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
             sums, end = {}, next(remaining, -1)
 
 
-# Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
-#
-# A run can lose its experts while its loss still falls.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlarmLimits:
-    """An alarm rings when its condition has held for `num_steps` steps in a row.
-
-    `entropy`: of a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of
-    choices for which an expert had no room, an alarm above it.
-    """
-
-    num_steps: int = COLLAPSE_STEPS
-    entropy: float = COLLAPSE_ENTROPY
-    dropped: float = 0.1
-
-
 class LoadAlarms:
-    """Looks at every layer of every step, in order; ``say(text, "alarm")`` prints one line."""
+    """Looks at every layer of every step, in order, for dead experts, collapse and drops, which a
+    loss that falls may hide; each is told once per layer by ``say(text, "alarm")``."""
 
-    def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
-        self._say, self._limits = say, limits or AlarmLimits()
+    def __init__(
+        self,
+        say: Callable[[str, str], None],
+        *,
+        num_steps: int = COLLAPSE_STEPS,
+        entropy: float = COLLAPSE_ENTROPY,
+        dropped: float = 0.1,
+    ) -> None:
+        """An alarm rings when its condition has held for `num_steps` steps in a row. `entropy`: of
+        a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of choices
+        for which an expert had no room, an alarm above it."""
+        self._say, self._num_steps = say, num_steps
+        self._entropy, self._dropped = entropy, dropped
         self._idle: dict[int, list[int]] = {}
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._rung: set[tuple[int, str]] = set()
@@ -157,47 +149,34 @@ class LoadAlarms:
         """Check one layer of one step; a step that routed nothing changes nothing."""
         if not sum(loads.tokens_per_expert) + loads.dropped:
             return
-        limits = self._limits
         idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
         for expert, tokens in enumerate(loads.tokens_per_expert):
             idle[expert] = 0 if tokens else idle[expert] + 1
-        dead = [expert for expert, steps in enumerate(idle) if steps >= limits.num_steps]
+        dead = [expert for expert, steps in enumerate(idle) if steps >= self._num_steps]
         ids = ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
         experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({ids})"
-        text = f"{experts} received no token for {limits.num_steps} steps"
-        self._ring(loads, "dead", bool(dead), text)
         share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
         fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
-        self._ring(
-            loads,
-            "collapse",
-            self._holds(loads, "collapse", loads.entropy < limits.entropy),
-            f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
-            f"{limits.entropy:g} for {limits.num_steps} steps; expert {fullest} holds {share:.0%}",
-        )
-        self._ring(
-            loads,
-            "dropped",
-            self._holds(loads, "dropped", loads.dropped_share > limits.dropped),
-            f"{loads.dropped_share:.1%} of the choices found their expert full ({loads.dropped} in "
-            f"this step), above {limits.dropped:.0%} for {limits.num_steps} steps",
-        )
-
-    def _holds(self, loads: LayerLoads, kind: str, condition: bool) -> bool:
-        key = loads.layer, kind
-        self._held[key] = self._held[key] + 1 if condition else 0
-        return self._held[key] >= self._limits.num_steps
-
-    def _ring(self, loads: LayerLoads, kind: str, rings: bool, text: str) -> None:
-        if rings and (loads.layer, kind) not in self._rung:
-            self._rung.add((loads.layer, kind))
-            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
-
-
-# Rows above the bound: how often a rank was sent more rows than it computes at once.
-#
-# ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
-# it in blocks, each once more in the backward. That is slow where it is frequent.
+        rings = {"dead": bool(dead)}
+        for kind, holds in (
+            ("collapse", loads.entropy < self._entropy),
+            ("dropped", loads.dropped_share > self._dropped),
+        ):
+            key = loads.layer, kind
+            self._held[key] = self._held[key] + 1 if holds else 0
+            rings[kind] = self._held[key] >= self._num_steps
+        steps = f"{self._num_steps} steps"
+        texts = {
+            "dead": f"{experts} received no token for {steps}",
+            "collapse": f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
+            f"{self._entropy:g} for {steps}; expert {fullest} holds {share:.0%}",
+            "dropped": f"{loads.dropped_share:.1%} of the choices found their expert full "
+            f"({loads.dropped} in this step), above {self._dropped:.0%} for {steps}",
+        }
+        for kind, text in texts.items():
+            if rings[kind] and (loads.layer, kind) not in self._rung:
+                self._rung.add((loads.layer, kind))
+                self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
 #: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
@@ -206,7 +185,11 @@ _MOST_RANKS = 8
 
 
 class RowBounds:
-    """Counts, from one look to the next, which ranks had more rows than the bound."""
+    """Counts, from one look to the next, which ranks had more rows than the bound.
+
+    ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
+    it in blocks, each once more in the backward. That is slow where it is frequent.
+    """
 
     def __init__(
         self,
@@ -231,11 +214,13 @@ class RowBounds:
     def look(self, step: int) -> None:
         """Tell of what lay above the bound since the last look; all ranks call."""
         layers = self._parallel.model.moe_layers()
-        own: list[tuple[int, int, int]] = []
-        for layer, moe in layers.items():
-            if moe.experts.num_bounded:
-                own.append((layer, moe.experts.num_bounded, moe.experts.max_rows or 0))
-                moe.experts.num_bounded = 0
+        own = [
+            (layer, moe.experts.num_bounded, moe.experts.max_rows or 0)
+            for layer, moe in layers.items()
+            if moe.experts.num_bounded
+        ]
+        for moe in layers.values():
+            moe.experts.num_bounded = 0
         forwards = max((step - self._step) * self._microbatches * len(layers), 1)
         self._step = step
         told = gather_json([own, forwards], self._parallel.mesh.control)

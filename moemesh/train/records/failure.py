@@ -12,18 +12,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
-from moemesh.train.records.run_folder import LOGS, checkpoints_of
-from moemesh.watch.observer import Ended
-from moemesh.watch.progress_words import own_word
+from moemesh.train.records.run_folder import LOGS, checkpoints_of, now
+from moemesh.watch.failures import cause_of
+from moemesh.watch.progress_words import Collective, Word, own_word
+from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Verdict
-from moemesh.watch.word_file import Collective, Word
 
 FILE, EARLIER = "failure.json", "failures"
 #: Of the layout of the file.
@@ -31,36 +31,6 @@ SCHEMA = 1
 _FRAMES = 8
 #: Seconds in which the place of the checkpoints must say which is the newest, for a message.
 _ASK_SECONDS = 2.0
-_STACKS = (
-    "rank-*.stacks say where every rank was (in logs/; in failures/EPOCH/ once the run has gone on)"
-)
-#: Kinds of failures that no exception named: the word in the file, and where to look for the cause.
-_KINDS = {
-    "killed": (
-        "Killed",
-        "look into the kernel's log (dmesg) for an out-of-memory kill, and into the scheduler's",
-    ),
-    "exited": (
-        "Exited",
-        "look for a call of exit in code of your own, and into the logs of the rank",
-    ),
-    "stopped": (
-        "Stopped",
-        "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
-    ),
-    "mismatch": (
-        "Mismatch",
-        "look for code that only some ranks run, or for sizes that differ between them",
-    ),
-    "hung": ("Hung", _STACKS),
-    "busy": ("Busy", _STACKS),
-    "lost-contact": ("LostContact", "look at the network, and at the hosts of the other ranks"),
-    "network-cut": (
-        "NetworkCut",
-        "the network between the hosts was cut, or the other host died or froze: nobody here can "
-        "tell which; look at that host first, then at the links and switches between",
-    ),
-}
 
 
 def write_failure(
@@ -68,13 +38,12 @@ def write_failure(
 ) -> None:
     """Write ``failure.json`` of an exception of this process, which no supervisor sees; of several
     failing ranks the first one stays."""
-    frames, facts = traceback.format_exception(error)[-_FRAMES:], getattr(error, "facts", None)
+    facts = getattr(error, "facts", None)
     content = {
         "kind": type(error).__name__,
         "message": str(error),
-        "frames": frames,
-        **_head(rank, epoch, os.getpid()),
-        **_where(own_word()),
+        "frames": traceback.format_exception(error)[-_FRAMES:],
+        **_place(rank, epoch, os.getpid(), own_word()),
         "exit_code": 1,
         "advice": advice,
         **(facts if isinstance(facts, Mapping) else {}),
@@ -132,10 +101,11 @@ ReportId = tuple[int, int, int]
 
 def report_id(folder: Path) -> ReportId | None:
     """The identity of the newest report in a run folder; None where there is none."""
-    with suppress(OSError):
+    try:
         found = (folder / FILE).stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return None
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
@@ -178,15 +148,18 @@ def _epoch_of(file: Path) -> int | None:
 
 def hint_on(verdict: Verdict) -> str:
     """A hint at where to look for the cause; empty where the message says it."""
-    return _KINDS[verdict.kind][1] if verdict.kind in _KINDS else ""
+    if verdict.kind == "exception":
+        return ""
+    advice = cause_of({"kind": kind_of(verdict)}).advice
+    return f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
 
 
 def kind_of(verdict: Verdict) -> str:
-    """The kind of a failure in ``failure.json``: a class of exceptions, or a word of its own."""
+    """The kind of a failure in ``failure.json``: a class of exceptions, or such as LostContact."""
     told = verdict.seen.told
     if verdict.kind == "exception" and told is not None:
         return told.kind
-    return _KINDS[verdict.kind][0]
+    return "".join(word.capitalize() for word in verdict.kind.split("-"))
 
 
 def newest_step(folder: Path, *, seconds: float = _ASK_SECONDS) -> int | None:
@@ -199,23 +172,17 @@ def newest_step(folder: Path, *, seconds: float = _ASK_SECONDS) -> int | None:
 
 def _ask_newest(folder: Path, seconds: float) -> int | None:
     """As :func:`newest_step`; raises OSError or a UserError where the place does not answer."""
-    found: list[int | Exception | None] = []
+    found = Future[int | None]()
 
     def ask() -> None:
         try:
-            found.append(next(iter(candidates(checkpoints_of(folder))), None))
+            found.set_result(next(iter(candidates(checkpoints_of(folder))), None))
         except (OSError, UserError) as error:
-            found.append(error)
+            found.set_exception(error)
 
     # A disk of a network or a store may take forever, and ranks wait for the end of the question.
-    thread = threading.Thread(target=ask, name="newest-step", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise TimeoutError(f"no answer in {seconds:g} s")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    threading.Thread(target=ask, name="newest-step", daemon=True).start()
+    return found.result(seconds)  # TimeoutError is an OSError
 
 
 def advice_on(
@@ -249,17 +216,6 @@ def go_on(folder: Path, command: Sequence[str]) -> str:
     return f"checkpoints are untouched; the same command goes on from step {step}: {shown}"
 
 
-def same_failure(one: Verdict, other: Verdict) -> bool:
-    """Whether an exception, an exit or a mismatch came again at the same place: a third would."""
-    if one.kind not in ("exception", "exited", "mismatch") or kind_of(one) != kind_of(other):
-        return False
-    # A rank that told of its exception may or may not have ended when it was looked at.
-    codes = [verdict.kind == "exited" and verdict.seen.exit_code for verdict in (one, other)]
-    words = [verdict.seen.word for verdict in (one, other)]
-    steps = [word.step if word is not None else None for word in words]
-    return one.rank == other.rank and steps[0] == steps[1] and codes[0] == codes[1]
-
-
 def details(folder: Path) -> str:
     """A pointer to the report."""
     if (folder / FILE).exists():
@@ -270,28 +226,24 @@ def details(folder: Path) -> str:
 def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
     verdict = ended.verdict
     assert verdict is not None
-    seen = verdict.seen
-    word, code = seen.word, seen.exit_code
+    word, code, told = verdict.seen.word, verdict.seen.exit_code, verdict.seen.told
     content: dict[str, Any] = {
         "kind": kind_of(verdict),
         "message": verdict.message,
         "frames": [],
-        **_head(verdict.rank, epoch, word.pid if word is not None else None),
-        **_where(word),
+        **_place(verdict.rank, epoch, word.pid if word is not None else None, word),
         "exit_code": verdict.exit_code,
         "advice": advice,
     }
     if code is not None and code < 0:
         content["signal"] = signal.Signals(-code).name
-    if seen.told is not None:
-        content["exception"] = seen.told.kind
+    if told is not None:
+        content["exception"] = told.kind
         if not (verdict.calls or verdict.lost):
-            content["message"] = seen.told.message
+            content["message"] = told.message
     if verdict.collective is not None:
-        content["collective"] = _collective(verdict.collective) | {
-            "entered": list(verdict.entered),
-            "missing": list(verdict.missing),
-        }
+        ranks = {"entered": list(verdict.entered), "missing": list(verdict.missing)}
+        content["collective"] = _collective(verdict.collective) | ranks
     if verdict.calls:
         content["calls"] = [
             {
@@ -303,36 +255,30 @@ def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
             for call in verdict.calls
         ]
     if verdict.lost:
-        content["unreachable"] = [
-            {"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost
-        ]
-    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
+        lost = [{"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost]
+        content["unreachable"] = lost
     if told is not None:
         content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **told.facts}
-    elif stack is not None:
+    elif (stack := ended.stacks.get(verdict.rank)) is not None:
         content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     return content
 
 
-def _head(rank: int, epoch: int | None, pid: int | None) -> dict[str, Any]:
-    return {
+def _place(rank: int, epoch: int | None, pid: int | None, word: Word | None) -> dict[str, Any]:
+    """Which process failed, when, and where it was by its progress word."""
+    found: dict[str, Any] = {
         "schema": SCHEMA,
         "rank": rank,
         "host": socket.gethostname(),
         "pid": pid,
         "epoch": epoch,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
     }
-
-
-def _where(word: Word | None) -> dict[str, Any]:
     if word is None:
-        return {}
-    found: dict[str, Any] = {"step": word.step, "phase": word.phase}
-    if word.microbatch >= 0:
-        found["microbatch"] = word.microbatch
-    if word.layer >= 0:
-        found["layer"] = word.layer
+        return found
+    found |= {"step": word.step, "phase": word.phase}
+    found |= {"microbatch": word.microbatch} if word.microbatch >= 0 else {}
+    found |= {"layer": word.layer} if word.layer >= 0 else {}
     if word.inside and word.collective is not None:
         found["collective"] = _collective(word.collective)
     return found

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from moemesh.config.changes import Change
 from moemesh.config.errors import UserError
-from moemesh.config.plan import Plan
+from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.run import RunConfig
-from moemesh.config.schedule_rules import is_schedule_file
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.plan_schedule import build_step, fitting
@@ -32,8 +31,7 @@ def has_name(plan: Plan) -> bool:
 def readable(plan: Plan, folder: Path) -> Plan:
     """`plan` with the copy in the run folder in place of a file, or of measured costs, that are
     gone."""
-    kept = folder / SCHEDULE
-    source = _source(plan)
+    kept, source = folder / SCHEDULE, _source(plan)
     if source is None or Path(source).expanduser().exists() or not kept.is_file():
         return plan
     own = {"schedule": str(kept), "schedule_costs": "estimated", "schedule_memory_cap": None}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace.machine import processor, usable_cores
 from moemesh.trace.provenance import FILE, SCHEMA, read_starts
-from moemesh.train.records.run_folder import RunFolder
+from moemesh.train.records.run_folder import RunFolder, now
 
 #: The first start and the newest ones are kept, so many together.
 MOST_STARTS = 50
@@ -67,15 +66,14 @@ def record_start(
     number = 1 + max((int(start.get("number", 0)) for start in starts), default=0)
     here = Path.cwd()
     git = git_state(here)
-    diff = git.pop("text", "")
-    if diff:
-        git["diff"] = _write_diff(folder, diff, git["diff_sha256"], starts, number)
+    if text := git.pop("text", ""):
+        git["diff"] = _write_diff(folder, text, git["diff_sha256"], starts, number)
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(hosts):
         ranks.setdefault(str(own["host"]), []).append(rank)
     record = {
         "number": number,
-        "started": _now(),
+        "started": now(),
         "ended": None,
         "first_step": first_step,
         "last_step": None,
@@ -103,7 +101,7 @@ def record_end(folder: RunFolder, last_step: int) -> None:
     """Complete the newest record: the run ends now, at `last_step`. Rank 0 calls. Nothing where it
     cannot be written: the run has ended all the same."""
     if starts := read_starts(folder.path):
-        starts[-1] |= {"ended": _now(), "last_step": last_step}
+        starts[-1] |= {"ended": now(), "last_step": last_step}
         with suppress(OSError):
             _write(folder, starts)
 
@@ -118,10 +116,6 @@ def record_return(folder: RunFolder, step: int) -> None:
 
 def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:
     folder.write_json(FILE, {"schema": SCHEMA, "starts": starts})
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
@@ -240,8 +234,7 @@ def _write_diff(
     folder: RunFolder, text: str, digest: str, starts: Sequence[Mapping[str, Any]], number: int
 ) -> str:
     """Write the diff unless an earlier start has the same; returns the name of its file."""
-    for start in starts:
-        git = start.get("git") or {}
+    for git in (start.get("git") or {} for start in starts):
         if git.get("diff_sha256") == digest and git.get("diff"):
             return str(git["diff"])
     name = "diff.patch" if number == 1 else f"diff-{number}.patch"

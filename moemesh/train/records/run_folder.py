@@ -2,7 +2,7 @@
 
     config.toml plan.json          the resolved configuration and the plan
     schedule.txt                   of a plan whose schedule is a file or searched
-    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.row_log)
+    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.rows)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
     lease                          locked while a run is at work (moemesh.watch.lease)
@@ -32,16 +32,16 @@ from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
-from moemesh.config.load import load_recorded, load_run, resolved_toml
-from moemesh.config.schema import all_keys
-from moemesh.config.suggest import explain_unknown_key
+from moemesh.config.load import resolved_toml
+from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
+from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.run import Run
-from moemesh.train.records.row_log import RowLog
+from moemesh.train.records.rows import RowLog
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
-from moemesh.watch.slow_rank import SlowRank
+from moemesh.watch.supervisor import SlowRank
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.
@@ -63,18 +63,17 @@ class Recorded(NamedTuple):
 
 
 class RunFolder:
-    """An opened run folder. `has_run` says whether an earlier run left something to resume."""
+    """An opened run folder. `has_run` says whether an earlier run left something to resume;
+    `checkpoints`: where the checkpoint store keeps its steps; `epoch`: of the start of the run that
+    may write here now, None where that is not known."""
 
     def __init__(self, path: Path, *, has_run: bool, checkpoints: Place | None = None) -> None:
         self.path, self.has_run = path, has_run
-        #: Where the checkpoint store keeps its steps.
         self.checkpoints = checkpoints or path / CHECKPOINTS
+        self.epoch: int | None = None
         self._lease: Lease | None = None
         self._ownership: Ownership | None = None
-        #: To checkpoints that are not in the run folder.
-        self._claim: Claim | None = None
-        #: Of the start of the run that may write here now; None where that is not known.
-        self.epoch: int | None = None
+        self._claim: Claim | None = None  # to checkpoints that are not in the run folder
 
     @staticmethod
     def open(
@@ -162,14 +161,13 @@ class RunFolder:
     def saved_steps(self) -> set[int]:
         """The steps of the checkpoints in the folder, whole or not, those being written too."""
         names = (name.partition(".tmp-")[0] for name in list_names(self.checkpoints))
-        found = (STEP.fullmatch(name) for name in names)
-        return {int(match[1]) for match in found if match}
+        return {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
 
     @cached_property
     def recorded(self) -> Recorded:
         """What the newest checkpoint says of its run; one of an older version says nothing, and the
         files of the run folder count. Raises RunFolderError for what cannot be read."""
-        text = _read_text(self.path / CONFIG)
+        text = self._read_text(CONFIG)
         for step in _steps(self.checkpoints):
             path = self.checkpoints / f"step-{step}"
             try:
@@ -180,17 +178,34 @@ class RunFolder:
                 continue  # whoever loads it says so, and takes an older one
             if isinstance(config := state.get("config"), str):
                 # A run that was allowed to change, and ended before it saved, left another text.
-                kinds = ("model", "training")
+                kinds, whose = ("model", "training"), f"the checkpoint {path}"
                 keys = [one.key for one in compare(config, text or config) if one.kind in kinds]
-                also = f" (config.toml has another {', '.join(keys)}, with which nothing was saved)"
-                also = also if keys else ""
-                return Recorded(config, state.get("data"), f"the checkpoint {path}{also}")
+                if keys:
+                    other = f"another {', '.join(keys)}, with which nothing was saved"
+                    whose += f" (config.toml has {other})"
+                return Recorded(config, state.get("data"), whose)
             break
         try:
-            data = json.loads(_read_text(self.path / DATA) or "null")
+            data = json.loads(self._read_text(DATA) or "null")
         except ValueError as error:
             raise RunFolderError(f"{self.path / DATA}: is no JSON ({error})") from error
         return Recorded(text, data, f"the run in {self.path}")
+
+    def _read_text(self, name: str) -> str | None:
+        """The text of a file; None where there is none. Raises RunFolderError for one that cannot
+        be read."""
+        file = self.path / name
+        try:
+            return file.read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RunFolderError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise RunFolderError(
+                f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}): it is not what "
+                "the run wrote; put it back, or choose another folder"
+            ) from error
 
     def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
         """Differences between the configuration of the run so far (:attr:`recorded`) and the text
@@ -267,14 +282,13 @@ class RunFolder:
             self._lease.release()
             self._lease = None
 
-    def write_text(self, name: str, text: str) -> Path:
+    def write_text(self, name: str, text: str) -> None:
         """Writes a file whole: readers and crashes meet the old or the new content, never half."""
-        replace_by(target := self._file(name), [text.encode()])
-        return target
+        replace_by(self._file(name), [text.encode()])
 
-    def write_json(self, name: str, value: object) -> Path:
+    def write_json(self, name: str, value: object) -> None:
         """Writes a JSON file whole."""
-        return self.write_text(name, json.dumps(value, indent=1) + "\n")
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def _file(self, name: str) -> Path:
         assert name == Path(name).name and not name.startswith("."), f"not a plain name: {name}"
@@ -283,22 +297,6 @@ class RunFolder:
 
 #: The name by which --allow-change accepts data that were changed in place.
 DATA_CHANGE = "data"
-
-
-def _read_text(file: Path) -> str | None:
-    """The text of a file of a run folder; None where there is none. Raises RunFolderError for one
-    that cannot be read."""
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunFolderError(f"{file}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise RunFolderError(
-            f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}): it is not what the "
-            "run wrote; put it back, or choose another folder"
-        ) from error
 
 
 def refuse_changes(
@@ -368,7 +366,9 @@ def _steps(checkpoints: Place) -> list[int]:
         raise RunFolderError(f"{checkpoints}: cannot be read ({error})") from error
 
 
-# Events of a run: what the console says besides steps, kept in ``events.jsonl``.
+def now() -> str:
+    """The time of a record."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Events:
@@ -382,8 +382,7 @@ class Events:
         """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
         if self._log is None:
             return
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])
+        self._log.append([{"time": now(), "step": step, "kind": kind, "text": text}])
 
 
 def tell_slow(slow: SlowRank, events: Events) -> None:
@@ -391,9 +390,6 @@ def tell_slow(slow: SlowRank, events: Events) -> None:
     events.add("slow_rank", str(slow), slow.step)
     with suppress(OSError, ValueError):
         print(f"moemesh: {slow}", file=sys.stderr, flush=True)
-
-
-# Two configurations beside each other: `moemesh config diff`.
 
 
 class KeyDifference(NamedTuple):
@@ -409,34 +405,29 @@ class KeyDifference(NamedTuple):
 
 
 def compared(first: Path, second: Path) -> list[KeyDifference]:
-    """The keys in which two files, or folders of runs, differ when they are resolved, sorted.
-
-    Raises ConfigError for a configuration with problems.
-    """
-    (text_a, origins_a), (text_b, origins_b) = _resolved(first), _resolved(second)
+    """The keys in which two files, or folders of runs, differ when they are resolved, sorted; what
+    a run has recorded is taken as it is. Raises ConfigError for a configuration with problems."""
+    texts: list[str] = []
+    origins: list[dict[str, str]] = []
+    for path in (first, second):
+        if path.is_dir():
+            texts.append(resolved_toml(load_recorded(path / CONFIG)))
+            origins.append(dict.fromkeys(all_keys(), str(path / CONFIG)))
+        else:
+            resolved = load_run([path], (), {})
+            texts.append(resolved_toml(resolved.config))
+            origins.append(resolved.origins)
     return [
         KeyDifference(
             change.key,
             change.old,
             change.new,
-            origins_a.get(change.key, "default"),
-            origins_b.get(change.key, "default"),
+            *(origin.get(change.key, "default") for origin in origins),
             change.kind,
         )
-        for change in compare(text_a, text_b)
+        for change in compare(*texts)
     ]
 
-
-def _resolved(path: Path) -> tuple[str, dict[str, str]]:
-    """The resolved text, and key -> origin; what a run has recorded is taken as it is."""
-    if path.is_dir():
-        config = load_recorded(path / CONFIG)
-        return resolved_toml(config), dict.fromkeys(all_keys(), str(path / CONFIG))
-    resolved = load_run([path], (), {})
-    return resolved_toml(resolved.config), resolved.origins
-
-
-# The data of a run, recorded in its folder and compared when the run goes on.
 
 #: Keys of [data] that leave the training samples and their order as they are.
 WITHOUT_EFFECT = frozenset({"global_batch", "bad_record_share", "cache"})
@@ -491,10 +482,9 @@ def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> 
     if old == new:
         return
     lines = [f"the data are not those of {whose}:"]
-    for number, split in enumerate(samples.splits, start=1):
-        if old.get(f"source {number}") != new[f"source {number}"] and number <= len(facts):
-            was = facts[number - 1]["tokens"]
-            now = split.num_tokens
+    for number, (split, fact) in enumerate(zip(samples.splits, facts, strict=False), start=1):
+        if old.get(f"source {number}") != new[f"source {number}"]:
+            was, now = fact["tokens"], split.num_tokens
             same = "as many, but not the same" if was == now else f"{now:,}"
             lines.append(f"  {split.source.name}: {was:,} tokens then, {same} now")
     if len(lines) == 1:

@@ -49,12 +49,12 @@ from moemesh.config.huggingface.export import (
     family_or_refusal,
 )
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
-from moemesh.config.huggingface.model import family_of, model_values
-from moemesh.config.huggingface.quantization import quantization_of
-from moemesh.config.load import load_recorded, load_run, resolved_toml
+from moemesh.config.huggingface.model import family_of, model_values, quantization_of
+from moemesh.config.load import resolved_toml
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
+from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights.weight_sources import (
     ExpertLayout,

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -37,14 +36,13 @@ from moemesh.watch.lease import LeaseLost
 
 
 def contents(
-    parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object]
+    parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object], *, moments: bool = True
 ) -> tuple[list[Shard], dict[str, object]]:
     """The shards that this rank saves, which share memory with the training, and `state` with what
-    belongs to them."""
+    belongs to them; without `moments` weights and buffers alone."""
     mesh = parallel.mesh
-    moments = optimizer.state()
     shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
-    for kind, tensors in moments.items():
+    for kind, tensors in optimizer.state().items() if moments else ():
         shards += _owned(parallel, f"optimizer.{kind}", tensors, saved=True)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, saved=True)
@@ -56,17 +54,6 @@ def contents(
         "updates": optimizer.num_updates,
     }
     return shards, own
-
-
-def save_weights(
-    folder: Path, step: int, parallel: RankModel, optimizer: Optimizer, state: dict[str, object]
-) -> None:
-    """Write weights and buffers alone as ``folder/step-<step>`` from all ranks; raises
-    CheckpointError on every rank when one fails. Numbers that are not finite are kept."""
-    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
-    if parallel.mesh["stage"].index == 0:
-        shards += _buffers(parallel, saved=True)
-    store.save_together(folder, step, shards, state, parallel.mesh.control)
 
 
 def newest(
@@ -104,11 +91,9 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
 
 
 class WeightSource(Protocol):
-    """A source of a model's weights: a checkpoint, or a folder of transformers."""
+    """A checkpoint, or a folder of transformers, which fills every shard's tensor in place."""
 
-    def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's tensor, in place."""
-        ...
+    def load_into(self, shards: Sequence[Shard]) -> None: ...
 
 
 def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimizer) -> None:
@@ -168,29 +153,23 @@ def _parts(
 
 def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
     """The routers' biases: whole and equal on every rank that holds the layer; `saved`: only those
-    that this rank saves."""
-    return [
-        shard_of(f"model.{name}", buffer)
-        for name, buffer in parallel.model.named_buffers()
-        if not saved or _first_holder(parallel, name) == parallel.mesh["pp"].index
-    ]
+    of modules of which this pipeline rank is the first holder."""
+    found: list[Shard] = []
+    for name, buffer in parallel.model.named_buffers():
+        module = name.rpartition(".")[0] + "."
+        where = next(own for other, own in parallel.placements.items() if other.startswith(module))
+        if not saved or where.holders[0] == parallel.mesh["pp"].index:
+            found.append(shard_of(f"model.{name}", buffer))
+    return found
 
-
-def _first_holder(parallel: RankModel, buffer: str) -> int:
-    """The first pipeline rank that holds the module of this buffer."""
-    module = buffer.rpartition(".")[0] + "."
-    found = (where for name, where in parallel.placements.items() if name.startswith(module))
-    return next(found).holders[0]
-
-
-# The checkpoints of a run while it trains: started between steps, and what becomes of them.
 
 #: Waiting longer than this for the last checkpoint before the next is worth an event.
 _WAITED_SECONDS = 0.5
 
 
 class Checkpoints:
-    """Saves the state of a run; all ranks make one and call its methods together."""
+    """Saves the state of a run while it trains, started between steps; all ranks make one and call
+    its methods together."""
 
     def __init__(
         self,

@@ -20,12 +20,11 @@ from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
-from moemesh.config.load import load_recorded, load_run
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from moemesh.config.paths import nearest_path
 from moemesh.config.run import RunConfig
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.trainable import refusals
+from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.train.records.run_folder import CHECKPOINTS, checkpoints_of, names_in
 

@@ -1,0 +1,360 @@
+"""Chapters of a run's page: its course, time, traffic, memory, loads of experts, and events."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from moemesh.report import bars, beside, curves, heat_maps
+from moemesh.report import timeline_picture as pictures
+from moemesh.report.boxes import KINDS, LONG_NAMES
+from moemesh.report.configuration import changes
+from moemesh.report.section import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    Table,
+    figures,
+    left_out,
+    missing,
+    plural,
+    spread,
+)
+from moemesh.report.svg import clip, short
+from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
+from moemesh.trace.run import Event, Run
+from moemesh.trace.timeline import MICROSECONDS, Timeline
+
+#: Rows of the table of memory: as many as those of the classes of as many ranks.
+_MAX_COMPARED_ROWS = 512
+#: Kinds of events that every run has; the others say that something was decided or went wrong.
+_ORDINARY = ("start", "note", "saved", "finished")
+_MAX_TEXT = 400
+
+
+def training(run: Run) -> Chapter:
+    """Curves over all steps, and the numbers of some of them (`metrics.jsonl`)."""
+    chapter = Chapter(identity="training", title="Training")
+    if not run.metrics:
+        text = missing(run, "metrics.jsonl")
+        if (run.folder / "metrics.jsonl").is_file():
+            text = "No step is finished yet."
+        return replace(chapter, missing=text)
+    rows, unigram = run.metrics, run.summary.get("unigram_loss")
+    known = unigram if isinstance(unigram, float) else None
+    marks, unit = run.marks, run.loss_unit
+    curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
+    validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
+    some = {validated[i] for i in spread(len(validated), 8)}.union(spread(len(rows), 12))
+    table = Table(
+        caption=f"Some steps, evenly spread, and those with a validation; losses in {unit}",
+        header=(
+            *("Step", "Loss", "Validation loss", "Auxiliary loss", "Gradient norm"),
+            *("Learning rate", "Tokens/s"),
+        ),
+        rows=[
+            (
+                *(f"{row.step:,}", f"{row.loss:.5f}"),
+                "" if row.validation_loss is None else f"{row.validation_loss:.5f}",
+                *(f"{row.aux_loss:.5f}", f"{row.grad_norm:.4g}", f"{row.lr:.4g}"),
+                short(row.tokens_per_second),
+            )
+            for row in (rows[i] for i in sorted(some))
+        ],
+    )
+    drawn = figures(
+        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=unit, marks=marks)),
+        ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=unit, marks=marks)),
+        ("Gradient norm", *curve("grad_norm", "Gradient norm")),
+        ("Learning rate", *curve("lr", "Learning rate")),
+        ("Throughput", *curve("tokens_per_second", "Throughput", y_label=speed)),
+    )
+    return replace(chapter, figures=drawn, tables=[table])
+
+
+def timeline(run: Run) -> Chapter:
+    """Time of a step: `timeline.json` (the last step), and the medians of `metrics.jsonl`."""
+    chapter = Chapter(identity="timeline-section", title="Time of a step", tables=_medians(run))
+    if run.timeline is None or not run.timeline.records:
+        return replace(chapter, missing=missing(run, "timeline.json"))
+    last = run.timeline.last_step()
+    unit = "ticks" if last.unit == "ticks" else "milliseconds"
+    factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
+    ranks = last.statistics()
+    longest = last.span or 1.0
+    note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
+    if run.simulated is not None and run.simulated.records:
+        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
+        note += (
+            f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
+            f"{bubble:.1%} measured."
+        )
+    pipeline = ""
+    if (simulated := run.simulated) is not None:
+        # The operations of the simulated ranks, simulated above measured.
+        records = tuple(
+            one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
+        )
+        pipeline = pictures.timelines_stacked(
+            [simulated, replace(last, ranks=simulated.ranks, records=records)],
+            title="Pipeline, simulated above measured",
+            identity="timeline-simulated",
+        )
+    parts = Table(
+        caption="Parts of the last step, mean rank, in milliseconds: the pipeline "
+        "simulated with the median time of each operation, and measured",
+        header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
+        rows=beside.time_rows(run.simulated, last),
+    )
+    columns = ("Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span")
+    of_ranks = Table(
+        caption=f"Time of each rank in the last step, in {unit}",
+        header=("Rank", *columns),
+        rows=[
+            (
+                str(one.rank),
+                *(f"{value * factor:,.3f}" for value in (one.span, one.busy, one.idle, one.wait)),
+                f"{one.busy / longest:.1%}",
+            )
+            for one in ranks[:MAX_TABLE_ROWS]
+        ],
+    )
+    return replace(
+        chapter,
+        figures=figures(
+            ("Last step of each rank", pictures.timeline_rows(last)),
+            ("Pipeline of the last step, simulated above measured", pipeline),
+        ),
+        tables=[parts, *chapter.tables, of_ranks, _by_name(last, factor, unit)],
+        note=note + left_out(len(ranks), "ranks"),
+    )
+
+
+def _medians(run: Run) -> list[Table]:
+    """Medians over all steps but the first, which builds caches, of rank 0."""
+    if not (rows := run.current):
+        return []
+    step = statistics.median(row.seconds for row in rows)
+    found = {"step": step}
+    for name, label in (
+        ("data_seconds", "waiting for data"),
+        ("communication_seconds", "exposed communication"),
+    ):
+        if values := [value for row in rows if (value := getattr(row, name)) is not None]:
+            found[label] = statistics.median(values)
+    tables = [
+        Table(
+            caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0",
+            header=("Part", "Time", "Share of the step"),
+            rows=[
+                (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
+                for name, seconds in found.items()
+            ],
+        )
+    ]
+    if run.planned is not None:
+        tables.append(
+            Table(
+                caption="Communication that no computation hides, in milliseconds a step: as "
+                f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
+                header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
+                rows=beside.exposed_rows(run.planned, found.get("exposed communication"), step),
+            )
+        )
+    return tables
+
+
+def _by_name(last: Timeline, factor: float, unit: str) -> Table:
+    of_name: dict[str, dict[int, float]] = {}
+    counts: Counter[str] = Counter()
+    for record in last.records:
+        name = LONG_NAMES.get(record.kind, record.name)
+        of_rank = of_name.setdefault(name, {})
+        of_rank[record.rank] = of_rank.get(record.rank, 0.0) + record.duration * factor
+        counts[name] += 1
+    totals = {name: sum(of_rank.values()) for name, of_rank in of_name.items()}
+    names = sorted(totals, key=lambda name: (-totals[name], name))[:MAX_TABLE_ROWS]
+    return Table(
+        caption=f"Time by operation, in {unit} (one inside another counts in both)",
+        header=("Operation", "Times, all ranks", "Mean rank", "Longest rank"),
+        rows=[
+            (
+                clip(name, 60),
+                f"{counts[name]:,}",
+                f"{totals[name] / len(last.ranks):,.3f}",
+                f"{max(of_name[name].values()):,.3f}",
+            )
+            for name in names
+        ],
+        folded=True,
+    )
+
+
+def traffic(run: Run) -> Chapter:
+    """Bytes between ranks, from the ledgers of the run and of the planner."""
+    chapter = Chapter(identity="traffic-section", title="Traffic")
+    rows = beside.traffic_rows(run.ledgers, steps=run.ledger_steps)
+    if not rows:
+        empty = "No rank sent anything to another."
+        return replace(chapter, missing=empty if run.ledgers else missing(run, "ledger.json"))
+    steps = plural(run.ledger_steps, "step")
+    covered = f", averaged over {steps}" if run.ledger_steps > 1 else ""
+    by_operation = Table(
+        caption=f"By operation; the number of operations is that of {steps}",
+        header=(
+            *("Axis", "Operation", "Phase", "Operations, busiest rank"),
+            *(f"{what} in a step, busiest rank" for what in ("Payload", "Sent", "Received")),
+            *("Sent in a step, all ranks", "Sent in a step, all ranks (bytes)"),
+        ),
+        rows=[
+            (
+                *(clip(name, 40) for name in (row.axis, row.op, row.phase)),
+                f"{row.max_count * run.ledger_steps:,.0f}",
+                *map(format_bytes, row[4:]),
+                f"{row.sum_wire_bytes:,.0f}",
+            )
+            for row in rows[:MAX_TABLE_ROWS]
+        ],
+        num_names=3,
+        folded=True,
+    )
+    by_axis = Table(
+        caption="Bytes sent in one step by all ranks, predicted before it and measured",
+        header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
+        rows=beside.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
+            :MAX_TABLE_ROWS
+        ],
+        num_names=2,
+    )
+    drawn = bars.traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
+    return replace(
+        chapter,
+        figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
+        tables=[by_axis, by_operation],
+        note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
+        "for uniform routing; validation and control are not predicted."
+        + left_out(len(rows), "rows"),
+    )
+
+
+def memory(run: Run) -> Chapter:
+    """Memory of every rank, predicted beside measured (`memory.json`)."""
+    chapter = Chapter(identity="memory-section", title="Memory")
+    if run.memory is None or not run.memory.ranks:
+        return replace(chapter, missing=missing(run, "memory.json"))
+    ranks, predicted = run.memory.ranks, run.memory.predicted
+    tables: list[Table] = []
+    header = ("Rank", "Class", "Predicted", "Measured", "Difference")
+    fullest = max(ranks, key=lambda profile: (profile.total, -profile.rank))
+    if rows := beside.memory_rows(predicted, [fullest]):
+        caption = (
+            f"Memory of rank {fullest.rank}, which holds most: {PREDICTED_HELD} before the run "
+            f"for uniform routing, and {MEASURED_HELD}"
+        )
+        tables.append(Table(caption=caption, header=header, rows=rows, num_names=2))
+    if len(ranks) > 1 and (rows := beside.memory_rows(predicted, ranks)):
+        rows = rows[:_MAX_COMPARED_ROWS]
+        caption = f"Memory of each rank: {PREDICTED_HELD}, and {MEASURED_HELD}"
+        tables.append(Table(caption=caption, header=header, rows=rows, num_names=2, folded=True))
+    names = (name.replace("_", " ").capitalize() for name in PARTS)
+    tables.append(
+        Table(
+            caption=f"Memory of each rank: {MEASURED_HELD}, and {run.memory.peak_words}",
+            header=("Rank", *names, "Total", "Peak"),
+            rows=[
+                (str(p.rank), *map(format_bytes, (*p.parts().values(), p.total, p.peak)))
+                for p in ranks[:MAX_TABLE_ROWS]
+            ],
+            folded=bool(tables),
+        )
+    )
+    return replace(
+        chapter,
+        figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
+        tables=tables,
+        note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
+        "fullest rank. On a CPU it is that of the whole process, torch itself included; on a GPU "
+        "that of torch's allocator." + left_out(len(ranks), "ranks"),
+    )
+
+
+def loads(run: Run) -> Chapter:
+    """Loads of experts (`loads.jsonl`)."""
+    chapter = Chapter(identity="loads", title="Expert load")
+    if not run.loads:
+        return replace(chapter, missing=missing(run, "loads.jsonl"))
+    layers = heat_maps.by_layer(run.loads)
+    fullest = "Fullest expert / mean"
+    table = Table(
+        caption="Balance of each layer (1 = balanced; entropy 1 = uniform)",
+        header=(
+            *("Layer", "Experts", f"{fullest}, average of the steps", f"{fullest}, last steps"),
+            *("Fullest rank / mean, last steps", "Entropy, last steps"),
+            *("Experts without a token, last steps", "Dropped, over the run"),
+        ),
+        rows=[
+            (
+                *(f"{layer}", f"{len(items[-1].tokens_per_expert)}"),
+                f"{heat_maps.mean_imbalance(items):.3f}",
+                *(f"{items[-1].expert_max_over_mean:.3f}", f"{items[-1].rank_max_over_mean:.3f}"),
+                *(f"{items[-1].entropy:.4f}", f"{items[-1].dead_experts}"),
+                f"{sum(load.dropped for load in items):,}",
+            )
+            for layer, items in layers.items()
+        ][:MAX_TABLE_ROWS],
+    )
+    whole = heat_maps.mean_heat_map(run.loads) if len(layers) > 1 else ""
+    drawn = figures(
+        ("Load imbalance", *curves.imbalance_curve(run.loads, run.marks)),
+        (
+            "Load of each expert over its layer's mean, by step",
+            heat_maps.layer_heat_maps(run.loads),
+        ),
+        ("Load of each expert over its layer's mean, whole run", whole),
+    )
+    note = f"{plural(len(layers), 'layer')} with experts." + left_out(len(layers), "layers")
+    return replace(chapter, figures=drawn, tables=[table], note=note)
+
+
+def events(run: Run) -> Chapter:
+    """Events besides steps: alarms and decisions first, in the order of time (`events.jsonl`)."""
+    chapter = Chapter(identity="events", title="Events")
+    if not run.events:
+        return replace(chapter, missing=missing(run, "events.jsonl"))
+    groups: dict[bool, list[Event]] = {False: [], True: []}
+    for event in run.events:
+        groups[event.kind in _ORDINARY].append(event)
+    captions = {False: "Alarms, warnings and decisions", True: "Notes of the start and the end"}
+    tables: list[Table] = []
+    for is_ordinary, found in groups.items():
+        if found:
+            shown = found[-MAX_TABLE_ROWS:]
+            more = f", the last {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
+            rows = [
+                (
+                    clip(event.time.replace("T", " ").removesuffix("+00:00"), 30),
+                    "" if event.step is None else f"{event.step:,}",
+                    clip(event.kind, 30),
+                    clip(event.text, _MAX_TEXT),
+                )
+                for event in shown
+            ]
+            tables.append(
+                Table(
+                    caption=captions[is_ordinary] + more,
+                    header=("Time (UTC)", "Step", "Kind", "Text"),
+                    rows=rows,
+                    num_names=4,
+                    folded=is_ordinary,
+                )
+            )
+    note = "" if groups[False] else "No alarm and no warning."
+    return replace(chapter, tables=tables, note=note)
+
+
+#: In the order of the page.
+CHAPTERS: tuple[Callable[[Run], Chapter], ...] = (
+    *(changes, training, timeline, traffic, memory, loads, events),
+)

@@ -1,0 +1,312 @@
+"""Heat maps: loads of experts over layers and steps, loads of GPUs, relevance of experts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, zip_longest
+
+from moemesh.report import svg
+from moemesh.trace.loads import LayerLoads
+
+#: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
+HeatClass = tuple[float, str, str]
+Matrix = list[list[float]]
+#: Load of an expert over its layer's mean. Lightness falls with load; a dead expert is red.
+DEAD = "#b3261e"
+EXPERT_CLASSES: tuple[HeatClass, ...] = (
+    (0.5, "#ffffd0", "below 0.5"),
+    (0.8, "#c7e9b4", "0.5 to 0.8"),
+    (1.25, "#7fcdbb", "0.8 to 1.25 (balanced)"),
+    (2.0, "#2c8fbd", "1.25 to 2"),
+    (4.0, "#225ea8", "2 to 4"),
+    (float("inf"), "#0c1d5c", "above 4"),
+)
+#: Load of a GPU over its layer's mean. Finer around 1 than for experts: every percent of the most
+#: loaded GPU is a percent of the layer's time.
+GPU_CLASSES: tuple[HeatClass, ...] = (
+    (0.5, "#ffffd0", "below 0.5"),
+    (0.95, "#d5eeb3", "0.5 to 0.95"),
+    (1.02, "#8ed1bd", "0.95 to 1.02 (balanced)"),
+    (1.1, "#41a5c2", "1.02 to 1.1"),
+    (1.5, "#2272b2", "1.1 to 1.5"),
+    (2.0, "#233f93", "1.5 to 2"),
+    (float("inf"), "#0c1d5c", "above 2"),
+)
+#: Share of an expert in its layer over an equal share.
+RELEVANCE_CLASSES: tuple[HeatClass, ...] = (
+    (0.25, "#ffffd0", "below a quarter of an equal share"),
+    (0.75, "#d5eeb3", "to 0.75"),
+    (1.5, "#8ed1bd", "to 1.5"),
+    (3.0, "#41a5c2", "to 3"),
+    (6.0, "#2272b2", "to 6"),
+    (float("inf"), "#0c1d5c", "above 6"),
+)
+#: All cells of all panels of one figure of steps: bounds the size of the page.
+_MAX_CELLS, _MAX_PANELS, _MAX_ROWS, _MAX_COLUMNS = 20_000, 12, 64, 120
+#: More layers or GPUs than this are drawn as the maximum of neighbours: a hot GPU must not vanish.
+_MAX_LAYERS, _MAX_GPUS = 96, 256
+_LEFT = 64.0
+
+
+def heat_colour(classes: Sequence[HeatClass], value: float) -> str:
+    """The colour of the first class whose limit `value` does not exceed; of no load, red."""
+    if classes is EXPERT_CLASSES and value <= 0:
+        return DEAD
+    return next(colour for limit, colour, _ in classes if value <= limit)
+
+
+def over_mean(values: Sequence[float]) -> list[float]:
+    """Each value over the mean of all; 1 where that is 0."""
+    mean = sum(values) / len(values) if len(values) else 0.0
+    return [float(value / mean) if mean else 1.0 for value in values]
+
+
+def _legend(classes: Sequence[HeatClass]) -> tuple[str, float]:
+    dead = [("no token", DEAD)] if classes is EXPERT_CLASSES else []
+    return svg.legend([*dead, *((name, colour) for _, colour, name in classes)], left=0, top=4)
+
+
+def _panel(
+    matrix: Matrix,
+    classes: Sequence[HeatClass],
+    *,
+    left: float,
+    top: float,
+    width: float,
+    cell: float,
+    title: str = "",
+    below: tuple[str, str],
+    rows: Iterable[tuple[float, str]],
+    frames: str = "",
+) -> str:
+    """A matrix as boxes, `cell` high, runs of one colour in a row being one; names of the first and
+    the last column stand `below`, of `rows` at their heights to the left."""
+    boxes: defaultdict[str, list[str]] = defaultdict(list)
+    for y, row in enumerate(matrix):
+        colours, start = [heat_colour(classes, value) for value in row], 0
+        for x in range(1, len(row) + 1):
+            if x == len(row) or colours[x] != colours[start]:
+                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
+                start = x
+    height = len(matrix) * cell
+    scale = f"scale({width / max(map(len, matrix)):.4f} {cell:.4f})"
+    corner = f'<rect x="{left:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return "".join(
+        [
+            svg.text(left, top - 6, title, weight="bold") if title else "",
+            f'<g transform="translate({left:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
+            *(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes)),
+            f"</g>{frames}",
+            f'{corner} fill="none" stroke="{svg.INK}" stroke-width="0.5"/>',
+            svg.text(left, top + height + 16, below[0], fill=svg.MUTED),
+            svg.text(left + width, top + height + 16, below[1], anchor="end", fill=svg.MUTED),
+            *(
+                svg.text(left - 4, y, name, anchor="end", fill=svg.MUTED, size=10)
+                for y, name in rows
+            ),
+        ]
+    )
+
+
+def by_layer(loads: Sequence[LayerLoads]) -> dict[int, list[LayerLoads]]:
+    """Loads of each layer, ascending by layer and step."""
+    found: defaultdict[int, list[LayerLoads]] = defaultdict(list)
+    for load in sorted(loads, key=lambda load: (load.layer, load.step)):
+        found[load.layer].append(load)
+    return dict(found)
+
+
+def mean_imbalance(loads: Sequence[LayerLoads]) -> float:
+    """Fullest expert over the mean, averaged over some loads."""
+    return sum(load.expert_max_over_mean for load in loads) / len(loads)
+
+
+def _mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
+    """Mean tokens of each expert over some loads; shorter ones are padded with zeros."""
+    columns = zip_longest(*(load.tokens_per_expert for load in loads), fillvalue=0)
+    return [sum(column) / len(loads) for column in columns]
+
+
+def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
+    """One panel a layer: steps to the right, experts downwards, load over the mean as colour.
+
+    Neighbouring steps and, past 64, neighbouring experts are averaged into one cell. With more than
+    12 layers the most unbalanced ones are drawn. "" when there are no loads.
+    """
+    layers = {
+        layer: items
+        for layer, items in by_layer(loads).items()
+        if any(any(load.tokens_per_expert) for load in items)
+    }
+    if not layers:
+        return ""
+    ranked = sorted(layers, key=lambda layer: (-mean_imbalance(layers[layer]), layer))
+    shown = sorted(ranked[:_MAX_PANELS])
+    num_experts = {
+        layer: max(len(load.tokens_per_expert) for load in layers[layer]) for layer in shown
+    }
+    num_rows = max(min(number, _MAX_ROWS) for number in num_experts.values())
+    most = min(max(_MAX_CELLS // (len(shown) * num_rows), 16), _MAX_COLUMNS)
+    key, used = _legend(EXPERT_CLASSES)
+    body, top = [key], used + 22
+    panel = (svg.WIDTH - 100) / 2 if len(shown) > 1 else svg.WIDTH - 50.0
+    cell = min(max(140 / num_rows, 2.5), 16)
+    for index, layer in enumerate(shown):
+        items = layers[layer]
+        columns, squeezed = min(most, len(items)), Matrix()
+        for c in range(columns):
+            means = _mean_loads(items[c * len(items) // columns : (c + 1) * len(items) // columns])
+            padded = means + [0.0] * (num_experts[layer] - len(means))
+            squeezed.append(_squeeze(over_mean(padded), _MAX_ROWS))
+        matrix = [list(row) for row in zip(*squeezed, strict=True)]
+        names = (
+            (top + svg.FONT_SIZE - 2, "expert 0"),
+            (top + len(matrix) * cell, num_experts[layer] - 1),
+        )
+        body.append(
+            _panel(
+                matrix,
+                EXPERT_CLASSES,
+                left=50 + (index % 2) * (panel + 50),
+                top=top,
+                width=panel,
+                cell=cell,
+                title=f"layer {layer}",
+                below=(f"step {svg.short(items[0].step)}", svg.short(items[-1].step)),
+                rows=[(y, str(name)) for y, name in names],
+            )
+        )
+        if index % 2 or layer == shown[-1]:
+            top += num_rows * cell + 52
+    left_out = "" if len(shown) == len(layers) else f", the most unbalanced of {len(layers)}"
+    description = (
+        f"Load of each expert (rows, downwards) over steps (to the right) for {len(shown)} "
+        f"layers{left_out}, as a ratio to the layer's mean."
+    )
+    return svg.figure("expert-loads", "Expert load, layer by layer", description, top - 10, body)
+
+
+def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
+    """All layers (rows) by all experts (columns), mean over all steps. "" without any load."""
+    layers = by_layer(loads)
+    means = [_mean_loads(items) for items in layers.values()]
+    rows = [over_mean(values) for values in means if any(values)]
+    if not rows:
+        return ""
+    if len(rows) > 128:
+        columns = zip_longest(*rows, fillvalue=0.0)
+        rows = [list(row) for row in zip(*(_squeeze(c, 128) for c in columns), strict=True)]
+    matrix = [_squeeze(row, 256) for row in rows]
+    key, used = _legend(EXPERT_CLASSES)
+    cell, top = min(max(200 / len(matrix), 3), 18), used + 22
+    bottom = top + len(matrix) * cell
+    names = [f"layer {layer}" for layer in sorted({min(layers), max(layers)})]
+    panel = _panel(
+        matrix,
+        EXPERT_CLASSES,
+        left=50,
+        top=top,
+        width=svg.WIDTH - 50,
+        cell=cell,
+        title="all layers",
+        below=("expert 0", svg.short(max(map(len, means)) - 1)),
+        rows=zip((top + svg.FONT_SIZE - 2, bottom), names, strict=False),
+    )
+    description = (
+        f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
+        f"from layer {min(layers)} at the top to layer {max(layers)}), as a ratio to the mean."
+    )
+    title = "Mean expert load over the run"
+    return svg.figure("mean-loads", title, description, bottom + 36, [key, panel])
+
+
+def _squeeze(values: Sequence[float], length: int) -> list[float]:
+    """At most `length` values, neighbours averaged."""
+    if len(values) <= length:
+        return list(values)
+    cuts = [index * len(values) // length for index in range(length + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+
+
+def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> str:
+    """A figure of loads [layers][GPUs] before and after balancing; both in the same unit."""
+    key, used = _legend(GPU_CLASSES)
+    body, top = [key], used + 26
+    worst: list[float] = []
+    for name, loads in (("before", before), ("after", after)):
+        matrix = [over_mean(row) for row in loads]
+        layers, gpus = len(matrix), len(matrix[0])
+        worst.append(max(max(row) for row in matrix))
+        cuts: list[list[tuple[int, int]]] = []
+        for number, most in ((layers, _MAX_LAYERS), (gpus, _MAX_GPUS)):
+            parts = min(number, most)
+            cuts.append([(i * number // parts, (i + 1) * number // parts) for i in range(parts)])
+        drawn = [
+            [max(max(row[left:right]) for row in matrix[a:b]) for left, right in cuts[1]]
+            for a, b in cuts[0]
+        ]
+        cell = min(max(220 / len(drawn), 3.0), 18.0)
+        height, mean = len(drawn) * cell, sum(max(row) for row in matrix) / layers
+        names = [(top + min(10.0, height), "layer 0")]
+        names += [(top + height, str(layers - 1))] if layers > 1 and height >= 20 else []
+        body.append(
+            _panel(
+                drawn,
+                GPU_CLASSES,
+                left=_LEFT,
+                top=top,
+                width=svg.WIDTH - _LEFT,
+                cell=cell,
+                title=f"{name}: most loaded GPU over the mean GPU, {svg.short(round(mean, 3))} "
+                f"as a mean over layers, {svg.short(round(worst[-1], 3))} in the worst",
+                below=("GPU 0", str(gpus - 1)),
+                rows=names,
+            )
+        )
+        top += height + 56
+    description = (
+        f"Load of each GPU (columns) in each of {len(before)} layers (rows, downwards) over the "
+        f"layer's mean. Worst layer: {worst[0]:.3f} before, {worst[1]:.3f} after."
+    )
+    return svg.figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
+
+
+def relevance_map(
+    shares: Mapping[int, Sequence[float]], chosen: Mapping[int, Sequence[int]]
+) -> str:
+    """A figure of ``shares[layer][expert]`` of a task's tokens, which add up to 1 in a layer;
+    `chosen` are framed."""
+    layers = sorted(shares)
+    num_experts = len(shares[layers[0]])
+    key, used = _legend(RELEVANCE_CLASSES)
+    top, cell = used + 14, min(max(320 / len(layers), 4.0), 18.0)
+    bottom, width = top + len(layers) * cell, svg.WIDTH - _LEFT
+    # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
+    column, inset = width / num_experts, 1.0
+    frames = "".join(
+        f'<rect x="{svg.coordinate(_LEFT + expert * column + inset)}" '
+        f'y="{svg.coordinate(top + row * cell + inset)}" '
+        f'width="{svg.coordinate(max(column - 2 * inset, 0.5))}" '
+        f'height="{svg.coordinate(max(cell - 2 * inset, 0.5))}"/>'
+        for row, layer in enumerate(layers)
+        for expert in chosen.get(layer, ())
+    )
+    panel = _panel(
+        [[share * num_experts for share in shares[layer]] for layer in layers],
+        RELEVANCE_CLASSES,
+        left=_LEFT,
+        top=top,
+        width=width,
+        cell=cell,
+        below=("expert 0", str(num_experts - 1)),
+        rows=[(top + min(10.0, cell), f"layer {layers[0]}"), (bottom, str(layers[-1]))],
+        frames=f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>',
+    )
+    description = (
+        f"Relevance of each of {num_experts} experts (columns) in each of {len(layers)} layers "
+        f"(rows, downwards) over an equal share; {sum(map(len, chosen.values()))} chosen experts "
+        "are framed."
+    )
+    title = "Relevance of experts to a task"
+    return svg.figure("esft-relevance", title, description, bottom + 24, [key, panel])

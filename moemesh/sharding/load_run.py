@@ -1,0 +1,154 @@
+"""Loading the configuration of a run with every check, those that need its parameters included."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from re import sub
+
+from pydantic import ValidationError
+
+from moemesh.config.errors import Problem
+from moemesh.config.load import Resolved, read_recorded, resolve
+from moemesh.config.lora import is_adapter
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.schema import SECTIONS
+from moemesh.config.sources import ConfigSource, Leaf
+from moemesh.config.toml import format_value
+from moemesh.config.tuning import Tuning, matcher
+from moemesh.sharding.parameters import ParameterTensor, logical_names, tensors
+
+
+def load_run(
+    files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge defaults, preset, `files`, environment and `overrides` (weakest first) and check all.
+
+    `environ` None reads the process environment. Raises ConfigError with every problem found.
+    """
+    return resolve(files, overrides, environ, [contradictions], [tuning_problems])
+
+
+def load_recorded(
+    path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
+) -> RunConfig:
+    """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
+    with `overrides`: every key is there, so neither presets nor the folder that the run started
+    from are read again.
+
+    Raises ConfigError with every problem found.
+    """
+    return read_recorded(path, overrides, sections, [tuning_problems])
+
+
+#: How many of the extra prediction layers of a folder are trained is the user's to say.
+_FREE = frozenset({"num_mtp_layers"})
+
+
+def contradictions(
+    folder: ConfigSource, chosen: Mapping[str, Leaf], broken: Collection[str]
+) -> Iterator[Problem]:
+    """A problem for each key of `chosen` whose value gives the model other tensors than those of
+    the `folder`. Keys that are `broken` are told already."""
+    values = {
+        key.removeprefix("model."): leaf.value
+        for key, leaf in folder.leaves.items()
+        if key.startswith("model.")
+    }
+    shapes = _shapes(values)
+    if shapes is None:
+        return
+    for key, leaf in chosen.items():
+        name = key.removeprefix("model.")
+        if key in broken or name == key or name not in ModelConfig.model_fields or name in _FREE:
+            continue
+        found = _shapes({**values, name: leaf.value})
+        if found is None or found == shapes:
+            continue
+        default = ModelConfig.model_fields[name].default
+        there = values.get(name, default)
+        origin = folder.leaves[key].origin if key in folder.leaves else "the default"
+        given = f"{name} = {format_value(there)} ({origin})"
+        message = f"the weights of model.path have {given}, and fit no other"
+        yield leaf.problem("conflict", key, message, f"leave {key} out, or choose another folder")
+
+
+def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:
+    """Name -> shape of every parameter; None of values that make no model."""
+    try:
+        model = ModelConfig.model_validate(dict(values))
+    except ValidationError:
+        return None
+    if model.check():
+        return None
+    found = {tensor.name: tensor.shape for tensor in tensors(model, Plan())}
+    if model.router_selection_bias:
+        found["selection_bias"] = (model.num_experts,)
+    return found
+
+
+def tuning_problems(config: RunConfig) -> list[Problem]:
+    """Patterns that match nothing, with the nearest names; a choice that leaves nothing to train;
+    weights of a layer's experts that train of different ones."""
+    tuning, model, plan = config.tuning, config.model, config.plan
+    if tuning.is_full:
+        return []
+    names = list(logical_names(model, plan))
+    found = [
+        _unmatched(key, pattern, names)
+        for key in ("freeze", "train_only")
+        for pattern in getattr(tuning, key)
+        if not any(map(matcher((pattern,)), names))
+    ]
+    if found:
+        return found
+    key = "freeze" if tuning.freeze else "train_only" if tuning.train_only else "esft"
+    every = list(tensors(model, plan))
+    if not any(tensor.trained_rows(tuning) for tensor in every):
+        message = f"none of the {len(every)} parameter tensors is left to train"
+        return [_problem(key, getattr(tuning, key, None), message, f"choose fewer in train.{key}")]
+    for message, fix in _uneven(tuning, every):
+        return [_problem(key, getattr(tuning, key, None), message, fix, code="not-available")]
+    return []
+
+
+def _uneven(tuning: Tuning, every: Iterable[ParameterTensor]) -> Iterator[tuple[str, str]]:
+    """(what is wrong, a fix) of choices of experts that have no stack of their own."""
+    known: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for tensor in every:
+        if not tensor.is_expert:
+            continue
+        rows, size = tensor.trained_rows(tuning), tensor.shape[0]
+        module, _, leaf = tensor.name.rpartition(".")
+        if is_adapter(tensor.name) and 0 < len(rows) < size:
+            yield (
+                f"{len(rows)} of the {size} adapters of {tensor.name} would train",
+                "choose the adapters of all experts, or of none",
+            )
+        elif rows and not is_adapter(tensor.name):
+            other, before = known.setdefault(module, (leaf, rows))
+            if rows != before:
+                yield (
+                    f"{len(before)} of the {size} experts of {module} would train their {other}, "
+                    f"{len(rows)} their {leaf}: the weights of a layer's experts train of the same "
+                    "ones, or of none",
+                    f"a pattern like {module}.{rows[0]}.*",
+                )
+
+
+def _unmatched(key: str, pattern: str, names: Sequence[str]) -> Problem:
+    """A pattern that matches nothing; layers and experts count as alike for what is near to it."""
+    kinds = list(dict.fromkeys(sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    near = get_close_matches(sub(r"(?<=\.)\d+(?=\.)", "*", pattern), kinds, n=3, cutoff=0.3)
+    message = f"the pattern {pattern!r} matches none of the {len(names)} parameters"
+    shown = ", ".join(near or kinds[:3])
+    return _problem(key, (pattern,), message, f"names like it: {shown}", code="no-match")
+
+
+def _problem(key: str, value: object, message: str, fix: str, code: str = "conflict") -> Problem:
+    return Problem.of(code, f"train.{key}", value, message, fix)

@@ -1,0 +1,299 @@
+"""Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
+
+The order is that of the model's own list of parameters. It mirrors `moemesh.parallel.placement`
+without torch; tests hold the two together.
+
+| parameter | sharded over | gradient summed over |
+|---|---|---|
+| QKV, its bias, sinks, norms over all heads | tp | dp_cp |
+| latents up to heads (MLA), row-parallel W_o | tp | dp_cp |
+| dense and shared MLP, vocabulary rows | tp | dp_cp |
+| other norms, router, output bias | - | stage (dp, cp, tp) |
+| down to latents (MLA), whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
+| routed experts | ep, etp | edp |
+
+What of them trains (:mod:`moemesh.config.tuning`) stands below. The units of the model, in the
+order of its forward, are the embedding, the layers, the head with its norms, and extra prediction
+layers. The backward ends at the first unit in which anything trains (:func:`first_unit`): those
+before it keep nothing, compute no gradient and send none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
+from moemesh.config.lora import factors_of
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.tuning import STACKS, Tuning
+from moemesh.sharding.buckets import unit_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterTensor:
+    """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
+    stack that holds some experts of a layer only, how many each rank of ep has."""
+
+    name: str
+    shape: tuple[int, ...]
+    shards: dict[str, int] = field(default_factory=dict[str, int])
+    summed_over: str = "stage"
+    trains: bool = True
+    per_rank: tuple[int, ...] = ()
+
+    @property
+    def is_expert(self) -> bool:
+        return self.summed_over in EXPERT_AXES
+
+    def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
+        """The experts of a stack that train; of another parameter (0,) where it does, else ()."""
+        return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
+
+    def weight_bytes(self, element_bytes: int) -> int:
+        """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
+        return max(element_bytes, 4) if ".router." in self.name else element_bytes
+
+    def local_elements(self, layout: Layout, rank: int) -> int:
+        """Numbers of this tensor that `rank` holds."""
+        return self.elements_at(layout, layout.coordinates(rank))
+
+    def elements_at(self, layout: Layout, at: Mapping[str, int]) -> int:
+        """The same of a rank with these coordinates."""
+        sizes = list(self.shape)
+        for axis, dim in self.shards.items():
+            degree = int(getattr(layout, axis))
+            is_uneven = axis == "ep" and self.per_rank
+            shares = self.per_rank if is_uneven else shard_sizes(sizes[dim], degree)
+            sizes[dim] = shares[at[axis]]
+        return prod(sizes)
+
+
+def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
+    """Every parameter of the whole model, in the order of the model's list."""
+    hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
+    yield _over_tp("embedding.weight", table)
+    for index in range(model.num_layers):
+        yield from _layer(model, plan, index)
+    for index in model.mtp_layers:
+        prefix = f"layers.{index}"
+        yield _whole(f"{prefix}.projection", hidden, 2 * hidden)
+        yield from _layer(model, plan, index)
+        yield _whole(f"{prefix}.embedding_norm.weight", hidden)
+        yield _whole(f"{prefix}.stream_norm.weight", hidden)
+    yield _whole("norm.weight", hidden)
+    for index in model.mtp_layers:
+        yield _whole(f"ahead_norms.{index}.weight", hidden)
+    if not model.tied_embeddings:
+        yield _over_tp("head.weight", table)
+
+
+def _whole(name: str, *shape: int) -> ParameterTensor:
+    return ParameterTensor(name=name, shape=shape)
+
+
+def _over_tp(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterTensor:
+    return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
+
+
+def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
+    hidden, prefix = model.hidden_size, f"layers.{index}"
+    yield _whole(f"{prefix}.attention_norm.weight", hidden)
+    own = list(attention_tensors(model, plan, f"{prefix}.attention"))
+    norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
+    yield from _adapted(model, own[: len(own) - len(norms)])
+    yield from norms
+    yield _whole(f"{prefix}.feed_forward_norm.weight", hidden)
+    prefix += ".feed_forward"
+    if not model.is_moe_layer(index):
+        yield from _mlp(model, prefix, model.intermediate_size)
+        return
+    experts, width = model.num_experts, model.expert_intermediate_size
+    if model.shared_gate:
+        yield _whole(f"{prefix}.shared_gate", 1, hidden)
+    yield _whole(f"{prefix}.router.weight", experts, hidden)
+    if model.router_logit_bias:
+        yield _whole(f"{prefix}.router.bias", experts)
+    stacks = [
+        ParameterTensor(
+            name=f"{prefix}.experts.{leaf}",
+            shape=(experts, *shape),
+            shards={"ep": 0, "etp": dim},
+            summed_over="edp",
+        )
+        for leaf, shape, dim in (
+            ("gate_up", (2, width, hidden), 2),
+            ("down", (hidden, width), 2),
+            ("gate_up_bias", (2, width), 2),
+            ("down_bias", (hidden,), 1),
+        )
+    ]
+    yield from stacks if model.expert_bias else stacks[:2]
+    yield from _factors(model, stacks[:2])
+    if model.shared_width:
+        yield from _mlp(model, f"{prefix}.shared", model.shared_width)
+
+
+def attention_tensors(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
+    """The parameters of an attention block without adapters, its norms behind the others."""
+
+    def whole(leaf: str, *shape: int) -> ParameterTensor:
+        return _whole(f"{prefix}.{leaf}", *shape)
+
+    def cut(leaf: str, *shape: int, dim: int = 0) -> ParameterTensor:
+        return _over_tp(f"{prefix}.{leaf}", shape, dim)
+
+    hidden, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
+    size, values = model.query_head_dim, model.value_head_dim
+    rank, latent = model.q_lora_rank, model.kv_lora_rank
+    is_latent = model.attention == "mla"
+    if is_latent:
+        down = latent + model.qk_rotary_head_dim
+        if rank:
+            yield whole("query_down", rank, hidden)
+            if model.qkv_bias:
+                yield whole("query_down_bias", rank)
+            yield cut("query_up", heads, size, rank)
+        else:
+            yield cut("query", heads, size, hidden)
+        yield whole("key_value_down", down, hidden)
+        if model.qkv_bias:
+            yield whole("key_value_down_bias", down)
+        yield cut("key_value_up", heads, model.qk_nope_head_dim + values, latent)
+    else:
+        rows = heads // keys + 2
+        yield cut("qkv", keys, rows, size, hidden)
+        if model.qkv_bias:
+            yield cut("qkv_bias", keys * rows * size)
+    if plan.attention_exit == "all_to_all":
+        yield whole("output", hidden, heads * values)
+    else:
+        yield cut("output", hidden, heads * values, dim=1)
+    if model.output_bias:
+        yield whole("output_bias", hidden)
+    if model.attention_sinks:
+        yield cut("sinks", heads)
+    if is_latent:
+        if rank:
+            yield whole("query_latent_norm.weight", rank)
+        yield whole("key_value_latent_norm.weight", latent)
+    elif model.qk_norm:
+        for leaf, number in (("query_norm.weight", heads), ("key_norm.weight", keys)):
+            over_head = model.qk_norm_over == "head"
+            yield whole(leaf, size) if over_head else cut(leaf, number * size)
+
+
+def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTensor]:
+    gate_up = _over_tp(f"{prefix}.gate_up", (2, width, model.hidden_size), 1)
+    yield from _adapted(model, [gate_up, _over_tp(f"{prefix}.down", (model.hidden_size, width), 1)])
+
+
+def _adapted(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
+    """The weights of a block, and behind all of them their adapter parameters."""
+    yield from weights
+    yield from _factors(model, weights)
+
+
+def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
+    for weight in weights:
+        block, _, leaf = weight.name.rpartition(".")
+        own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
+        for name, shape, shards, axis in factors_of(model.lora, leaf, *own, is_stack=is_stack):
+            name = f"{block}.{name}"
+            yield ParameterTensor(name=name, shape=shape, shards=shards, summed_over=axis)
+
+
+def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
+    """The names that patterns are matched with: of every parameter in a checkpoint, and of the
+    routers' selection biases."""
+    for tensor in tensors(model, plan):
+        module, _, leaf = tensor.name.rpartition(".")
+        if tensor.is_expert:
+            yield from (f"{module}.{expert}.{leaf}" for expert in range(tensor.shape[0]))
+            continue
+        yield tensor.name
+        if tensor.name.endswith(".router.weight") and model.router_selection_bias:
+            yield f"{module}.selection_bias"
+
+
+def units(model: ModelConfig) -> list[str]:
+    """The units in the order of the forward, as :func:`unit_of` names them; the head comes again
+    behind each extra prediction layer."""
+    layers = [f"layers.{index}" for index in range(model.num_layers)]
+    return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
+
+
+def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
+    """Of every rank of ep, in the order of its places: its experts of `chosen`, and its others."""
+    found: list[tuple[list[int], list[int]]] = []
+    for index in range(ep):
+        own = shard_range(num_experts, ep, index)
+        mine = [expert for expert in own if expert in chosen]
+        found.append((mine, [expert for expert in own if expert not in chosen]))
+    return found
+
+
+def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
+    """The parameters of the whole model, in the order of its list, with what trains.
+
+    Where some experts of a layer train, they are stacks of their own, and the others are stacks
+    below ``rest``, behind them.
+    """
+    behind: list[ParameterTensor] = []
+    for tensor in tensors(model, plan):
+        module, _, leaf = tensor.name.rpartition(".")
+        if behind and not tensor.name.startswith(behind[0].name.partition("rest.")[0]):
+            yield from behind
+            behind = []
+        chosen = None
+        if tensor.is_expert and leaf in STACKS:
+            chosen = tuning.chosen(int(module.split(".")[1]), tensor.shape[0])
+        if chosen is None:
+            yield replace(tensor, trains=bool(tensor.trained_rows(tuning)))
+            continue
+        shares = places(chosen, tensor.shape[0], plan.ep)
+        counts = [tuple(len(part[i]) for part in shares) for i in range(2)]
+        rest = f"{module}.rest.{leaf}"
+        shapes = [(sum(one), *tensor.shape[1:]) for one in counts]
+        yield replace(
+            tensor, shape=shapes[0], per_rank=counts[0], trains=bool(tensor.trained_rows(tuning))
+        )
+        behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
+    yield from behind
+
+
+def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:
+    """The units before `first`, at whose input the backward ends."""
+    order = units(model)
+    return frozenset(order[: order.index(first)])
+
+
+def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
+    """The first unit in which any parameter trains; the last one where none does."""
+    if tuning.is_full:
+        return "embedding"
+    found = {unit_of(tensor.name) for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
+    return next((unit for unit in units(model) if unit in found), units(model)[-1])
+
+
+def first_stage(unit: str, layers: Sequence[range]) -> int:
+    """The pipeline stage of a unit, of a model whose stages have these `layers`: the backward ends
+    there."""
+    last = len(layers) - 1
+    if unit == "embedding":
+        return 0
+    if unit == "head":
+        return last
+    index = int(unit.partition(".")[2])
+    return next((stage for stage, part in enumerate(layers) if index in part), last)
+
+
+def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:
+    """How many numbers train, of the whole model."""
+    total = 0
+    for tensor in tensors(model, plan):
+        stack = tensor.shape[0] if tensor.is_expert else 1
+        total += prod(tensor.shape) * len(tensor.trained_rows(tuning)) // stack
+    return total

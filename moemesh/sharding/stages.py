@@ -1,0 +1,110 @@
+"""The cut of a model into pipeline stages: contiguous layers, embedding and head at the ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import attention_tensors
+
+
+def layer_costs(model: ModelConfig) -> list[int]:
+    """Matrix-product weights that a token meets in each layer: forward work, up to the factor 2.
+
+    Attention scores are left out: they weigh the same in every layer.
+    """
+    own = attention_tensors(model, Plan(), "attention")
+    attention = sum(prod(tensor.shape) for tensor in own if len(tensor.shape) > 1)
+    dense = 3 * model.hidden_size * model.intermediate_size
+    width = model.experts_per_token * model.expert_intermediate_size + model.shared_width
+    routed = model.hidden_size * (3 * width + model.num_experts + model.shared_gate)
+    return [
+        attention + (routed if model.is_moe_layer(index) else dense)
+        for index in range(model.num_layers)
+    ]
+
+
+def last_stage_cost(model: ModelConfig) -> int:
+    """What the last stage has besides its layers, in the unit of :func:`layer_costs`: the head, and
+    extra prediction layers with their projection 2 H -> H and the head once more. Looking up the
+    embedding is free."""
+    head = model.vocab_size * model.hidden_size
+    projection = 2 * model.hidden_size**2
+    return head + model.num_mtp_layers * (layer_costs(model)[-1] + projection + head)
+
+
+def cut_layers(
+    model: ModelConfig, num_stages: int, sizes: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage: `sizes` of them, or such that the costliest stage is cheapest.
+
+    Every stage has a layer; the last also has the head. Among the best cuts the one that gives
+    earlier stages more layers, as far as the balance allows. Raises ValueError when there are more
+    stages than layers, or `sizes` do not add up.
+    """
+    if not 1 <= num_stages <= model.num_layers:
+        raise ValueError(
+            f"{num_stages} stages need at least as many layers, num_layers is {model.num_layers}"
+        )
+    if sizes is None:
+        sizes = balanced_sizes(layer_costs(model), last_stage_cost(model), num_stages)
+    if len(sizes) != num_stages or sum(sizes) != model.num_layers or min(sizes) < 1:
+        raise ValueError(
+            f"layers per stage {list(sizes)} must be {num_stages} positive numbers that add up to "
+            f"num_layers ({model.num_layers})"
+        )
+    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage that minimise the largest sum of `costs`, the last stage's plus
+    `last_extra`; then the sum of squares, so that no stage is needlessly long.
+
+    Dynamic programming over (stages, layers), from the end: O(stages * layers^2).
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(
+            f"{num_stages} stages need at least as many layers, there are {len(costs)}"
+        )
+    return _Cuts.of(tuple(costs), last_extra).sizes(num_stages)
+
+
+class _Cuts:
+    """The best cuts of some layers into 1, 2, ... stages, each found from those of one less."""
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(costs: tuple[int, ...], last_extra: int) -> _Cuts:
+        return _Cuts(costs, last_extra)
+
+    def __init__(self, costs: tuple[int, ...], last_extra: int) -> None:
+        self.prefix = (0, *accumulate(costs))
+        #: Layer -> (largest, sum of squares, sizes) of cutting layers[layer:] into so many stages.
+        self.best: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        self.found: list[tuple[int, ...]] = []
+        for first in range(len(costs)):
+            cost = self.prefix[-1] - self.prefix[first] + last_extra
+            self.best[first] = (cost, cost * cost, (len(costs) - first,))
+        self.found.append(self.best[0][2])
+
+    def sizes(self, num_stages: int) -> tuple[int, ...]:
+        while len(self.found) < num_stages:
+            prefix, best, stages = self.prefix, self.best, len(self.found) + 1
+            longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+            for first in range(len(prefix) - stages):
+                choices: list[tuple[int, int, int]] = []
+                for end in range(first + 1, len(prefix) - stages + 1):
+                    cost = prefix[end] - prefix[first]
+                    largest, squares, _ = best[end]
+                    choices.append((max(largest, cost), squares + cost * cost, first - end))
+                # Ties go to the longer first stage.
+                largest, squares, size = min(choices)
+                longer[first] = (largest, squares, (-size, *best[first - size][2]))
+            self.best = longer
+            self.found.append(longer[0][2])
+        return self.found[num_stages - 1]

@@ -1,0 +1,513 @@
+"""Examination of a step that was not finite: run it once more, looking at every number.
+
+Healthy steps pay nothing: only when the ranks have agreed that a loss or a gradient is not finite
+do they run the step's forward and backward again, on the same samples and with the same random
+numbers, and look at weights, at the output of every module, at losses, at the gradient of every
+module's input and of every weight, each before ranks exchange it, and at the sums. What is found
+on all ranks is put in the order of the computation, and the first of it is the origin:
+
+    weights  ->  forward, microbatch by microbatch, layer by layer  ->  loss
+             ->  backward, from the last layer to the first  ->  sums over ranks
+
+A fault that does not repeat (a bit that flipped in a register, say) is found by none of them; then
+the report says so and names the parameters whose gradients were not finite in the step itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moemesh.comm.collectives import gather_json
+from moemesh.model.batch import Batch, Context
+from moemesh.model.faults import NO_FAULT
+from moemesh.model.router import Routing
+from moemesh.model.transformer import ModelPart, Output
+from moemesh.parallel.parallelize import RankModel
+from moemesh.parallel.pipeline.pipeline import Pipeline
+from moemesh.schedule.action import Op
+from moemesh.schedule.generators import one_f_one_b
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.step import StepSums, count_over_step, forget_rank_tokens
+
+#: So many sample ids, experts and parameters are named.
+MOST_NAMED = 16
+#: In the order of the computation; "backward" and "gradient" are compared by layer.
+PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite:
+    """Numbers that are not finite, seen on one rank. `place` orders what is in one layer;
+    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known, of
+    `num_looked` that were looked at there."""
+
+    rank: int
+    phase: str
+    name: str
+    value: str
+    microbatch: int = 0
+    layer: int = -1
+    place: int = 0
+    is_fresh: bool = False
+    experts: tuple[int, ...] = ()
+    sequences: tuple[int, ...] = ()
+    num_looked: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteOrigin:
+    """The origin of a value that is not finite, the same on every rank.
+
+    `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
+    parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
+    and `expert` are None where there is none; `samples`: ids in the data, of the sequences
+    concerned; `num_alike`: how many these are where they are all that were looked at, so that no
+    single one is the cause; else 0. `parameters`: those whose gradients were not finite in the
+    step itself.
+    ``is_damage``: other ranks hold finite copies of the same weight.
+    """
+
+    phase: str
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    value: str = ""
+    microbatch: int | None = None
+    layer: int | None = None
+    expert: int | None = None
+    experts: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    num_alike: int = 0
+    parameters: tuple[str, ...] = ()
+    is_damage: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The keys of failure.json that it knows."""
+        found: dict[str, Any] = {"phase": self.phase}
+        is_parameter = self.phase in ("weight", "gradient", "sum")
+        values: dict[str, Any] = {
+            "rank": self.rank,
+            "ranks": list(self.ranks),
+            "microbatch": self.microbatch,
+            "layer": self.layer,
+            "expert": self.expert,
+            "experts": list(self.experts),
+            "parameter" if is_parameter else "module": self.name,
+            "parameters": list(self.parameters),
+            "value": self.value,
+            "samples": list(self.samples),
+        }
+        return found | {key: value for key, value in values.items() if value not in (None, [], "")}
+
+    def __str__(self) -> str:
+        if self.phase == "unrepeated":
+            text = "it does not come again with the same numbers: a fault of the hardware, perhaps"
+            if self.parameters:
+                named = ", ".join(self.parameters[:3])
+                more = len(self.parameters) - 3
+                text += f"; gradients of {named}{f' and {more} others' if more > 0 else ''}"
+            return text
+        what = {
+            "weight": f"the weight {self.name} is",
+            "forward": f"the output of {self.name} is",
+            "loss": "the loss is",
+            "backward": f"the gradient that leaves {self.name} is",
+            "gradient": f"the gradient of {self.name} is",
+            "sum": f"the sum over ranks of the gradient of {self.name} is",
+        }[self.phase]
+        where = [f"rank {self.rank}"]
+        if len(self.ranks) > 1:
+            where = ["ranks " + ", ".join(map(str, self.ranks))]
+        if self.microbatch is not None:
+            where.append(f"microbatch {self.microbatch}")
+        if self.layer is not None:
+            where.append(f"layer {self.layer}")
+        if self.expert is not None:
+            where.append(f"expert {self.expert}")
+        if self.num_alike:
+            where.append(f"all {self.num_alike} sequences alike, so none of them is the cause")
+        elif self.samples:
+            where.append("samples " + ", ".join(map(str, self.samples)))
+        return f"{what} {self.value} first ({'; '.join(where)})"
+
+
+def order(one: Nonfinite) -> tuple[int, ...]:
+    """A sort key: the order of the computation among numbers of one phase."""
+    if one.phase == "backward":
+        return one.microbatch, -one.layer, -one.place
+    if one.phase in ("weight", "gradient", "sum"):
+        return one.microbatch, one.place
+    return one.microbatch, one.layer, one.place
+
+
+def origin(
+    parallel: RankModel,
+    seen: Sequence[Nonfinite],
+    sample_ids: Sequence[int],
+    parameters: tuple[str, ...],
+) -> NonfiniteOrigin:
+    """The first in the order of the computation; all ranks call with what all have seen."""
+    phase = next((phase for phase in PHASES if any(one.phase == phase for one in seen)), None)
+    if phase is None:
+        return NonfiniteOrigin(phase="unrepeated", parameters=parameters[:MOST_NAMED])
+    found = [one for one in seen if one.phase == phase]
+    if phase == "backward":
+        # A backward goes from the last layer to the first: the gradient of a weight of a later
+        # layer, or of an earlier microbatch, comes before it.
+        first = min(found, key=order)
+        before = first.microbatch, -first.layer
+        weights = [one for one in seen if one.phase == "gradient" and one.layer >= 0]
+        found = [one for one in weights if (one.microbatch, -one.layer) < before] or found
+    first = min(found, key=lambda one: (order(one), not one.is_fresh, one.rank))
+    place = order(first), first.name, first.is_fresh
+    same = [one for one in found if (order(one), one.name, one.is_fresh) == place]
+    in_step = first.phase not in ("weight", "sum")
+    concerned = [one for one in same if one.sequences]
+    if in_step and not concerned:
+        # Rows of experts are tokens of other ranks: these see them in the same layer.
+        where = first.phase, first.microbatch, first.layer
+        concerned = [one for one in seen if (one.phase, one.microbatch, one.layer) == where]
+    sequences = sorted({sequence for one in concerned for sequence in one.sequences})
+    are_all = all(len(one.sequences) == one.num_looked for one in concerned)
+    experts = tuple(sorted({expert for one in same for expert in one.experts}))
+    layer, ranks = layer_in(first.name), tuple(sorted({one.rank for one in same}))
+    return NonfiniteOrigin(
+        phase=first.phase,
+        rank=first.rank,
+        ranks=ranks,
+        name=first.name,
+        value=first.value,
+        microbatch=first.microbatch if in_step else None,
+        layer=None if layer < 0 else layer,
+        expert=experts[0] if len(experts) == 1 else None,
+        experts=experts[:MOST_NAMED],
+        samples=tuple(int(sample_ids[one]) for one in sequences)[:MOST_NAMED],
+        num_alike=len(sequences) if len(sequences) > 1 and are_all else 0,
+        parameters=parameters[:MOST_NAMED],
+        is_damage=phase == "weight" and _is_damage(parallel, first.name, first.rank, ranks),
+    )
+
+
+def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ...]) -> bool:
+    """Whether a weight has finite copies beside the one of `rank` that is not; all ranks call."""
+    name = re.sub(r"^optimizer\.[^.]+\.", "", weight)
+    where, data = parallel.placements.get(name), parallel.reducer.data
+    if where is None or data == "zero3" or (name != weight and data != "replicate"):
+        return False  # each rank has a part of its own
+    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
+    return not set(copies[rank]) <= set(ranks)
+
+
+def layer_in(name: str) -> int:
+    """The layer that the name of a parameter, of a moment or of a module has; -1: none."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)", name)
+    return -1 if found is None else int(found[1])
+
+
+#: So many numbers of each phase travel to the other ranks: the first ones.
+_MOST_TOLD = 32
+
+
+class NaNCheck:
+    """Collects what is not finite on this rank in the step of `microbatches`: in its weights, and
+    by hooks in every module, loss and gradient."""
+
+    def __init__(self, parallel: RankModel, microbatches: Sequence[Batch]) -> None:
+        self._parallel, self.mesh = parallel, parallel.mesh
+        self._num_microbatches = len(microbatches)
+        self._seen: dict[tuple[object, ...], Nonfinite] = {}
+        self._microbatch_of = {
+            sequence: index
+            for index, batch in enumerate(microbatches)
+            for sequence in batch.sequences_B.tolist()
+        }
+        self._names = {p: name for name, p in parallel.model.named_parameters()}
+        #: Microbatch of the operation that runs now, or of the gradient that was seen last.
+        self._current = 0
+        #: Context of the forward of each layer now, and that of the last layer that began.
+        self._contexts: dict[int, Context] = {}
+        self._latest: Context | None = None
+        self._watched = WeakTensorKeyDictionary()
+        self._started: dict[tuple[int, str], int] = {}
+        self._ended: dict[tuple[int, str], int] = {}
+
+    def gather(self) -> list[Nonfinite]:
+        """The first numbers of each phase that were seen, of every rank; all ranks call."""
+        own: list[dict[str, Any]] = []
+        for phase in PHASES:
+            ordered = sorted((one for one in self._seen.values() if one.phase == phase), key=order)
+            own += map(asdict, ordered[:_MOST_TOLD])
+        tuples = ("experts", "sequences")  # which come as lists from JSON
+        return [
+            Nonfinite(**{**values, **{key: tuple(values[key]) for key in tuples}})
+            for rank in gather_json(own, self.mesh.control)
+            for values in rank
+        ]
+
+    def check_weights(self, optimizer: Optimizer | None) -> None:
+        """Parameters, buffers, masters and moments."""
+        model = self._parallel.model
+        held: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        held += self._parallel.reducer.held_weights.items()
+        if optimizer is not None:
+            held += optimizer.masters.items()
+            for kind, tensors in optimizer.state().items():
+                held += [(f"optimizer.{kind}.{name}", one) for name, one in tensors.items()]
+        for name, tensor in held:
+            self._check_parameter("weight", name, tensor)
+
+    @contextmanager
+    def hooked(self) -> Iterator[Pipeline]:
+        """The pipeline to run the step with, while everything in it is checked: the own one, or of
+        an asynchronous schedule one that does not update in between."""
+        pipeline, reducer = self._parallel.pipeline, self._parallel.reducer
+        if pipeline.schedule.update is not None:
+            pipeline = Pipeline(
+                one_f_one_b(pipeline.schedule.num_ranks, self._num_microbatches),
+                pipeline.parts,
+                self._parallel.model,
+                reducer,
+                self.mesh,
+                lambda seq_len: (seq_len,),
+                overlap_blocks=False,
+            )
+        config = self._parallel.model.config
+        handles: list[Any] = []
+        for name, module in self._parallel.model.named_modules():
+            layer = layer_in(name)
+            if layer < 0 and re.match(r"norm(\.|$)|ahead_norms\.", name):
+                layer = config.num_layers + config.num_mtp_layers  # before heads: behind all layers
+            if layer >= 0:
+                handles += self._hooks(name, layer, module)
+
+        def check_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+            if (name := self._names.get(parameter)) is not None:
+                self._check_parameter("gradient", name, gradient, self._current)
+
+        def start(op: Op) -> None:
+            self._current = pipeline.schedule.sample(op)
+
+        pipeline.hooks.watch, reducer.watch = start, check_gradient
+        try:
+            yield pipeline
+        finally:
+            pipeline.hooks.watch = reducer.watch = None
+            for handle in handles:
+                handle.remove()
+        for name, gradient in reducer.gradients.items():  # behind the sums over ranks
+            self._check_parameter("sum", name, gradient)
+
+    def check_losses(self, output: Output, batch: Batch) -> None:
+        """The losses of a forward, by sequence."""
+        if output.losses_T is None:
+            return
+        num_sequences = len(batch.sequences_B)
+        for depth, losses_T in enumerate((output.losses_T, *output.ahead_losses)):
+            mask_T = batch.loss_mask_T() if not depth else batch.ahead(depth).loss_BS.flatten()
+            learns_T = torch.ones_like(losses_T, dtype=torch.bool) if mask_T is None else mask_T
+            bad_T = ~torch.isfinite(losses_T) & learns_T
+            if bad_T.any():
+                rows = bad_T.view(num_sequences, -1).any(1)
+                sequences = tuple(batch.sequences_B[rows].tolist())
+                num_looked = int(learns_T.view(num_sequences, -1).any(1).sum())
+                where = {"sequences": sequences, "num_looked": num_looked}
+                self._add("loss", "loss", losses_T[bad_T], **where)
+        if not is_finite(output.aux):
+            where = {"sequences": tuple(batch.sequences_B.tolist()), "num_looked": num_sequences}
+            self._add("loss", "auxiliary loss", output.aux, place=1, **where)
+
+    def _hooks(self, name: str, layer: int, module: nn.Module) -> Iterator[Any]:
+        def begin(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any]) -> None:
+            given = (*args, *keys.values())
+            for value in given:
+                if isinstance(value, Context):
+                    self._contexts[layer] = self._latest = value
+            place = self._started.setdefault((layer, name), len(self._started))
+            microbatch, context = self._microbatch(layer), self._contexts.get(layer)
+
+            def check_gradient(gradient: Tensor) -> None:
+                self._current = microbatch
+                if not is_finite(gradient):
+                    where = {"microbatch": microbatch, "layer": layer, "place": place}
+                    where |= _sequences(context, gradient)
+                    self._add("backward", name, gradient, **where)
+
+            for x in _floats(given):
+                # Modules inside that are given the same tensor cannot be told apart by it.
+                if x.requires_grad and x not in self._watched:
+                    self._watched[x] = True
+                    x.register_hook(check_gradient)
+
+        def end(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any], output: Any) -> None:
+            place = self._ended.setdefault((layer, name), len(self._ended))
+            microbatch, context = self._microbatch(layer), self._contexts.get(layer)
+            bad = [x for x in _floats(output) if not is_finite(x)]
+            experts, sequences = (), ()
+            if isinstance(output, Routing) and int(output.fault) != NO_FAULT:
+                code, size = int(output.fault), output.logits_TE.shape[1]
+                experts = (code % size,)
+                sequences = (code // size // self._contexts[layer].length,)
+                bad = bad or [output.logits_TE]
+            for x in bad[:1]:
+                self._add(
+                    "forward",
+                    name,
+                    x,
+                    microbatch=microbatch,
+                    layer=layer,
+                    place=place,
+                    is_fresh=all(is_finite(x) for x in _floats((*args, *keys.values()))),
+                    experts=experts or self._experts_of(name, args, x),
+                    **({"sequences": sequences} if sequences else _sequences(context, x)),
+                )
+
+            def follow(_: Tensor) -> None:
+                self._current = microbatch
+
+            for x in _floats(output):
+                if x.requires_grad:
+                    x.register_hook(follow)
+
+        yield module.register_forward_pre_hook(begin, with_kwargs=True)
+        yield module.register_forward_hook(end, with_kwargs=True)
+
+    def _microbatch(self, layer: int) -> int:
+        """The microbatch of the forward of `layer` that runs now."""
+        context = self._contexts.get(layer, self._latest)
+        if context is None or not len(context.token_ids_T):
+            return self._current
+        sequence = int(context.token_ids_T[0]) // max(context.length, 1)
+        return self._microbatch_of.get(sequence, self._current)
+
+    def _experts_of(self, name: str, args: tuple[Any, ...], x: Tensor) -> tuple[int, ...]:
+        """The experts of the rows that are not finite, where a module computes experts."""
+        counts_L = getattr(args[0], "counts_L", None) if args else None
+        where = self._parallel.placements.get(f"{name}.gate_up")
+        if not isinstance(counts_L, Tensor) or where is None or int(counts_L.sum()) != len(x):
+            return ()
+        experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
+        bad_R = ~torch.isfinite(x).all(1).cpu()
+        own = where.experts(self.mesh)
+        return tuple(own[place] for place in experts_R[bad_R].unique().tolist())
+
+    def _check_parameter(self, phase: str, name: str, tensor: Tensor, microbatch: int = 0) -> None:
+        tensor, where = tensor.detach(), self._parallel.placements.get(name)
+        if tensor.untyped_storage().size() < tensor.numel() * tensor.element_size():
+            return  # its memory is not here between steps (zero3)
+        if not tensor.is_floating_point() or is_finite(tensor):
+            return
+        places: list[int] = []
+        own = self._parallel.reducer.held.get(name)
+        if where is not None and where.is_expert and tensor.ndim == len(where.shape):
+            places = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
+        elif where is not None and where.is_expert and own and len(own.numbers) == tensor.numel():
+            # The range of a stack that this rank owns.
+            row = math.prod(len(part) for part in where.slices(self.mesh)[1:])
+            bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + own.numbers.start
+            places = (bad // row).unique().tolist()
+        experts = where.experts(self.mesh) if where is not None and places else ()
+        self._add(
+            phase,
+            name,
+            tensor,
+            microbatch=microbatch,
+            layer=layer_in(name),
+            place=list(self._parallel.placements).index(name) if where is not None else 0,
+            experts=tuple(experts[place] for place in places),
+        )
+
+    def _add(self, phase: str, name: str, tensor: Tensor, **where: Any) -> None:
+        where.setdefault("microbatch", self._current if phase == "loss" else 0)
+        key = phase, name, where["microbatch"]
+        if key not in self._seen:
+            where["experts"] = tuple(where.get("experts", ()))[:MOST_NAMED]
+            value = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
+            rank = self.mesh.rank
+            self._seen[key] = Nonfinite(rank=rank, phase=phase, name=name, value=value, **where)
+
+
+def _sequences(context: Context | None, x: Tensor) -> dict[str, Any]:
+    """The sequences of the rows that are not finite, and how many there are, where rows are this
+    rank's tokens."""
+    if context is None or x.ndim != 2 or len(x) != len(context.token_ids_T):
+        return {}
+    of_row_T = context.token_ids_T // context.length
+    bad_T = ~torch.isfinite(x).all(1)
+    sequences = tuple(of_row_T[bad_T].unique().tolist())
+    return {"sequences": sequences, "num_looked": len(of_row_T.unique())}
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether all its numbers are."""
+    return bool(torch.isfinite(x.detach()).all())
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in a value: a tensor, or tuples of them."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, tuple | list):
+        for part in cast(Sequence[Any], value):
+            yield from _floats(part)
+
+
+def nonfinite_gradients(parallel: RankModel) -> tuple[str, ...]:
+    """Names of the parameters whose sums of gradients, of the step that just ended, are not finite
+    on any rank; all ranks call."""
+    reducer = parallel.reducer
+    own = [name for name, gradient in reducer.gradients.items() if not is_finite(gradient)]
+    found = gather_json(own, parallel.mesh.control)
+    seen = {name for names in found for name in names}
+    return tuple(name for name in parallel.trained if name in seen)
+
+
+def examine(
+    parallel: RankModel,
+    optimizer: Optimizer | None,
+    microbatches: Sequence[Batch],
+    sample_ids: Sequence[int],
+    parameters: tuple[str, ...] = (),
+) -> NonfiniteOrigin:
+    """Run the step of `microbatches`, this rank's, again and find where it is not finite first.
+
+    All ranks call. `sample_ids` of all sequences of the step; `parameters` as of
+    :class:`NonfiniteOrigin`. The gradients in ``parallel.reducer`` are those of this run; weights,
+    the optimizer and the ledger stay as they are.
+    """
+    mesh = parallel.mesh
+    with mesh.ledger.paused():
+        check = NaNCheck(parallel, microbatches)
+        check.check_weights(optimizer)
+        with check.hooked() as pipeline:
+            sums = StepSums(parallel, count_over_step(parallel, microbatches))
+            forget_rank_tokens(parallel)
+
+            def objective(part: ModelPart, output: Output, batch: Batch) -> Tensor:
+                share = sums.objective(part, output, batch)
+                check.check_losses(output, batch)
+                return share
+
+            pipeline.run(microbatches, objective, TimelineRecorder(mesh.rank))
+            parallel.reducer.finish()
+            forget_rank_tokens(parallel)
+        seen = check.gather()
+    return origin(parallel, seen, sample_ids, parameters)
+
+
+def examine_state(parallel: RankModel, optimizer: Optimizer) -> NonfiniteOrigin | None:
+    """The first weight or moment that is not finite; None where all are. All ranks call."""
+    check = NaNCheck(parallel, ())
+    check.check_weights(optimizer)
+    seen = check.gather()
+    return origin(parallel, seen, (), ()) if seen else None

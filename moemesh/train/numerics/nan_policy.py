@@ -1,0 +1,235 @@
+"""The NaN policy of a run: a step that is not finite, or a loss that jumps, is judged here.
+
+All ranks judge alike, from numbers that they have reduced together, before any of them updates (the
+stages of an asynchronous schedule update by themselves, and each skips what it must). What becomes
+of the step follows from ``train.on_nonfinite`` and ``train.on_spike``:
+
+    alarm     (spikes only) an event; the step counts
+    skip      no rank updates; the samples of the step are read and left out
+    rollback  back to the newest checkpoint; the samples since are read and left out
+    stop      the run ends, with the origin of the value in failure.json
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from moemesh.config.train import TrainConfig
+from moemesh.trace.run import JUMPED
+from moemesh.train.numerics.nan_check import NonfiniteOrigin
+from moemesh.train.step import StepResult
+
+#: Losses that the spread is taken of, and the newest of them, that the centre is taken of.
+WINDOW, CENTRE = 128, 32
+#: No verdict before so many losses.
+LEAST = 32
+_TO_DEVIATION = 1.4826 / math.sqrt(2.0)
+#: Losses that hardly differ (a plateau in low precision) have no spread to measure by.
+_LEAST_SPREAD = 1e-6
+
+
+class Spikes:
+    """Loss spikes: a robust z-score of each loss against the last ones, alike wherever the same
+    losses are told.
+
+    The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
+    differences of neighbouring losses, so that the slope of a loss that falls does not count: for
+    independent losses of standard deviation s differences have s times the square root of two, and
+    the median of their absolute values, times 1.4826, estimates it whatever a few outliers are (the
+    median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the centre is
+    a spike.
+    """
+
+    def __init__(self, sigma: float) -> None:
+        """`sigma`: the z-score from which on a loss is a spike; 0: none is."""
+        self.sigma = sigma
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def score(self, loss: float) -> float:
+        """The robust z-score of `loss`, which is then one of the last; 0.0 while there are too few
+        of them. A loss that is not finite has none and is not kept."""
+        if not math.isfinite(loss):
+            return 0.0
+        losses = list(self._losses)
+        self._losses.append(loss)
+        if len(losses) < LEAST:
+            return 0.0
+        centre = median(losses[-CENTRE:])
+        steps = [abs(b - a) for a, b in pairwise(losses)]
+        spread = max(_TO_DEVIATION * median(steps), _LEAST_SPREAD * abs(centre), 1e-300)
+        return (loss - centre) / spread
+
+    def is_spike(self, score: float) -> bool:
+        """Whether a loss of this score is one."""
+        return self.sigma > 0 and score >= self.sigma
+
+    def state(self) -> dict[str, Any]:
+        """The state in a checkpoint: a resumed run raises the same alarms."""
+        return {"losses": list(self._losses)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Be as when :meth:`state` was taken."""
+        self._losses = deque(map(float, state.get("losses", ())), maxlen=WINDOW)
+
+
+class Diverged(RuntimeError):
+    """Training has broken down; the message says where. `facts`: for failure.json."""
+
+    #: Ranks that started again would meet the same.
+    is_final = True
+
+    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.facts = dict(facts)
+
+
+#: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
+#: wanted, and returns its path.
+Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
+
+
+class NaNPolicy:
+    """Judges each step once, in order, the same on every rank. ``skipped``: the last steps in a row
+    that were not finite; the weights are those of a step before, which may be what ruins them."""
+
+    def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
+        """`say`: text and kind of an event."""
+        self._train, self._say = train, say
+        self._spikes = Spikes(train.spike_sigma)
+        #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the skipped
+        #: steps in a row up to it.
+        self._faults: list[tuple[int, bool, int]] = []
+        self.skipped = self._spiked = 0
+        self._finding: NonfiniteOrigin | None = None
+        self._bundle: str | None = None
+        #: Step of a checkpoint -> how often the run has gone back to it.
+        self._returns: Counter[int] = Counter()
+
+    def judge(self, step: int, result: StepResult) -> StepResult:
+        """`result`, as skipped where no rank shall update; all ranks call."""
+        if result.skipped:
+            self.skipped += 1
+            self._faults.append((step, False, self.skipped))
+            return result
+        self.skipped = 0
+        score = self._spikes.score(result.loss)
+        if not self._spikes.is_spike(score):
+            self._spiked = 0
+            return result
+        self._spiked += 1
+        loss = f"step {step}: loss {result.loss:.4f} is {score:.1f} {JUMPED}"
+        action = self._train.on_spike
+        if action == "alarm" or self._spiked > self._train.max_skips:
+            if self._spiked == 1 or action != "alarm":
+                end = "" if action == "alarm" else "; it stays there, so it is taken as it is"
+                self._say(loss + end, "alarm")
+            return result
+        if action == "skip":
+            self._say(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
+        else:
+            self._faults.append((step, True, 1))
+            self._say(loss, "alarm")
+        return replace(result, skipped=True)
+
+    def settle(self, examine: Examine) -> str | None:
+        """Decide on the steps judged since the last call: None to go on, else why to go back to a
+        checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
+        faults, self._faults = self._faults, []
+        reason: str | None = None
+        for step, jumped, in_a_row in faults:
+            if jumped:
+                reason = f"the loss of step {step} jumped"
+                continue
+            # Of steps in a row each has samples of its own; the first one tells how it began.
+            is_first = in_a_row == 1 or self._finding is None
+            self._finding, bundle = examine(step, is_first)
+            self._bundle = bundle if is_first else self._bundle
+            found, action = self._finding, self._train.on_nonfinite
+            text = f"step {step}: a loss or a gradient is not finite: {found}"
+            if bundle is not None:
+                text += f"; moemesh replay {self._bundle} repeats the step"
+            if action == "rollback":
+                self._say(text, "alarm")
+                reason = f"step {step} is not finite"
+                continue
+            if action == "stop":
+                raise self._failure(text, found, "train.on_nonfinite is stop", step - in_a_row)
+            if found.phase == "weight":
+                why = "no later step can be finite"
+                raise self._failure(text, found, why, step - in_a_row)
+            if in_a_row >= self._train.max_skips:
+                why = f"no step of the last {in_a_row} was finite"
+                raise self._failure(text, found, why, step - in_a_row)
+            self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
+        return reason
+
+    def damaged(self, step: int, found: NonfiniteOrigin) -> str:
+        """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.
+        Raises Diverged unless that is the policy."""
+        text = f"the state of step {step} is not finite and is not saved: {found}"
+        if self._train.on_nonfinite == "rollback":
+            self._say(text, "alarm")
+            return f"the state of step {step} is not finite"
+        raise self._failure(text, found, "no later step can be finite", step)
+
+    def returned(self, reason: str, step: int | None, bad: range) -> None:
+        """The run goes back to the checkpoint of `step` because of `reason`; it leaves out the
+        samples at the places `bad` of the data order. Raises Diverged when there is none (None), or
+        when it has gone back there too often."""
+        if step is None:
+            facts = {"advice": f"{self._change()}, or save earlier: train.checkpoint_every"}
+            raise Diverged(f"{reason}, and there is no checkpoint to go back to", facts)
+        self._returns[step] += 1
+        times = self._returns[step]
+        if times > self._train.max_skips:
+            found = self._finding.facts() if self._finding is not None else {}
+            raise Diverged(
+                f"{reason}, after {times - 1} returns to the checkpoint of step {step}",
+                found | {"advice": self._change()},
+            )
+        self.skipped = self._spiked = 0
+        self._say(
+            f"{reason}: back to the checkpoint of step {step}; the samples {bad.start} to "
+            f"{bad.stop - 1} of the data order, read since, are left out",
+            "rollback",
+        )
+
+    def _failure(
+        self, text: str, found: NonfiniteOrigin, reason: str, finite_step: int
+    ) -> Diverged:
+        """`finite_step`: the last whose loss and gradients were finite."""
+        bundle = {} if self._bundle is None else {"bundle": self._bundle}
+        facts = found.facts() | bundle | {"advice": self._advice(found)}
+        facts["finite_step"] = finite_step
+        return Diverged(f"{text}; {reason}", facts)
+
+    def _advice(self, found: NonfiniteOrigin) -> str:
+        """Advice, which is never to give the same command where it would end here again."""
+        if found.is_damage:
+            return (
+                f"rank {found.rank} alone holds that value, other copies are finite: its memory is "
+                "suspect; the same command goes on from the newest checkpoint, which is finite"
+            )
+        if found.phase == "unrepeated":
+            return "test the hardware of the ranks; the same numbers were finite when run again"
+        if found.phase == "loss" and found.samples and not found.num_alike:
+            return "look at the samples named; to leave them out: train.on_nonfinite = skip"
+        return f"the same command would end here again: {self._change()}"
+
+    def _change(self) -> str:
+        train = self._train
+        return f"lower train.lr ({train.lr:g}), or clip harder (train.clip = {train.clip:g})"
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; :meth:`load_state` reads it."""
+        return {"spikes": self._spikes.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Judge from here on as behind the step of the checkpoint."""
+        self._spikes.load_state(state.get("spikes", {}))

@@ -1,0 +1,232 @@
+"""Replay bundles: all that a step which was not finite has read, in a folder of its own.
+
+    failures/step-12/
+      bundle.json          step, seed, sample ids, where it was found, what the folder holds
+      config.toml          the resolved configuration, the plan in it
+      batch.safetensors    tokens, documents and loss mask of every sample of the step
+      weights/step-12/     weights and buffers before the step, as a checkpoint without moments
+
+Random numbers are keyed by seed, step and place in the model, so the seed is all of their state.
+`moemesh replay` runs the forward and backward of the step again from nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from moemesh.checkpoint import store
+from moemesh.checkpoint.store import CheckpointError
+from moemesh.comm.collectives import barrier, gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.load import resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.config.trainable import refusals
+from moemesh.data.samples import Windows
+from moemesh.parallel.parallelize import RankModel
+from moemesh.sharding.load_run import load_recorded
+from moemesh.trace.strict_json import strict_json
+from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine
+from moemesh.train.opening import construct, own_batches
+from moemesh.train.optimizer import Optimizer, has_master
+from moemesh.train.weights import saving
+
+FOLDER, BODY, CONFIG = "failures", "bundle.json", "config.toml"
+BATCH, WEIGHTS = "batch.safetensors", "weights"
+#: So many bundles of a run are kept, the newest ones.
+MOST_KEPT = 2
+_NAME = re.compile(r"step-(\d+)")
+_FORMAT = 1
+
+
+class ReproBundles:
+    """The bundles of a run; all ranks call its methods together."""
+
+    def __init__(
+        self, run: Path, config: RunConfig, parallel: RankModel, optimizer: Optimizer
+    ) -> None:
+        self._run, self._config = run, config
+        self._parallel, self._optimizer = parallel, optimizer
+
+    def begin(self, step: int, samples: Windows, ids: np.ndarray) -> Path | None:
+        """Write what step `step` has read, before anything else happens; its folder, or None where
+        none is wanted or it cannot be written."""
+        limit = self._config.train.bundle_gib * 2**30
+        if not limit:
+            return None
+        folder = self._run / FOLDER / f"step-{step}"
+        tokens, targets = samples.batch(ids)
+        batch = {"tokens": tokens, "targets": targets}
+        masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
+        masks["loss_mask"] = samples.loss_mask(ids)
+        batch |= {
+            name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
+        }
+        size = sum(array.nbytes for array in batch.values())
+        dtype = next(self._parallel.model.parameters()).dtype
+        width = 4 if has_master(dtype) else dtype.itemsize
+        num_elements = sum(where.num_elements for where in self._parallel.placements.values())
+        has_weights = size + width * num_elements <= limit
+        problem = None
+        if self._parallel.mesh.rank == 0:
+            try:
+                # Older bundles go, and an earlier one of the same step.
+                root = self._run / FOLDER
+                found = sorted(
+                    (int(match[1]), path)
+                    for path in (root.iterdir() if root.is_dir() else ())
+                    if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
+                )
+                kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
+                for _, path in found:
+                    if path not in kept:
+                        shutil.rmtree(path)
+                folder.mkdir(parents=True)
+                save_file(batch, folder / BATCH)
+                (folder / CONFIG).write_text(resolved_toml(self._config), encoding="utf-8")
+                body = {"format": _FORMAT, "step": step, "seed": self._config.train.seed}
+                body |= {"samples": ids.tolist(), "weights": has_weights}
+                (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = str(error)
+        if gather_json(problem, self._parallel.mesh.control)[0] is not None:
+            return None
+        if has_weights:
+            try:
+                model, optimizer = self._parallel, self._optimizer
+                shards, _ = saving.contents(model, optimizer, {}, moments=False)
+                store.save_together(folder / WEIGHTS, step, shards, {}, model.mesh.control)
+            except CheckpointError:
+                return None
+        return folder
+
+    def finish(self, folder: Path, found: NonfiniteOrigin, *, num_updates: int) -> None:
+        """Add what was found, and how many updates the weights had seen."""
+        if self._parallel.mesh.rank == 0:
+            body = json.loads((folder / BODY).read_text(encoding="utf-8"))
+            body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
+            (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        barrier(self._parallel.mesh.control)
+
+
+class BundledSamples(Windows):
+    """The samples of one bundle, in place of a run's data."""
+
+    def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
+        self._batch = batch
+        self._row = {int(sample): row for row, sample in enumerate(ids)}
+        self.num_samples = len(ids)
+
+    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(self._batch[name][[self._row[int(one)] for one in ids]])
+
+    def _mask(self, name: str, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows(name, ids) if name in self._batch else None
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows("tokens", ids), self._rows("targets", ids)
+
+    def documents(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._mask("documents", ids)
+
+    def valid(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._mask("valid", ids)
+
+    def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._mask("loss_mask", ids)
+
+
+class ReproBundle:
+    """A bundle that was read: its configuration (with `overrides`), its samples, and what the run
+    had found."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        """Raises UserError when `folder` is no whole bundle."""
+        try:
+            body: dict[str, Any] = json.loads((folder / BODY).read_text(encoding="utf-8"))
+            if body["format"] != _FORMAT:
+                raise UserError(f"{folder}: a bundle of format {body['format']}, not {_FORMAT}")
+            batch = load_file(folder / BATCH)
+            self.step, self.ids = int(body["step"]), np.array(body["samples"], dtype=np.int64)
+            has_weights = bool(body["weights"])
+        except UserError:
+            raise
+        except Exception as error:  # safetensors has errors of its own
+            raise UserError(f"{folder}: not a replay bundle ({error})") from error
+        if not has_weights:
+            raise UserError(
+                f"{folder}: the bundle was written without weights, which were larger than "
+                "train.bundle_gib: nothing can be run from it"
+            )
+        self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
+        sections = ("model", "plan", "data", "train", "lora")
+        self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
+        self.samples = BundledSamples(batch, self.ids)
+
+
+# `moemesh replay`: a step that was not finite is run again from its bundle.
+
+#: Overrides that make one rank of any plan: weights and samples are the same in all of them.
+ALONE = (
+    "plan.dp=1",
+    "plan.tp=1",
+    "plan.cp=1",
+    "plan.pp=1",
+    "plan.ep=1",
+    "plan.schedule=1f1b",
+    "plan.data=replicate",
+    "plan.dispatcher=auto",
+)
+
+
+def replay(
+    folder: Path, overrides: Sequence[str] = (), *, alone: bool = False, as_json: bool = False
+) -> int:
+    """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
+    exit code. Raises UserError when it is no bundle."""
+    # Late: no rank of a run needs what reads and converts other weights.
+    from moemesh.train.inference.evaluation import on_ranks
+
+    given = [*(ALONE if alone else ()), *overrides]
+    bundle = ReproBundle(folder, given)
+    if problems := refusals(bundle.config):
+        raise ConfigError(problems)
+
+    def work(mesh: Mesh) -> str:
+        found = replay_step(bundle, mesh)
+        if as_json:
+            return strict_json({"step": bundle.step, "text": str(found), **found.facts()})
+        before = f"the run found   {bundle.text}\n" if bundle.text else ""
+        return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
+
+    return on_ranks(bundle.config, work)
+
+
+def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
+    """Run the step again; all ranks call."""
+    config = bundle.config
+    train = config.train
+    parallel = construct(config, mesh)
+    optimizer = Optimizer.of(parallel, train.model_copy(update={"optimizer": "sgd"}))
+    checkpoint, _ = store.open_together(bundle.weights, mesh.control, bundle.step)
+    assert checkpoint is not None, "a step that is named is opened or refused"
+    saving.load_weights(checkpoint, parallel, optimizer)
+    batches = own_batches(
+        bundle.samples,
+        mesh,
+        bundle.ids,
+        config.plan.microbatches,
+        seed=train.seed,
+        step=bundle.step,
+    )
+    found = examine(parallel, optimizer, batches, bundle.ids.tolist())
+    parallel.close()
+    return found

@@ -1,0 +1,302 @@
+"""Trained models in use: expert scores and runs that train them, answers by a chat template."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moemesh import cli
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
+from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import Tokenizer
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.run import Run
+from moemesh.train.inference import generation
+from moemesh.train.inference.esft_request import EsftRequest
+from moemesh.train.records import run_folder
+from tests.commands import python
+from tests.data.test_packing import corpus_of
+from tests.huggingface.conversations import add_tokenizer
+from tests.huggingface.tiny import save
+
+SMALL = ["--set", "model.num_layers=3", "--set", "data.seq_len=16", "--set", "data.global_batch=4"]
+SMALL += ["--set", "train.validation_batches=1", "--set", "train.lr=0.01"]
+
+
+def moemesh(*arguments: str, fails: str = "") -> None:
+    """Run the command; `fails`: it must, with this in its message."""
+    done = subprocess.run([python(), "-m", "moemesh", *arguments], capture_output=True, text=True)
+    assert done.returncode == (2 if fails else 0), done.stderr
+    assert fails in done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of three steps, and a text."""
+    folder = tmp_path_factory.mktemp("esft")
+    text = folder / "text.txt"
+    text.write_text("one expert knows this, another one does not. " * 40)
+    moemesh("train", *SMALL, "--set", "train.steps=3", "--out", str(folder / "run"))
+    return folder / "run", text
+
+
+def scores(run: Path, text: Path, out: Path, *more: str) -> dict[str, Any]:
+    given = ["--seq-len", "16", "--samples", "40", "--out", str(out), *more]
+    moemesh("esft", "scores", str(run), str(text), *given)
+    return json.loads(out.read_text())
+
+
+def test_scores_are_shares_and_plans_agree(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run, text = trained
+    drawn = tmp_path / "p.svg"
+    one = scores(run, text, tmp_path / "1.json", "--threshold", "0.5", "--svg", str(drawn))
+    for layer, chosen in one["experts"].items():
+        row = one["scores"][layer]
+        assert sum(row["gate"]) == pytest.approx(1) and sum(row["token"]) == pytest.approx(1)
+        reached = sum(row["gate"][expert] for expert in chosen)
+        least = min(row["gate"][expert] for expert in chosen)
+        assert reached >= 0.5 > reached - least, "the smallest set"
+    assert one["experts"].keys() == {"1", "2"}
+    frames = drawn.read_text().split('stroke="#b3245e" stroke-width="2">')[1].split("</g>")[0]
+    assert frames.count("<rect") == sum(map(len, one["experts"].values()))
+    many = scores(
+        run, text, tmp_path / "4.json", "--threshold", "0.5", "--score", "gate",
+        "--set", "plan.tp=2", "--set", "plan.ep=2",
+    )  # fmt: skip
+    assert many["experts"] == one["experts"] and many["data"] == one["data"]
+    for layer, row in one["scores"].items():
+        assert many["scores"][layer]["gate"] == pytest.approx(row["gate"], abs=1e-5)
+
+
+def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run, text = trained
+    table = tmp_path / "table.json"
+    found = scores(run, text, table, "--experts-per-layer", "2", "--score", "token")
+    out = str(tmp_path / "tuned")
+    arguments = ["train", *SMALL, "--set", f"train.esft={table}", "--out", out]
+    moemesh(*arguments, "--set", "train.steps=2")
+    memory = Run.load(Path(out)).memory
+    assert memory is not None
+    assert memory.ranks[0].gradients == memory.predicted[0].gradients
+    assert memory.ranks[0].optimizer == memory.predicted[0].optimizer
+    # Two of eight experts in two layers, in fp32: a gradient and two moments.
+    assert memory.ranks[0].optimizer == 2 * memory.ranks[0].gradients
+    assert memory.ranks[0].gradients * 4 == memory.ranks[0].expert_weights
+    moemesh(*arguments, "--set", "train.steps=3")
+    table.unlink()
+    # The run has a copy of its table.
+    moemesh("evaluate", out, "--data", str(text), "--seq-len", "16")
+    found["experts"]["1"] = [7] if found["experts"]["1"] != [7] else [6]
+    table.write_text(json.dumps(found))
+    moemesh(*arguments, "--set", "train.steps=4", fails="the run in this folder trains")
+
+
+def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
+    request = EsftRequest(data="text.txt", out=Path("out.json"))
+    for positions, length in ((0, 4096), (64, 64), (8192, 4096)):
+        given = [f"model.max_position_embeddings={positions}", "data.seq_len=8"]
+        assert request.checked(load_run([], given, environ={}).config).seq_len == length
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--threshold", "1.5"], "at most 1"),
+        (["--experts-per-layer", "9"], "a layer has 8 experts"),
+        (["--threshold", "0.5", "--experts-per-layer", "2"], "both given"),
+        (["--seq-len", "4000"], "one window"),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    trained: tuple[Path, Path], tmp_path: Path, given: list[str], message: str
+) -> None:
+    run, text = trained
+    out = tmp_path / "table.json"
+    window = [] if "--seq-len" in given else ["--seq-len", "16"]
+    arguments = ["esft", "scores", str(run), str(text), "--out", str(out), *window, *given]
+    moemesh(*arguments, fails=message)
+    assert not out.exists()
+
+
+pytest.importorskip("transformers")
+
+
+class Model:
+    """Writes one of its `texts`, then "x" for ever; `prompts` are what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str]) -> None:
+        self.tokenizer, self.texts, self.prompts = tokenizer, texts, list[str]()
+
+    def __call__(self, model: Any, ids: list[int], *others: Any) -> Iterator[int]:
+        self.prompts.append(self.tokenizer.decode(ids))
+        yield from self.tokenizer.encode(self.texts[len(self.prompts) - 1].encode(), "").tolist()
+        yield from (int(self.tokenizer.encode(b"x", "")[0]) for _ in count())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One token a character, turns that end in the four of ``</s>``."""
+    return add_tokenizer(save("qwen3_moe", tmp_path / "model"))
+
+
+@pytest.fixture
+def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    def work(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
+        if found := work(Mesh.single("cpu")):
+            print(found)
+        return 0
+
+    def answer(*texts: str) -> Model:
+        made = Model(Tokenizer.open(str(folder)), list(texts))
+        parallel = SimpleNamespace(model=None, close=lambda: None)
+        monkeypatch.setattr(generation, "continuation", made)
+        monkeypatch.setattr(generation, "load", lambda *_: parallel)
+        monkeypatch.setattr(generation, "on_ranks", work)
+        return made
+
+    return answer
+
+
+def test_one_answer(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = answering("It is <7>.</s>\n<user>", "abc", "It is 7.</s>")
+    generation.generate(folder, "3 + 4?", chat=True, system="Be brief.")
+    assert model.prompts == ["<system>Be brief.</s>\n<user>3 + 4?</s>\n<assistant>"]
+    assert capsys.readouterr().out == "It is <7>.\n"
+    generation.generate(folder, "3 + 4?", chat=True, max_tokens=5)
+    assert model.prompts[1] == "<user>3 + 4?</s>\n<assistant>"
+    assert capsys.readouterr().out == "abcxx\n"
+    generation.generate(folder, "3 + 4?", chat=True, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == "It is 7." and len(found["tokens"]) == 12
+
+
+def test_a_terminal_shows_the_text_as_it_comes(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = answering("ab</s>", "cd", "ef</s>"), list[str]()
+    whole = model.__class__.__call__
+
+    def spied(self: Model, *given: Any) -> Iterator[int]:
+        for one in whole(self, *given):
+            seen.append(capsys.readouterr().out)
+            yield one
+
+    monkeypatch.setattr(Model, "__call__", spied)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    generation.generate(folder, "?", chat=True)
+    assert seen[:3] == ["", "a", "b"] and capsys.readouterr().out == "\n"
+    seen.clear()
+    generation.generate(folder, "12", max_tokens=2)
+    assert (seen, capsys.readouterr().out) == (["12", "c"], "d\n")
+    seen.clear()
+    generation.generate(folder, "?", chat=True, as_json=True)
+    assert not "".join(seen) and json.loads(capsys.readouterr().out)["text"] == "ef"
+
+
+def test_an_answer_ends_at_the_models_own_tokens_too(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = answering("ab~cd</s>")
+    end = int(model.tokenizer.encode(b"~", "")[0])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    generation.generate(folder, "?", chat=True)
+    assert capsys.readouterr().out == "ab\n"
+
+
+@pytest.mark.parametrize("last", ["/exit", None])
+def test_a_conversation_at_the_terminal(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    last: str | None,
+) -> None:
+    model = answering("One <.</s>", "Two.</s>")
+    lines = iter(["first?", "", " second? ", last])
+
+    def asked(prompt: str) -> str:
+        line = next(lines)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    generation.generate(folder, None, chat=True)
+    first = "<user>first?</s>\n<assistant>"
+    assert model.prompts == [first, f"{first}One <.</s>\n<user>second?</s>\n<assistant>"]
+    captured = capsys.readouterr()
+    assert captured.out == "One <.\nTwo.\n\n" and "/exit or Ctrl-D" in captured.err
+
+
+def test_a_conversation_from_a_pipe(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = answering("One.</s>", "Two.</s>")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first?\n\nsecond?\n"))
+    generation.generate(folder, None, chat=True)
+    assert len(model.prompts) == 2 and "<assistant>One.</s>" in model.prompts[1]
+    assert capsys.readouterr() == ("One.\nTwo.\n", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(UserError, match="stdin holds no question: give one as --prompt"):
+        generation.generate(folder, None, chat=True)
+
+
+def test_what_chat_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"the plan has 2 ranks, and .* give --prompt TEXT"):
+        generation.generate(folder, None, ["plan.dp=2"], chat=True)
+    with pytest.raises(UserError, match=r"\"bytes\", which has no chat template, and --chat asks"):
+        generation.generate(folder, "?", ["data.tokenizer=bytes"], chat=True)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turns') }}")
+    with pytest.raises(UserError, match=r"the conversation: .* fails: no system turns"):
+        generation.generate(folder, "?", chat=True)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"name the folder of a tokenizer with chat_template"):
+        generation.generate(folder, "?", chat=True)
+    for options, message in (
+        ([], "is missing"),
+        (["--chat", "--json"], "answers one --prompt"),
+        (["--prompt", "a", "--system", "b"], "add --chat"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_that_was_tuned_on_conversations_says_so(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering("a", "b", "c</s>", "d")
+    texts = [corpus_of([10] * 30), corpus_of([10] * 30, texts=tuple(range(30)))]
+    texts[1].__dict__["learned"] = None
+    for corpus in texts:
+        facts = run_folder.record_of_data(Samples(corpus, seq_len=8, seed=0))
+        (folder / "data.json").write_text(json.dumps(facts))
+        generation.generate(folder, "?", max_tokens=2)
+        said = "this run was tuned on conversations: --chat" in capsys.readouterr().err
+        assert said == (corpus is texts[0])
+    (folder / "data.json").write_text(json.dumps({"sources": None}))
+    generation.generate(folder, "?", chat=True)
+    generation.generate(folder, "?", max_tokens=2)
+    assert "tuned" not in capsys.readouterr().err

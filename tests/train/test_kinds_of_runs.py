@@ -1,0 +1,411 @@
+"""`moemesh train` with every schedule, with balanced experts, and with data of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moemesh.schedule.text import digest, load
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.timeline import Timeline
+from moemesh.train.preparation import untrainable
+from tests import commands
+from tests.parallel.pipelining import SYNCHRONOUS
+from tests.test_cli import run
+from tests.train import runs
+from tests.train.runs import losses, metrics, train
+from tests.waiting import PATIENCE
+
+DEEP: dict[str, Any] = {"model__num_layers": 8, "plan__microbatches": 8, "data__global_batch": 8}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return runs.train(tmp_path_factory.mktemp("one") / "run", **DEEP)
+
+
+def assert_same_losses(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in got] == [row["step"] for row in expected]
+    for name in ("loss", "aux_loss", "grad_norm"):
+        assert [row[name] for row in got] == pytest.approx(
+            [row[name] for row in expected], rel=1e-5
+        )
+    assert got[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_resumed_as_another_one_and_as_none(
+    tmp_path: Path, one_device: list[dict[str, Any]]
+) -> None:
+    """V placement, then mirrored replicas, then one device: checkpoints know no stages."""
+    keys = DEEP | {"train__checkpoint_every": 1, "train__checkpoints_kept": 4}
+    plans: list[dict[str, Any]] = [
+        {"plan__pp": 4, "plan__schedule": "zb_v"},
+        {"plan__pp": 4, "plan__schedule": "dualpipe"},
+        {},
+    ]
+    out = tmp_path / "run"
+    for done, plan in enumerate(plans):
+        if done:
+            for later in range(done + 1, 5):
+                shutil.rmtree(out / "checkpoints" / f"step-{later}")
+        finished = runs.moemesh(*runs.arguments(out, **(keys | plan)))
+        assert finished.returncode == 0, finished.stderr
+    assert_same_losses(runs.metrics(out), one_device)
+
+
+def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    runs.train(out, **DEEP, plan__pp=2, plan__dp=2, plan__schedule="zb_v", train__steps=2)
+    measured, simulated = (
+        Timeline.from_json(json.loads((out / name).read_text()))
+        for name in ("timeline.json", "timeline_simulated.json")
+    )
+    assert measured.source, simulated.source == ("measured", "simulated")
+    assert measured.digest == simulated.digest != ""
+    assert simulated.ranks == (0, 2)  # one pipeline of the two
+    names = [
+        sorted(r.name for r in timeline.records if r.rank == 2 and r.kind in "FBIW" and r.kind)
+        for timeline in (measured.last_step(), simulated)
+    ]
+    assert names[0] == names[1] and len(names[0]) == 2 * 3 * 8
+    assert "simulated above measured" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"plan__pp": 3, "plan__schedule": "chimera"}, ["chimera", "3"]),
+        (
+            {"plan__pp": 4, "plan__schedule": "dualpipe", "plan__microbatches": 6},
+            ["dualpipe", "6", "8"],
+        ),
+        ({"plan__pp": 4, "plan__schedule": "interleaved_1f1b", "plan__microbatches": 6}, ["6"]),
+        ({"plan__pp": 8, "plan__schedule": "zb_v"}, ["zb_v", "16", "num_layers is 8", "pp = 4"]),
+        ({"plan__pp": 2, "plan__layers_per_stage": [3, 4]}, ["[4, 4]", "num_layers (8)"]),
+        ({"plan__pp": 2, "plan__stages_per_rank": 2}, ["stages_per_rank"]),
+        ({"plan__pp": 2, "plan__schedule": "zbh1"}, ["zb_h1", "choices"]),
+        ({"plan__pp": 2, "plan__schedule": "no.txt"}, ["no.txt", "No such file"]),
+        (
+            {"plan__pp": 2, "plan__schedule_memory_cap": 2.0},
+            ["schedule_memory_cap belongs to schedule = search, not 1f1b"],
+        ),
+        (
+            {"plan__pp": 2, "plan__schedule": "search", "plan__schedule_costs": "no/run"},
+            ["no/run/timeline.json", "No such file"],
+        ),
+    ],
+)
+def test_conditions_of_a_schedule_are_told_before_anything_starts(
+    tmp_path: Path,
+    keys: dict[str, Any],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = runs.arguments(tmp_path / "run", **(DEEP | keys))
+    code, _, err = run(capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_searched_schedule_trains_from_the_command_line(
+    tmp_path: Path,
+    one_device: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`schedule search --save`, then `train` with the file: by a relative path, resumed when the
+    file has changed, and when it is gone."""
+    monkeypatch.chdir(tmp_path)
+    words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
+    saved = runs.moemesh(*words, "--save", "s.txt")
+    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved.stdout
+    keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
+    keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
+    out = tmp_path / "run"
+    assert_same_losses(runs.train(out, **keys), one_device)
+    assert (out / "schedule.txt").read_text() == Path("s.txt").read_text()
+    simulated = Timeline.from_json(json.loads((out / "timeline_simulated.json").read_text()))
+    assert simulated.digest == digest(load(out / "schedule.txt"))
+
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    runs.moemesh("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    again = runs.moemesh(*runs.arguments(out, **keys))
+    assert "changed since the last call: the schedule s.txt: digest" in again.stdout
+    assert load(out / "schedule.txt").name == "dualpipe_v"
+    assert_same_losses(runs.metrics(out), one_device)
+
+    for step in (3, 4):
+        shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    Path("s.txt").unlink()
+    again = runs.moemesh(*runs.arguments(out, **keys))
+    assert "s.txt is gone: the run goes on with its copy" in again.stdout
+    assert_same_losses(runs.metrics(out), one_device)
+
+
+@pytest.mark.slow
+def test_costs_of_a_run_make_the_schedule_of_the_next(
+    tmp_path: Path, one_device: list[dict[str, Any]]
+) -> None:
+    keys = DEEP | {"plan__pp": 2, "train__checkpoint_every": 2}
+    runs.train(tmp_path / "measured", **keys)
+    keys |= {"plan__schedule": "search", "plan__schedule_costs": str(tmp_path / "measured")}
+    out = tmp_path / "run"
+    assert_same_losses(runs.train(out, **keys), one_device)
+    text = (out / "schedule.txt").read_text()
+    (tmp_path / "measured" / "timeline.json").write_text("{}")
+    problem = runs.moemesh(*runs.arguments(tmp_path / "other", **keys))
+    assert problem.returncode == 2 and "is no timeline of a run" in problem.stderr
+    # Going on needs no costs: the run has its schedule.
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    shutil.rmtree(tmp_path / "measured")
+    assert_same_losses(runs.train(out, **keys), one_device)
+    assert (out / "schedule.txt").read_text() == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_every_schedule_trains_with_the_losses_of_one_device(
+    tmp_path: Path, name: str, one_device: list[dict[str, Any]]
+) -> None:
+    keys = DEEP | {"plan__pp": 4, "plan__schedule": name}
+    if name == "interleaved_1f1b":
+        keys |= {"plan__stages_per_rank": 2}
+    assert_same_losses(runs.train(tmp_path / "run", **keys), one_device)
+
+
+KEYS: dict[str, Any] = {
+    "plan__dp": 2,
+    "plan__ep": 2,
+    "train__steps": 6,
+    "train__dtype": "float64",
+}
+MOVING = KEYS | {"train__rebalance_every": 2}
+
+
+def loads(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "loads.jsonl").read_text().splitlines()]
+
+
+def imbalance(rows: list[dict[str, Any]]) -> float:
+    return sum(row["rank_max_over_mean"] for row in rows) / len(rows)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without any balancing."""
+    out = tmp_path_factory.mktemp("balancing") / "plain"
+    train(out, **KEYS)
+    return out
+
+
+def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
+    got = losses(train(tmp_path / "replicas", **KEYS, plan__spare_slots=1))
+    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
+    before, after = loads(plain), loads(tmp_path / "replicas")
+    # What ranks really computed: nearly the same on all; experts keep their logical loads.
+    for row, expected in zip(after, before, strict=True):
+        assert row["tokens_per_expert"] == expected["tokens_per_expert"]
+    assert imbalance(after) < 1.02 < imbalance(before)
+    ledger = json.loads((tmp_path / "replicas" / "ledger.json").read_text())
+    callers = {entry["caller"] for rank in ledger["ranks"] for entry in rank["entries"]}
+    assert "moe.replicas" in callers
+
+
+@pytest.mark.representative("pipedream")
+@pytest.mark.parametrize("schedule", ["pipedream", "ampnet"])
+def test_a_run_that_never_drains_counts_what_replicas_computed(
+    tmp_path: Path, schedule: str
+) -> None:
+    keys = KEYS | {"plan__pp": 2, "plan__schedule": schedule, "plan__microbatches": 4}
+    train(tmp_path, **keys, plan__spare_slots=1, train__validate_every=2)
+    rows = loads(tmp_path)
+    for row in rows:
+        assert sum(row["tokens_per_rank"]) == sum(row["tokens_per_expert"])
+    assert imbalance(rows) < 1.02
+
+
+@pytest.mark.slow
+def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
+    got = losses(train(tmp_path / "moving", **MOVING))
+    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
+    last = loads(tmp_path / "moving")[-1]
+    experts, half = last["tokens_per_expert"], len(last["tokens_per_expert"]) // 2
+    assert sum(last["tokens_per_rank"]) == sum(experts)
+    assert last["tokens_per_rank"] != [sum(experts[:half]), sum(experts[half:])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [{}, {"plan__ep": 1}, {"plan__dp": 4, "plan__ep": 4}])
+def test_a_run_goes_on_with_experts_where_they_were(
+    tmp_path: Path, resumed: dict[str, Any]
+) -> None:
+    keys = MOVING | {"train__checkpoint_every": 4}
+    whole = losses(train(tmp_path / "run", **keys))
+    # As if it had been killed behind step 4, when experts have moved.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    again = losses(train(tmp_path / "run", **keys | resumed))
+    if resumed:
+        assert again == pytest.approx(whole, rel=1e-12)
+    else:
+        assert again == whole  # bit by bit
+
+
+CLASHES: list[tuple[list[str], str, str]] = [
+    (["plan.spare_slots=1", "plan.dispatcher=all_gather"], "plan.dispatcher", "all_to_all"),
+    (["plan.spare_slots=1", "plan.combine=exact"], "plan.combine", "spare_slots = 0"),
+    (["train.rebalance_every=3", "plan.combine=exact"], "plan.combine", "rebalance_every = 0"),
+    (
+        ["train.rebalance_every=3", "plan.schedule=pipedream", "plan.pp=2"],
+        "plan.schedule",
+        "rebalance_every = 0",
+    ),
+    (
+        ["train.rebalance_every=3", "plan.optimizer_validation=after", "plan.pp=2"],
+        "plan.optimizer_validation",
+        "before",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "key", "fix"), CLASHES)
+def test_what_cannot_be_combined_is_refused(settings: list[str], key: str, fix: str) -> None:
+    found = untrainable(load_run([], settings))
+    assert [problem.key for problem in found] == [key]
+    assert fix in found[0].fix
+
+
+def test_what_can_be_combined_is_not_refused() -> None:
+    settings = ["plan.spare_slots=2", "plan.dispatcher=auto", "train.rebalance_every=3"]
+    assert untrainable(load_run([], settings)) == []
+
+
+CONFIG = """
+[model]
+num_layers = 2
+hidden_size = 32
+[data]
+seq_len = 32
+global_batch = 4
+validation = "v.jsonl"
+tokenizer = "tok"
+[[data.sources]]
+path = "a.jsonl"
+weight = 3
+[[data.sources]]
+path = "b"
+[train]
+epochs = 0.02
+warmup_steps = 2
+checkpoint_every = 3
+validation_batches = 1
+dtype = "float64"
+optimizer = "sgd"
+"""
+
+
+def moemesh(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [commands.python(), "-m", "moemesh", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=folder,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def write_lines(path: Path, seed: int, count: int) -> None:
+    words = np.random.default_rng(seed).integers(0, 40, (count, 12))
+    text = [" ".join(f"w{word}" for word in row) for row in words]
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in text))
+
+
+def losses_in(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    (tmp_path / "tok").mkdir()
+    made.save(str(tmp_path / "tok" / "tokenizer.json"))
+    (tmp_path / "b").mkdir()
+    # Above the size that every rank would tokenize for itself.
+    write_lines(tmp_path / "a.jsonl", 1, 20_000)
+    write_lines(tmp_path / "b" / "one.jsonl", 2, 50)
+    write_lines(tmp_path / "b" / "two.jsonl", 3, 50)
+    write_lines(tmp_path / "v.jsonl", 4, 50)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) -> None:
+    few = ["--set", "train.epochs=0.001"]
+    printed = moemesh(folder, "train", "run.toml", *few, "--out", "one")
+    steps = len(losses_in(folder / "one"))
+    assert f"steps    {steps}: 0.001 epoch(s)" in printed and "2 sources" in printed
+    assert "75.00%  a.jsonl" in printed and "validation v.jsonl" in printed
+    assert "file(s)," in printed and len(list((folder / "token_cache").glob("*.bin"))) == 1
+    plan = ["--set", "plan.dp=2", "--set", "plan.ep=2"]
+    again = moemesh(folder, "train", "run.toml", *few, *plan, "--out", "two")
+    assert "file(s)," not in again  # nothing is tokenized a second time
+    np.testing.assert_allclose(losses_in(folder / "one"), losses_in(folder / "two"), rtol=1e-9)
+    assert f"steps = {steps}\n" in (folder / "one" / "config.toml").read_text()
+    one, two = ((folder / run / "data.json").read_text() for run in ("one", "two"))
+    assert one == two
+
+
+def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
+    few = ["--set", "train.epochs=0.001", "--out", "run"]
+    moemesh(folder, "train", "run.toml", *few)
+    steps = len(losses_in(folder / "run"))
+    more = ["--set", "train.epochs=0.0013", "--out", "run"]
+    original = (folder / "b" / "two.jsonl").read_text()
+    (folder / "b" / "two.jsonl").write_text(original.replace("w1 ", "w2 "))
+    told = moemesh(folder, "train", "run.toml", *more, code=2)
+    assert "  b: " in told and "as many, but not the same" in told and "--allow-change data" in told
+    assert "  a.jsonl: " not in told
+    # Put back, or accepted, the run goes on.
+    (folder / "b" / "two.jsonl").write_text(original)
+    assert f"resumed from step {steps}" in moemesh(folder, "train", "run.toml", *more)
+    write_lines(folder / "b" / "three.jsonl", 5, 9)
+    last = ["--set", "train.epochs=0.0016", "--out", "run"]
+    assert "tokens then" in moemesh(folder, "train", "run.toml", *last, code=2)
+    moemesh(folder, "train", "run.toml", *last, "--allow-change", "data")
+    # The new data are those of the run from now on.
+    assert "already trained" in moemesh(folder, "train", "run.toml", *last)
+    # Another tokenizer in the same folder is other data, too.
+    file = folder / "tok" / "tokenizer.json"
+    made = json.loads(file.read_text())
+    vocabulary = made["model"]["vocab"]
+    vocabulary["w"], vocabulary["x"] = vocabulary["x"], vocabulary["w"]
+    file.write_text(json.dumps(made))
+    told = moemesh(folder, "train", "run.toml", *last, code=2)
+    assert told.count("as many, but not the same") == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("path", "nots", "data.path nots: No such file"),
+        ("path", "packed.txt", "packed.txt holds gzip data"),
+        ("tokenizer", "gpt2", 'data.tokenizer is "gpt2"'),
+        ("validation", "none.jsonl", "none.jsonl: No such file"),
+    ],
+)
+def test_config_check_looks_at_the_data(tmp_path: Path, key: str, value: str, told: str) -> None:
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"text"))
+    assert told in moemesh(tmp_path, "config", "check", "--set", f"data.{key}={value}", code=2)
