@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ import pytest
 from moemesh.cli.accuracy import calibrate
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.load import resolved_toml
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
 from moemesh.planner.accuracy.calibration_file import (
     calibration_toml,
     fitted_cluster,
     use_cluster,
 )
-from moemesh.planner.accuracy.own import learn, lessons
+from moemesh.planner.accuracy.own import learn, lessons, run_of_folder
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.accuracy.validate import predict
 from moemesh.planner.planned_layout import PlannedLayout
@@ -32,6 +34,8 @@ from moemesh.planner.timing.calibration import (
 )
 from moemesh.planner.timing.columns import Software, layout_row, model_row
 from moemesh.planner.timing.price import pricing
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.run import MetricsRow
 from tests.planner.published_rows import ARCHS, llama, write_table
 
 LAYOUTS = [(tp, pp, mbs) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mbs in (1, 2)]
@@ -256,3 +260,33 @@ def test_errors_after_own_runs_fall(tmp_path):
     assert [one.own for one in found] == [0, 4, 12]
     assert found[0].median > 4 * found[2].median
     assert found[2].median < 0.01
+
+
+def test_run_folders_teach_a_cluster(tmp_path, capsys):
+    """A folder is what a table's row is: its plan, the median of its steps, the cluster given."""
+    folders: list[Path] = []
+    for dp in (1, 2, 4):
+        folder = tmp_path / f"dp{dp}"
+        folder.mkdir()
+        config = load_run([], [f"plan.dp={dp}", "data.global_batch=16"], environ={}).config
+        (folder / "config.toml").write_text(resolved_toml(config))
+        rows = [
+            MetricsRow(
+                step=step, loss=5.0, grad_norm=1.0, aux_loss=0.0, tokens=4096, lr=1e-3,
+                tokens_per_second=4096 / seconds, seconds=seconds,
+            )
+            for step, seconds in enumerate((9.0, 2.0 / dp, 2.1 / dp, 1.9 / dp), start=1)
+        ]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(row.to_line() for row in rows))
+        folders.append(folder)
+    found = run_of_folder(folders[1], load_cluster("laptop_cpu"))
+    assert found.reason == "" and found.seconds == 1.0 and found.layout.dp == 2
+    out = tmp_path / "mine.toml"
+    with pytest.raises(UserError, match="give --cluster"):
+        calibrate(runs=folders, out=out)
+    calibrate(runs=folders, out=out, cluster="laptop_cpu")
+    assert "wrote" in capsys.readouterr().out
+    known = load_cluster(out)
+    assert [one.seconds for one in known.own_runs] == [2.0, 1.0, 0.5]
+    with pytest.raises(UserError, match="no run"):
+        run_of_folder(tmp_path, load_cluster("laptop_cpu"))
