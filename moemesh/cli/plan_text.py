@@ -204,7 +204,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         *_rows(planned),
         "",
         *wrapped(risk_of_memory(planned)),
-        *wrapped(str(planned.likeness or "")),
+        *wrapped(planned.own_runs),
         *(line for told in published(planned) for line in wrapped(told)),
         *wrapped(cheapest(planned)),
         *wrapped(certified(planned)),

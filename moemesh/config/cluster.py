@@ -92,9 +92,8 @@ class OwnRun(Section):
     predicted: float
     left_out: float
     weight: float
-    #: The release of its software ("stack 26.02") and the log of its measured over predicted bytes.
+    #: The release of its software: "stack 26.02".
     release: str = ""
-    memory: float | None = None
     features: dict[str, float]
 
 

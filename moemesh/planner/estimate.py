@@ -246,8 +246,8 @@ def estimate(
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     measured, seconds = known.price(shape, layout)
-    if like := known.likeness(shape, layout):
-        notes.append(str(like))
+    if told := known.own_runs(shape, layout):
+        notes.append(told)
     peak: dict[str, Any] = {
         "peak_bytes": measured.allocated,
         "needed_bytes": measured.needed,

@@ -224,10 +224,11 @@ def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path
         ),
     )
     assert abs(own.correction(*far)) < 1e-3
-    assert own.likeness(*far).alike == 0 and "none of your 12 runs" in str(own.likeness(*far))
+    assert "none of your 12 runs" in own.told(*far)
     one = runs[0]
-    near = own.likeness(model_row(one.shape), layout_row(one.shape, one.layout, one.software))
-    assert near.distance == 0 and near.nearest == one.id and near.alike >= 1
+    near = own.told(model_row(one.shape), layout_row(one.shape, one.layout, one.software))
+    assert "of your 12 runs like this one" in near
+    assert f"the nearest, {one.id}, is 0.0 away: none differs" in near
     cluster = fitted_cluster(runs[::2], learned.calibration, learned.runs)
     (tmp_path / "c.toml").write_text(cluster.to_toml("text"))
     known = load_cluster(tmp_path / "c.toml")

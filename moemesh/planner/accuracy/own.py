@@ -103,9 +103,6 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
             left_out=round(float(left_out[row]), 4),
             weight=float(f"{weights[row]:.5g}"),
             release=one.run.release,
-            memory=round(log(one.run.memory_bytes / one.memory.allocated), 4)
-            if one.run.memory_bytes and one.memory
-            else None,
             features={name: float(np.ravel(values)[row]) for name, values in columns.items()},
         )
         for row, one in enumerate(predict(filled, found))
@@ -143,7 +140,7 @@ def _doubts(
             twin = runs[other]
             ratio = (run.seconds or 1.0) / (twin.seconds or 1.0)
             same = [(one.row.get("gpus"), one.row.get("gbs")) for one in (run, twin)]
-            is_twin = far[row, other] < 1e-6 and same[0] == same[1]
+            is_twin = far[row, other] < 1e-3 and same[0] == same[1]
             if is_twin and not 1 / _CONTRADICTS < ratio < _CONTRADICTS:
                 said.append(
                     f"runs {twin.id} and {run.id} are one layout and take {twin.seconds:.4g} and "

@@ -28,7 +28,6 @@ from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
 from moemesh.planner.timing.hardware import accelerator_of_cluster
-from moemesh.planner.timing.own_runs import Likeness
 from moemesh.planner.timing.price import pricing, with_headroom
 from moemesh.trace.memory_profile import format_bytes
 
@@ -121,8 +120,8 @@ class PlannedAnswer:
     has_safe: bool = True
     #: What others measured of the model on such devices.
     published: tuple[KnownRun, ...] = ()
-    #: What the cluster's own runs say of the first candidate; None where it has none.
-    likeness: Likeness | None = None
+    #: What the cluster's own runs say of the first candidate.
+    own_runs: str = ""
     #: The best layout of fewer nodes, where its GPU-hours are the fewest; only with `tokens`.
     cheapest: Candidate | None = None
 
@@ -182,7 +181,7 @@ def plan(
         certificate=found.certificate(found.seconds(fastest)),
         usable_share=found.pricing.usable_share,
         generation=found.pricing.device.generation,
-        likeness=found.pricing.likeness(model.shape, candidates[0].layout),
+        own_runs=found.pricing.own_runs(model.shape, candidates[0].layout),
         has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(found, model, candidates[0], asked) for asked in rivals),

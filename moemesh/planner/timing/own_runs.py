@@ -69,30 +69,6 @@ def covariance(one: FloatArray, other: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How much a cluster's own runs say of a layout: how many of them are like it, of how many,
-    which is nearest, how far away and in what, and the correction (a logarithm)."""
-
-    alike: int
-    of: int
-    nearest: str
-    distance: float
-    differs: str
-    correction: float
-
-    def __str__(self) -> str:
-        runs = f"{self.alike} of your {self.of} runs"
-        away = f"the nearest, {self.nearest}, is {self.distance:.1f} away"
-        away += f": {self.differs}" if self.differs else ", alike in everything"
-        if not self.alike:
-            return f"seconds: none of your {self.of} runs is like this one ({away})"
-        return (
-            f"seconds: x {exp(self.correction):.3f} from {runs} like this one "
-            f"(a run within {ALIKE}; {away})"
-        )
-
-
-@dataclass(frozen=True)
 class OwnRuns:
     """The runs of a cluster file as a correction of its step times."""
 
@@ -100,12 +76,9 @@ class OwnRuns:
 
     @cached_property
     def _places(self) -> FloatArray:
+        rows = [one.features for one in self.runs]
         usual = {name: float(name in _DOUBLINGS) for name in SCALES}
-        names = {
-            name: np.array([one.features.get(name, usual[name]) for one in self.runs])
-            for name in SCALES
-        }
-        return places(names)
+        return places({n: np.array([row.get(n, x) for row in rows]) for n, x in usual.items()})
 
     def correction(self, model: ModelColumns, layout: LayoutColumns) -> Number:
         """log(measured / predicted) to expect, one number a row."""
@@ -120,25 +93,24 @@ class OwnRuns:
         """No correction is below this."""
         return AMPLITUDE**2 * sum(min(one.weight, 0.0) for one in self.runs)
 
-    def likeness(self, model: ModelColumns, layout: LayoutColumns) -> Likeness | None:
-        """What the runs say of one layout; None without runs."""
+    def told(self, model: ModelColumns, layout: LayoutColumns) -> str:
+        """How many runs are like one layout, which is nearest, how far away and in what, and by
+        which factor they correct its seconds; "" without runs."""
         if not self.runs:
-            return None
+            return ""
         here = features(model, layout)
         far = distances(places(here), self._places)[0]
-        nearest = self.runs[int(np.argmin(far))]
-        steps = np.abs(places(here) - self._places[int(np.argmin(far))])[0]
-        order = sorted(zip(steps, SCALES, strict=True), reverse=True)
-        differs = [
+        number = int(np.argmin(far))
+        nearest, steps = self.runs[number], np.abs(places(here)[0] - self._places[number])
+        order = sorted(zip(steps, SCALES, strict=True), reverse=True)[:3]
+        differs = ", ".join(
             f"{name} {nearest.features.get(name, 0.0):g} there, {float(here[name]):g} here"
-            for step, name in order[:3]
+            for step, name in order
             if step > 0
-        ]
-        return Likeness(
-            alike=int((far <= ALIKE).sum()),
-            of=len(self.runs),
-            nearest=nearest.run,
-            distance=float(far.min()),
-            differs=", ".join(differs),
-            correction=float(self.correction(model, layout)),
         )
+        away = f"the nearest, {nearest.run}, is {far[number]:.1f} away: {differs or 'none differs'}"
+        if not (alike := int((far <= ALIKE).sum())):
+            return f"seconds: none of your {len(far)} runs is like this one ({away})"
+        factor = exp(float(self.correction(model, layout)))
+        runs = f"{alike} of your {len(far)} runs"
+        return f"seconds: x {factor:.3f} from {runs} like this one (within {ALIKE}; {away})"

@@ -27,7 +27,7 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
-from moemesh.planner.timing.own_runs import Likeness, OwnRuns
+from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_time
 from moemesh.trace.memory_profile import format_bytes
 
@@ -113,9 +113,9 @@ class Pricing:
         factor = exp(float(self.own.correction(model, row)))
         return {name: seconds * factor for name, seconds in found.items()}
 
-    def likeness(self, shape: ModelShape, layout: PlannedLayout) -> Likeness | None:
-        """What the cluster's own runs say of a layout; None where it has none."""
-        return self.own.likeness(model_row(shape), layout_row(shape, layout, software_of(layout)))
+    def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
+        """What the cluster's own runs say of a layout; "" where it has none."""
+        return self.own.told(model_row(shape), layout_row(shape, layout, software_of(layout)))
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
