@@ -179,12 +179,13 @@ class Intervals:
         )
 
     def memory_coverage(self, *, known: bool = False) -> Coverage:
-        """The same of memory, under stacks that are `known` or not."""
+        """The same of memory; of stacks that are `known` within the width that all of them give,
+        for nobody's habits are known without a run of theirs."""
         sources = self.known if known else self.memory
         within: dict[str, float] = {}
         for one in sources:
-            width = _memory_width([other for other in sources if other is not one])
-            within[one.source] = one.within(width)
+            others = [other for other in sources if known or other is not one]
+            within[one.source] = one.within(_memory_width(others))
         rows = {one.source: len(one.errors) or len(one.ran) + len(one.out) for one in sources}
         return Coverage(by_source=within, rows=rows)
 
