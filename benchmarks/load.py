@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import LoadSettings
+from moemesh.checkpoint.huggingface.convert import write_folder
 from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
-from moemesh.checkpoint.huggingface.write import write_folder
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
+from moemesh.checkpoint.load import DeferredTensor
 from moemesh.checkpoint.store import Shard
-from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.export import config_json
@@ -108,7 +108,7 @@ def _measured(path: Path, model: ModelConfig, mesh: Mesh, settings: LoadSettings
         times: dict[str, list[float]] = {"load": [], "plain": []}
         for _ in range(settings.rounds + 1):
             grown = peak_growth()
-            weights = HuggingFaceWeights.open(path, model)
+            weights = HuggingFaceWeights(path, model)
             times["load"].append(_timed(mesh, path, is_cold, partial(weights.load_into, shards)))
             read, peak = weights.folder.bytes_read, max(peak, grown() or 0)
             plain = partial(_plain_read, path, shards, mesh)

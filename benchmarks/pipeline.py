@@ -25,10 +25,9 @@ from moemesh.comm.point_to_point import Channels
 from moemesh.config.layout import Layout
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Op, Schedule, messages
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.timeline import TimelineRecorder
 

@@ -20,8 +20,7 @@ from benchmarks.settings import TokenizeSettings
 from moemesh.bench.settings import BenchError
 from moemesh.data.corpus import Corpus
 from moemesh.data.input_files import find
-from moemesh.data.parts import TokenSettings
-from moemesh.data.tokenizing import TokenizeJob
+from moemesh.data.tokenizing import TokenizeJob, TokenSettings
 
 #: The base of all ratios.
 BASE = "encode_batch_fast"

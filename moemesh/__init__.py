@@ -17,7 +17,7 @@ _HOMES = {
     "Mesh": "moemesh.comm.mesh",
     "MoELayer": "moemesh.parallel.expert.layer",
     "Run": "moemesh.trace.run",
-    "Sharded": "moemesh.checkpoint.tree",
+    "Sharded": "moemesh.checkpoint.store",
     "clip_grad_norm_": "moemesh.parallel.expert.spread",
     "estimate": "moemesh.api.planning",
     "expert_parameters": "moemesh.parallel.expert.spread",

@@ -8,7 +8,7 @@ from moemesh.api.planning import plan as plan
 from moemesh.api.runs import load as load
 from moemesh.api.training import parallelize as parallelize
 from moemesh.balance.rebalance import rebalance_experts as rebalance_experts
-from moemesh.checkpoint.tree import Sharded as Sharded
+from moemesh.checkpoint.store import Sharded as Sharded
 from moemesh.comm.mesh import Mesh as Mesh
 from moemesh.config.errors import ConfigError as ConfigError
 from moemesh.parallel.expert.layer import MoELayer as MoELayer

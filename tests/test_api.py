@@ -146,7 +146,7 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
         assert found.plan == answer.plan and found.command == answer.command
         assert answer.command is not None and answer["command"] == answer.command
         assert answer.command.startswith("moemesh train --set model.preset=tiny")
-    assert "recommended" in answers.recommended["roles"]
+    assert "recommended" in answers.recommended["roles"] and all(one.fits for one in answers)
     # Objects, paths and names are the same.
     model, cluster = mm.load().model, load_cluster("dgx_h100")
     by_objects = {"model": model, "cluster": cluster, "seq_len": 256}
@@ -158,6 +158,8 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
     wider = model.model_copy(update={"hidden_size": 512})
     command = mm.plan(**by_objects | {"model": wider}, global_batch=64, trainable=True)[0].command
     assert command is not None and "--set model.hidden_size=512" in command
+    large = mm.estimate(**task | {"model": "qwen3-30b-a3b"}, global_batch=64, plan="dp=8")
+    assert not large.fits and "fits=False" in repr(large) and "GiB" in repr(large)
     deferred = "dp=2,pp=2,zero=3,schedule=zb_h1,microbatch=4"
     layout = mm.estimate(**task, global_batch=64, plan=deferred)
     assert layout.plan.zero == 3 and layout.command is None and layout.not_trained

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moemesh.api.training import ParallelModel
-from moemesh.checkpoint import store, tree
+from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.remote import Place, place_of
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
@@ -34,8 +35,9 @@ def save_checkpoint(
     step: int = 0,
     group: ProcessGroup | None = None,
     check_replicas: bool = True,
-) -> Path:
+) -> Place:
     """Write ``folder/step-<step>``, atomically and with digests; all ranks of `group` call it.
+    `folder`: a path, or the address of an object store (``s3://bucket/prefix``).
 
     `state`: nested dicts and lists of tensors, DTensors, :class:`Sharded` parts, numbers, texts and
     None; also modules, models of :func:`moemesh.parallelize`, and optimizers of their parameters
@@ -53,12 +55,11 @@ def save_checkpoint(
     except CheckpointError as error:
         problem = str(error)
     store.agree(problem, axis)
-    shards = [tree.shard_of(path, leaf) for path, leaf in leaves.items() if tree.is_tensor(leaf)]
-    values = {path: leaf for path, leaf in leaves.items() if not tree.is_tensor(leaf)}
-    own = tree.own_shards(shards, axis, check_replicas=check_replicas)
-    return store.save_together(
-        Path(folder), step, own, {"values": tree.merged_values(values, axis)}, axis
-    )
+    shards = [store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)]
+    values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
+    own = store.own_shards(shards, axis, check_replicas=check_replicas)
+    values = store.merged_values(values, axis)
+    return store.save_together(place_of(folder), step, own, {"values": values}, axis)
 
 
 @public
@@ -82,7 +83,7 @@ def load_checkpoint(
     for names that differ, and for tensors of another shape or dtype.
     """
     axis = _axis(group)
-    checkpoint, skipped = store.open_together(Path(folder), axis, step)
+    checkpoint, skipped = store.open_together(place_of(folder), axis, step)
     for number, why in skipped if axis.index == 0 else ():
         warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
     if checkpoint is None:
@@ -90,7 +91,7 @@ def load_checkpoint(
     saved = cast("dict[str, Any]", checkpoint.state.get("values", {}))
     if state is None:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
-        return tree.unflatten(saved | tensors)
+        return store.unflatten(saved | tensors)
     walk = _ProgramState(state)
     leaves = walk.leaves(checkpoint)
     known = saved.keys() | set(checkpoint.names())
@@ -105,7 +106,7 @@ def load_checkpoint(
                 )
     leaves = {path: leaf for path, leaf in leaves.items() if strict or path in known}
     checkpoint.load_into(
-        [tree.shard_of(path, leaf) for path, leaf in leaves.items() if tree.is_tensor(leaf)]
+        [store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)]
     )
     return walk.filled(leaves | saved)
 
@@ -123,13 +124,13 @@ class _ProgramState:
         self.state = state
         #: Of every parameter of the modules: id -> name, and the part of it that this rank holds.
         self.parameters: dict[int, tuple[str, Shard]] = {}
-        tree.map_leaves(state, self._name_parameters)
+        store.map_leaves(state, self._name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Returns path -> tensor or value. With `checkpoint`, optimizers get zeros for the state
         that it holds, in place of their own."""
-        return tree.flatten(
-            tree.map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
+        return store.flatten(
+            store.map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
         )
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
@@ -140,14 +141,14 @@ class _ProgramState:
                 self._fill_optimizer(node, f"{path}/" if path else "", leaves)
             return leaves.get(path, node)
 
-        return tree.map_leaves(self.state, fill)
+        return store.map_leaves(self.state, fill)
 
     def _name_parameters(self, path: str, node: Any) -> None:
         if isinstance(node, (nn.Module, ParallelModel)):
             parts = _state_dict(node)
             every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
             for name, parameter in node.named_parameters(**every):
-                part = tree.shard_of(name, parts.get(name, parameter))
+                part = store.shard_of(name, parts.get(name, parameter))
                 self.parameters[id(parameter)] = name, part
 
     def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
@@ -177,7 +178,7 @@ class _ProgramState:
                 # State of the parameter's shape lies where the parameter lies.
                 is_part = isinstance(value, Tensor) and value.shape == parameter.shape
                 if is_part and not hasattr(value, "device_mesh"):
-                    own[key] = tree.Sharded(value, part.shape, part.offset)
+                    own[key] = store.Sharded(value, part.shape, part.offset)
             if own:
                 state[name] = own
         return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
@@ -189,7 +190,7 @@ class _ProgramState:
         groups: list[dict[str, Any]] = []
         for place, group in enumerate(optimizer.param_groups):
             known = f"{below}param_groups/#{place}"
-            options = tree.map_leaves(
+            options = store.map_leaves(
                 _options(group), lambda path, node: leaves.get(path, node), known
             )
             first = len(state)
@@ -198,7 +199,7 @@ class _ProgramState:
                 prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
                 state[len(state)] = {
                     path.removeprefix(prefix): leaf.tensor
-                    if isinstance(leaf, tree.Sharded)
+                    if isinstance(leaf, store.Sharded)
                     else leaf
                     for path, leaf in leaves.items()
                     if path.startswith(prefix)

@@ -37,7 +37,7 @@ class Answer(Shown):
     ``details``: the object that the verb prints with ``--json``, for this layout.
     """
 
-    shown = ("plan", "seconds", "memory_bytes", "command", "not_trained")
+    shown = ("plan", "seconds", "memory_bytes", "fits", "command", "not_trained")
 
     plan: Plan | PlannedLayout
     seconds: float
@@ -46,6 +46,14 @@ class Answer(Shown):
     command: str | None
     not_trained: tuple[str, ...]
     details: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices have the memory; every layout of ``moemesh.plan`` does."""
+        return self.details["memory"].get("fits", True)
+
+    def facts(self) -> dict[str, object]:
+        return {**super().facts(), "memory_bytes": format_bytes(self.memory_bytes)}
 
     def __getitem__(self, key: str) -> Any:
         return self.details[key]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moemesh.checkpoint.tree import Sharded
+from moemesh.checkpoint.store import Sharded
 from moemesh.comm.mesh import Mesh
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError, check_kind, check_limit, public

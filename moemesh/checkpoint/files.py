@@ -214,7 +214,7 @@ def rename(source: Path, target: Path) -> None:
     """Renames a folder onto a free name; an occupied one is FileExistsError."""
     # rename() alone would replace an empty folder; the run folder's lock keeps other writers away.
     if os.path.lexists(target):
-        raise FileExistsError(17, "exists already", str(target))
+        raise FileExistsError(errno.EEXIST, "exists already", str(target))
     os.rename(source, target)
 
 

@@ -9,7 +9,7 @@ import json
 import struct
 from typing import NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, read_start
+from moemesh.checkpoint.files import CheckpointError, file_size, read_start
 from moemesh.checkpoint.remote import Place
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
@@ -20,26 +20,22 @@ _POINTER = b"version "
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file: safetensors' name of its dtype, its shape, its size in bytes."""
+    """One tensor of a file: safetensors' name of its dtype, its shape, its size in bytes, and the
+    first byte of it."""
 
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    start: int
 
 
-def read_header(path: Place, size: int) -> dict[str, HeaderEntry]:
-    """The tensors of a file of `size` bytes. Raises CheckpointError as :func:`read_places`."""
-    return {name: entry for name, (entry, _) in read_places(path, size).items()}
-
-
-def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
-    """The tensors of a file of `size` bytes, which lie one after the other without a gap, and the
-    first byte of each.
+def read_header(path: Place) -> dict[str, HeaderEntry]:
+    """The tensors of a file, which lie one after the other without a gap.
 
     Raises CheckpointError naming the file for a header that is too long, damaged, or does not
     describe the file.
     """
-    start = read_start(path, 8)
+    size, start = file_size(path), read_start(path, 8)
     if start == _POINTER:
         raise CheckpointError(
             f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
@@ -65,12 +61,10 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
         if not isinstance(notes, dict) or any(type(one) is not str for one in notes.values()):
             raise ValueError("__metadata__ is not an object of texts")
         found = {
-            key: (
-                HeaderEntry(
-                    str(value["dtype"]),
-                    tuple(_size(number) for number in value["shape"]),
-                    _size(value["data_offsets"][1]) - _size(value["data_offsets"][0]),
-                ),
+            key: HeaderEntry(
+                str(value["dtype"]),
+                tuple(_size(number) for number in value["shape"]),
+                _size(value["data_offsets"][1]) - _size(value["data_offsets"][0]),
                 8 + length + _size(value["data_offsets"][0]),
             )
             for key, value in header.items()
@@ -83,8 +77,9 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
         raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")
     described = 8 + length + ends[-1]
     if size < described:
-        after = [name for name, (e, at) in found.items() if e.num_bytes and at + e.num_bytes > size]
-        cut = min(after, key=lambda name: found[name][1])
+        held = {name: one for name, one in found.items() if one.num_bytes}
+        after = [name for name, one in held.items() if one.start + one.num_bytes > size]
+        cut = min(after, key=lambda name: found[name].start)
         more = f", {len(after) - 1} behind it missing" if len(after) > 1 else ""
         raise CheckpointError(
             f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "

@@ -1,23 +1,71 @@
-"""Reading verified checkpoints into tensors, under whatever layout they were saved.
+"""Tensors of files: read from verified checkpoints under whatever layout they were saved, and the
+bytes of new files, whose tensors may be made when they are written.
 
 Everything is checked (:mod:`moemesh.checkpoint.stored`) before anything is read; nothing is cast.
+The format of files is that of :mod:`moemesh.checkpoint.header`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moemesh.checkpoint.files import CheckpointError, explain
-from moemesh.checkpoint.manifest import Manifest
+from moemesh.checkpoint.header import HEADER_LIMIT
+from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.retention import nonfinite
 from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored
-from moemesh.checkpoint.tensor_file import DeferredTensor, RemoteTensors
+
+
+class DeferredTensor(NamedTuple):
+    """A tensor that is made when it is written: its dtype and shape, and how."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def in_order(tensors: Mapping[str, DeferredTensor]) -> list[str]:
+    """The keys as a file has them: wide elements first, so that each tensor starts at a multiple of
+    its element size."""
+    return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: its header, then a tensor at a time as :func:`in_order`."""
+    ordered = [(key, tensors[key]) for key in in_order(tensors)]
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key, tensor in ordered:
+        start, end = end, end + tensor.num_bytes
+        header[key] = {
+            "dtype": DTYPES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(f"the names of {len(tensors)} tensors exceed the header limit")
+    yield struct.pack("<Q", len(text)) + text
+    for key, tensor in ordered:
+        made = tensor.make().detach().cpu().contiguous()
+        assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), key
+        yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,10 +91,6 @@ class Shard:
 class Checkpoint(StoredCheckpoint):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
-    def __init__(self, path: Place, manifest: Manifest) -> None:
-        super().__init__(path, manifest)
-        self._open: dict[str, Any] = {}
-
     def dtype(self, name: str) -> torch.dtype:
         """The dtype it was saved with."""
         return getattr(torch, self.entry(name).dtype)
@@ -64,39 +108,9 @@ class Checkpoint(StoredCheckpoint):
         Reads the needed parts of however many files hold them. Raises CheckpointError for an
         unknown name, a rectangle outside the tensor, or a `dtype` other than the saved one.
         """
-        entry = self.entry(name)
-        offset = tuple(offset) if offset is not None else (0,) * len(entry.shape)
-        shape = tuple(shape) if shape is not None else entry.shape
-        self._check_rectangle(name, offset, shape, dtype)
-        result = torch.empty(shape, dtype=self.dtype(name))
-        for piece in entry.slices:
-            starts = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
-            ends = [
-                min(a + size_a, b + size_b)
-                for a, size_a, b, size_b in zip(
-                    offset, shape, piece.offset, piece.shape, strict=True
-                )
-            ]
-            if any(start >= end for start, end in zip(starts, ends, strict=True)):
-                continue
-            source, target = (
-                tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
-                for origin in (piece.offset, offset)
-            )
-            if piece.file not in self._open:
-                there = self.path / piece.file
-                try:
-                    self._open[piece.file] = (
-                        RemoteTensors(there)
-                        if isinstance(there, RemotePath)
-                        else safe_open(there, framework="pt", device="cpu")
-                    )
-                except SafetensorError as error:  # stricter than our own reading of the header
-                    raise CheckpointError(f"{there}: {error}") from error
-            stored = self._open[piece.file].get_slice(piece.key)
-            # An empty index means "all" for a scalar tensor, in both libraries.
-            result[target or ...] = stored[source or ...]
-        return result
+        self._check_dtype(name, dtype)
+        bits = self.read_bits(name, offset, shape)
+        return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Copies the saved values into every shard's tensor, in place, whatever its device.
@@ -110,37 +124,17 @@ class Checkpoint(StoredCheckpoint):
                     f"{self.path}: {shard.name} has shape {list(saved)}, the model has "
                     f"{list(shard.shape)}"
                 )
-            self._check_rectangle(
-                shard.name, tuple(shard.offset), tuple(shard.tensor.shape), shard.tensor.dtype
-            )
+            self._check_dtype(shard.name, shard.tensor.dtype)
+            self.check_rectangle(shard.name, shard.offset, shard.tensor.shape)
         with torch.no_grad():
             for shard in shards:
                 shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
 
-    def close(self) -> None:
-        """Lets go of the files; a later read opens them again."""
-        self._open.clear()
-
-    def _check_rectangle(
-        self,
-        name: str,
-        offset: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-    ) -> None:
-        entry = self.entry(name)
+    def _check_dtype(self, name: str, dtype: torch.dtype | None) -> None:
         if dtype is not None and dtype != self.dtype(name):
             raise CheckpointError(
-                f"{self.path}: {name} is {entry.dtype}, asked for as "
+                f"{self.path}: {name} is {self.entry(name).dtype}, asked for as "
                 f"{str(dtype).removeprefix('torch.')}; dtypes are not cast on loading"
-            )
-        if not len(offset) == len(shape) == len(entry.shape) or any(
-            start < 0 or size < 0 or start + size > whole
-            for start, size, whole in zip(offset, shape, entry.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"{self.path}: {name} {list(entry.shape)} has no part of shape {list(shape)} at "
-                f"{list(offset)}"
             )
 
 

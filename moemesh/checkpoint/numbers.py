@@ -6,16 +6,13 @@ numpy has no bfloat16 and no 8-bit floats; they are taken apart by their bits.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading
-from moemesh.checkpoint.header import read_places
 from moemesh.checkpoint.manifest import ITEM_BYTES
-from moemesh.checkpoint.stored import StoredCheckpoint
+from moemesh.checkpoint.stored import Bits, StoredCheckpoint
 
-Array = np.ndarray[Any, np.dtype[Any]]
 #: Numbers that are looked at together.
 _BLOCK = 1 << 16
 #: Dtypes of floats: bits of the exponent, and the bits that are compared with them. A number whose
@@ -58,7 +55,7 @@ class NumberDifference(NamedTuple):
 def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> NumberDifference:
     """Compare the tensor `name` of two checkpoints, in which it has one shape and dtype."""
     entry = first.entry(name)
-    a_bits, b_bits = read_bits(first, name), read_bits(second, name)
+    a_bits, b_bits = first.read_bits(name), second.read_bits(name)
     num_bad = tuple(num_nonfinite(x.tobytes(), entry.dtype) for x in (a_bits, b_bits))
     a, b = (_values(x, entry.dtype) for x in (a_bits, b_bits))
     usable = np.isfinite(a) & np.isfinite(b)
@@ -74,30 +71,11 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
     )
 
 
-def read_bits(stored: StoredCheckpoint, name: str) -> Array:
-    """A whole logical tensor, put together of its slices, as unsigned integers of its bits."""
-    entry = stored.entry(name)
-    result = np.empty(entry.shape, np.dtype(f"<u{ITEM_BYTES[entry.dtype]}"))
-    for piece in entry.slices:
-        path = stored.path / piece.file
-        _, start = read_places(path, file_size(path))[piece.key]
-        size = prod(piece.shape) * ITEM_BYTES[entry.dtype]
-        with reading(path) as file:
-            file.seek(start)
-            content = b"".join(read_chunks(file, size))
-        if len(content) != size:
-            raise CheckpointError(f"{path}: ends within {name}")
-        ends = zip(piece.offset, piece.shape, strict=True)
-        place = tuple(slice(begin, begin + extent) for begin, extent in ends)
-        result[place] = _bits(content, entry.dtype).reshape(piece.shape)
-    return result
-
-
-def _bits(content: bytes | memoryview, dtype: str) -> Array:
+def _bits(content: bytes | memoryview, dtype: str) -> Bits:
     return np.frombuffer(content, f"<u{ITEM_BYTES[dtype]}")
 
 
-def _values(bits: Array, dtype: str) -> Array:
+def _values(bits: Bits, dtype: str) -> Bits:
     """The numbers, in float64 (of integers: their nearest)."""
     match dtype:
         case "bfloat16":
@@ -112,7 +90,7 @@ def _values(bits: Array, dtype: str) -> Array:
     return bits.view(native).astype(np.float64)
 
 
-def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> Array:
+def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> Bits:
     """The 256 numbers of an 8-bit float."""
     codes = np.arange(256)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)

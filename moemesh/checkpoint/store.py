@@ -8,28 +8,30 @@
       .trash-step-500-<id>/         being deleted: never loaded
       verified.json                 steps that were read back and found right
 
-Two phases: every rank writes and syncs its own file; when all have and the slices are complete,
-rank 0 writes the manifest and renames. Ranks talk in JSON through the `gather` given by the
-caller, or through an axis of a mesh; the store knows no layouts. A training run saves by
-:mod:`moemesh.checkpoint.saver`, whose ranks talk through files.
+:mod:`moemesh.checkpoint.saver` writes them; here all ranks of an axis save and open them at once.
+The store knows no layouts.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from moemesh.checkpoint.files import CheckpointError, make_folder, make_folders, remove_folder
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.digests import hash_bytes
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.saver import save
 from moemesh.checkpoint.stored import candidates
-from moemesh.checkpoint.writing import check_shards, check_step, commit, part_name, write_part
 from moemesh.comm.collectives import gather_json
-from moemesh.comm.mesh import Axis
+from moemesh.comm.mesh import Axis, local_part
+from moemesh.config.shown import short_repr
 
 __all__ = [
     "Checkpoint",
@@ -45,86 +47,6 @@ __all__ = [
     "save",
     "save_together",
 ]
-
-#: JSON of this rank -> the JSON of all ranks, in rank order.
-Gather = Callable[[object], list[Any]]
-
-
-def save(
-    folder: Path,
-    step: int,
-    shards: Sequence[Shard],
-    state: dict[str, Any],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    gather: Gather = lambda reply: [reply],
-) -> Path:
-    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it,
-    one where nothing is said of ranks.
-
-    Raises CheckpointError on every rank when any of them fails (disk full, a hole or an overlap in
-    a tensor, the step exists); then nothing new is left and older checkpoints are untouched. A
-    process that dies instead leaves a ``.tmp`` folder, which the next :func:`prune` removes.
-    """
-    final = folder / f"step-{step}"
-    identity = uuid.uuid4().hex if rank == 0 else ""
-    temporary = None
-    try:
-        plans, begun = _attempt(lambda: _begin(final, identity, shards, state, rank))
-        replies = _agree(gather, world_size, begun, {"step": step, "identity": identity})
-        if {reply["step"] for reply in replies} != {step}:
-            raise CheckpointError(f"ranks save different steps: {[r['step'] for r in replies]}")
-        temporary = folder / f"{final.name}.tmp-{replies[0]['identity']}"
-        written, problem = _attempt(lambda: write_part(temporary, part_name(rank), plans))
-        reports = _agree(gather, world_size, problem, written)
-        problem = None
-        if rank == 0:
-            _, problem = _attempt(lambda: commit(temporary, final, step, reports, state))
-        _agree(gather, world_size, problem, None)
-    except CheckpointError:
-        # The verdict was exchanged: all ranks are here, and none returns before the folder is gone.
-        if rank == 0:
-            remove_folder(folder / f"{final.name}.tmp-{identity}")
-        gather(None)
-        raise
-    return final
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None) or (None, what went wrong): other ranks must hear of an error, not wait."""
-    try:
-        return work(), None
-    except CheckpointError as error:
-        return None, str(error)
-    except Exception as error:  # whatever it is, the other ranks wait for this one's verdict
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _agree(gather: Gather, world_size: int, problem: str | None, content: object) -> list[Any]:
-    """The contents of all ranks; CheckpointError on all of them when one has a problem."""
-    replies = gather({"problem": problem, "content": content})
-    assert len(replies) == world_size, f"gather gave {len(replies)} replies of {world_size} ranks"
-    problems = [f"rank {i}: {r['problem']}" for i, r in enumerate(replies) if r["problem"]]
-    if problems:
-        more = f" (and {len(problems) - 3} more ranks)" if len(problems) > 3 else ""
-        raise CheckpointError("checkpoint not saved: " + "; ".join(problems[:3]) + more)
-    return [reply["content"] for reply in replies]
-
-
-def _begin(
-    final: Path, identity: str, shards: Sequence[Shard], state: dict[str, Any], rank: int
-) -> dict[str, Shard]:
-    """Checks this rank's shards, and on rank 0 makes the temporary folder. Returns key -> shard."""
-    keyed = check_shards(shards)
-    check_step(final, state if rank == 0 else {})
-    if rank == 0:
-        make_folders(final.parent)
-        make_folder(final.parent / f"{final.name}.tmp-{identity}")
-    return keyed
-
-
-# Checkpoints of several ranks: saved, found and opened by all ranks of an axis at once.
 
 
 class Opened(NamedTuple):
@@ -178,3 +100,155 @@ def agree(problem: str | None, axis: Axis) -> None:
     for rank, found in enumerate(gather_json(problem, axis)):
         if found:
             raise CheckpointError(f"rank {rank}: {found}" if axis.size > 1 else found)
+
+
+# Nested dicts and lists of any state as named leaves: tensors, parts of tensors, and values.
+#
+# A leaf is named by its path, keys joined by "/": ``model/layers.0.weight``, ``optimizer/state/3/
+# exp_avg``. An integer key (and a place in a list) begins with "#", so that it comes back as one.
+
+#: Leaves that JSON holds; of the containers only empty ones are leaves.
+_VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
+
+
+class Sharded(NamedTuple):
+    """This rank's part ``offset .. offset + tensor.shape`` of a tensor of global `shape`."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return short_repr(self, self._asdict())
+
+    def row(self, place: int) -> Sharded:
+        """One row of the part, as a part of a tensor of its own."""
+        return Sharded(self.tensor[place], self.shape[1:], self.offset[1:])
+
+
+def is_tensor(leaf: object) -> bool:
+    """Whether a leaf is saved as a tensor, else as a value of JSON."""
+    return isinstance(leaf, (Tensor, Sharded))
+
+
+def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Containers with ``function(path, leaf)`` in place of leaves and empty containers."""
+    if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
+        return function(path, node)
+    below = f"{path}/" if path else ""
+    if isinstance(node, Mapping):
+        pairs = cast("Mapping[Any, Any]", node).items()
+        return {key: map_leaves(one, function, below + _word(key, path)) for key, one in pairs}
+    places = enumerate(cast("Sequence[Any]", node))
+    return type(node)(map_leaves(one, function, f"{below}#{place}") for place, one in places)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Path -> tensor, Sharded, or a value of JSON; empty containers are values."""
+    found: dict[str, Any] = {}
+
+    def take(path: str, leaf: Any) -> None:
+        if not is_tensor(leaf) and not isinstance(leaf, _VALUES):
+            raise CheckpointError(
+                f"{path or 'the state'}: {type(leaf).__name__} cannot be saved; it takes tensors, "
+                "numbers, texts, None, and dicts and lists of them"
+            )
+        found[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
+
+    map_leaves(tree, take)
+    return found
+
+
+def _word(key: object, path: str) -> str:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return f"#{key}"
+    if not isinstance(key, str) or not key or "/" in key or key.startswith("#"):
+        raise CheckpointError(
+            f"{path or 'the state'}: the key {key!r} cannot be saved; keys are integers, or texts "
+            'without "/" that do not begin with "#"'
+        )
+    return key
+
+
+def unflatten(leaves: Mapping[str, Any]) -> Any:
+    """The inverse of :func:`flatten`; tuples come back as lists."""
+    if list(leaves) == [""]:
+        return leaves[""]
+    root: dict[Any, Any] = {}
+    for path, value in leaves.items():
+        node, words = root, path.split("/")
+        for word in words[:-1]:
+            node = node.setdefault(word, {})
+        node[words[-1]] = value
+    return _typed(root)
+
+
+def _typed(node: Any) -> Any:
+    if not isinstance(node, dict) or not node:
+        return node
+    found = {
+        int(word[1:]) if word.startswith("#") else word: _typed(child)
+        for word, child in cast("dict[str, Any]", node).items()
+    }
+    return found
+
+
+def shard_of(name: str, leaf: Any) -> Shard:
+    """Returns the shard of a tensor, DTensor or Sharded, which shares its memory."""
+    if isinstance(leaf, Sharded):
+        return Shard(name=name, shape=leaf.shape, offset=leaf.offset, tensor=leaf.tensor.detach())
+    leaf = leaf.detach()
+    if hasattr(leaf, "device_mesh"):
+        if any(placement.is_partial() for placement in leaf.placements):
+            raise CheckpointError(f"{name}: a DTensor with partial sums cannot be saved: reduce it")
+        local, offset = local_part(leaf)
+        return Shard(name=name, shape=tuple(leaf.shape), offset=offset, tensor=local)
+    return Shard(name=name, shape=tuple(leaf.shape), offset=(0,) * leaf.ndim, tensor=leaf)
+
+
+def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
+    """Returns the shards that this rank saves: of a part on several ranks, the lowest one does.
+
+    Raises CheckpointError on every rank where such parts differ.
+    """
+    mine = {
+        (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
+        for shard in shards
+        if shard.tensor.numel()
+    }
+    everyone = [
+        {(name, tuple(offset), tuple(shape)) for name, offset, shape in held}
+        for held in gather_json(list(mine), axis)
+    ]
+    holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
+    if check_replicas:
+        shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
+        digests: list[list[Any]] = []
+        for shard in shared:
+            flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
+            digest = hash_bytes(memoryview(flat.numpy()))
+            digests.append([shard.name, *shard.offset, digest])
+        said = gather_json(digests, axis)
+        known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        for other, digests in enumerate(said):
+            for *place, digest in digests:
+                first, expected = known.setdefault(tuple(place), (other, digest))
+                if digest != expected:
+                    raise CheckpointError(
+                        f"{place[0]} differs between ranks {first} and {other}: give a DTensor or "
+                        "moemesh.Sharded for a part, a name of its own for what belongs to one "
+                        "rank, or check_replicas=False to save that of the lowest rank"
+                    )
+    empty = [shard for shard in shards if not shard.tensor.numel()]
+    return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
+
+
+def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
+    """The values of all ranks by path; the lowest rank that has one decides."""
+    merged: dict[str, Any] = {}
+    for path, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(f"{path} is {value}: save it as a tensor")
+    for theirs in reversed(gather_json(dict(values), axis)):
+        merged |= theirs
+    return merged

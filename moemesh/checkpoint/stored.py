@@ -7,9 +7,11 @@ sizes and headers, digests. Nothing is ever unpickled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
@@ -41,6 +43,8 @@ from moemesh.checkpoint.manifest import (
 )
 from moemesh.checkpoint.remote import Place, RemotePath
 
+Bits = np.ndarray[Any, np.dtype[Any]]
+
 
 class Damage(NamedTuple):
     """Bytes of a file that are not those that were written.
@@ -67,6 +71,7 @@ class StoredCheckpoint:
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest
+        self._headers: dict[str, dict[str, HeaderEntry]] = {}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -92,6 +97,51 @@ class StoredCheckpoint:
             return self.manifest.tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
+
+    def check_rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> None:
+        """Raises CheckpointError for a rectangle outside the tensor."""
+        whole = self.shape(name)
+        if not len(offset) == len(shape) == len(whole) or any(
+            start < 0 or size < 0 or start + size > extent
+            for start, size, extent in zip(offset, shape, whole, strict=True)
+        ):
+            raise CheckpointError(
+                f"{self.path}: {name} {list(whole)} has no part of shape {list(shape)} at "
+                f"{list(offset)}"
+            )
+
+    def read_bits(
+        self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Bits:
+        """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, put together of
+        its slices, as unsigned integers of the bits of its numbers. Raises CheckpointError for an
+        unknown name, or a rectangle outside the tensor."""
+        entry = self.entry(name)
+        offset = (0,) * len(entry.shape) if offset is None else offset
+        shape = entry.shape if shape is None else shape
+        self.check_rectangle(name, offset, shape)
+        ends = [start + size for start, size in zip(offset, shape, strict=True)]
+        result = np.empty(tuple(shape), f"<u{ITEM_BYTES[entry.dtype]}")
+        for piece in entry.slices:
+            piece_ends = zip(piece.offset, piece.shape, strict=True)
+            starts = [max(pair) for pair in zip(offset, piece.offset, strict=True)]
+            stops = [min(a, b + size) for a, (b, size) in zip(ends, piece_ends, strict=True)]
+            common = list(zip(starts, stops, strict=True))
+            if any(start >= stop for start, stop in common):
+                continue
+            source, target = (
+                tuple(
+                    slice(start - o, stop - o)
+                    for (start, stop), o in zip(common, origin, strict=True)
+                )
+                for origin in (piece.offset, offset)
+            )
+            path = self.path / piece.file
+            if piece.file not in self._headers:
+                self._headers[piece.file] = read_header(path)
+            held = self._headers[piece.file][piece.key]
+            result[target] = read_array(path, held.start, result.dtype, piece.shape)[source]
+        return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Checks the digests of every `parts`-th file from `part` on: ranks can share the work.
@@ -138,6 +188,22 @@ class StoredCheckpoint:
             if piece.file == file
         ]
         return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
+
+
+def read_array(path: Place, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Bits:
+    """The array in a file from byte `start` on: of a disk a view of the file, of which only what is
+    used is read. Raises CheckpointError for a file that ends within it."""
+    size = prod(shape) * dtype.itemsize
+    if isinstance(path, RemotePath):
+        content = path.read(start, start + size)
+        if len(content) != size:
+            raise CheckpointError(f"{path}: ends at byte {start + len(content)}, within a tensor")
+        return np.frombuffer(content, dtype).reshape(shape)
+    with reading(path) as file:
+        try:
+            return np.memmap(file, dtype, "r", start, shape)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: ends within a tensor at byte {start}") from error
 
 
 class SliceInFile(NamedTuple):
@@ -201,18 +267,22 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
         if isinstance(path, RemotePath) and re.search(PART, name):
             continue  # of another attempt, which a reader never meets
         yield Damage(name, "does not belong to this checkpoint")
-    slices: dict[str, dict[str, HeaderEntry]] = {name: {} for name in manifest.files}
+    # As far as the manifest knows the tensors of a header: dtype, shape and size.
+    slices: dict[str, dict[str, tuple[Any, ...]]] = {name: {} for name in manifest.files}
     for entry in manifest.tensors.values():
         for piece in entry.slices:
             size = prod(piece.shape) * ITEM_BYTES[entry.dtype]
-            slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
+            slices[piece.file][piece.key] = DTYPES[entry.dtype], piece.shape, size
     for name in (name for name in manifest.files if name in present):
         try:
             size, known = file_size(path / name), manifest.files[name].size
             if size != known:
                 word = "truncated" if size < known else "too long"
                 yield Damage(name, f"{word}: size {size}, expected {known}")
-            elif (found := read_header(path / name, size)) != (ours := slices[name]):
+                continue
+            ours, found = slices[name], read_header(path / name)
+            found = {key: one[:3] for key, one in found.items()}
+            if found != ours:
                 wrong = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
                 yield Damage(name, f"the header disagrees with the manifest about {wrong[0]}")
         except CheckpointError as error:

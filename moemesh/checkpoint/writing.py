@@ -20,22 +20,18 @@ from moemesh.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from moemesh.checkpoint.load import Shard
+from moemesh.checkpoint.load import Shard, in_order, safetensors_bytes
 from moemesh.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
-    File,
     Manifest,
-    ManifestEntry,
-    Slice,
     encode,
     encode_json,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import StoredCheckpoint, read_manifest
-from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
 
 #: What a rank says of its part: JSON.
 Report = dict[str, Any]
@@ -71,21 +67,15 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
 
-def part_name(rank: int, attempt: str = "") -> str:
-    """The name of a rank's file; `attempt`: 32 hexadecimal digits where names tell attempts."""
-    return f"rank-{rank:05d}{'-' if attempt else ''}{attempt}.safetensors"
-
-
 def write_part(
-    temporary: Place,
-    name: str,
-    keyed: Mapping[str, Shard],
-    before_tensor: Callable[[], None] = lambda: None,
+    path: Place, keyed: Mapping[str, Shard], before_tensor: Callable[[], None] = lambda: None
 ) -> Report:
-    """Writes the file `name` of this rank, if it holds anything, and says what is in it.
+    """Writes the file `path` of this rank, if it holds anything, reads it back, and says what is in
+    it.
 
     `before_tensor` is called before each tensor; what it raises ends the write. CheckpointError
-    with the path, and where the disk is full the bytes needed and free.
+    with the path, and where the disk is full the bytes needed and free, or where the file is not
+    what was written.
     """
     filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
     tensors = {key: shard.deferred() for key, shard in filled.items()}
@@ -106,30 +96,28 @@ def write_part(
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            written = write_file(temporary / name, parts(), look)
-            sync_folder(temporary)
+            written = write_file(path, parts(), look)
+            sync_folder(path.parent)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
-            raise explain(error, temporary / name, needed) from error
+            raise explain(error, path, needed) from error
         file = {"size": written.size, "header": digest_text(header, WRITTEN)}
         digests = dict(zip(order, written.digests[1:], strict=True))
-    slices = [
-        [s.name, list(s.shape), dtype_of(s), key, list(s.offset), list(s.tensor.shape)]
-        for key, s in keyed.items()
-    ]
-    return {
-        "name": name,
+    slices: list[list[object]] = []
+    for key, shard in keyed.items():
+        place = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}
+        piece = {"file": path.name, "key": key, "chunks": digests.get(key, []), **place}
+        slices.append([shard.name, list(shard.shape), dtype_of(shard), piece])
+    report: Report = {
+        "name": path.name,
         "file": file,
-        "slices": [[*one, digests.get(one[3], [])] for one in slices],
+        "slices": slices,
         "nonfinite": sorted(nonfinite),
         "hash": WRITTEN,
     }
-
-
-def read_back(temporary: Place, report: Report) -> None:
-    """Reads this rank's part from the disk; CheckpointError where it is not what was written."""
-    if report["file"] is not None:
-        StoredCheckpoint(temporary, _manifest(0, [report], {})).verify()
+    if filled:  # before the commit, not after it: what reads back wrong is written again
+        StoredCheckpoint(path.parent, _manifest(0, [report], {})).verify()
+    return report
 
 
 def commit(
@@ -172,39 +160,27 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
         )
     tensors: dict[str, dict[str, Any]] = {}
     for rank, report in enumerate(reports):
-        for name, shape, dtype, key, offset, size, chunks in report["slices"]:
+        for name, shape, dtype, piece in report["slices"]:
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
             if (entry["shape"], entry["dtype"]) != (shape, dtype):
                 raise CheckpointError(
                     f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
                     f"{entry['shape']}"
                 )
-            if 0 not in size:
-                entry["slices"].append(
-                    Slice(
-                        file=report["name"],
-                        key=key,
-                        offset=tuple(offset),
-                        shape=tuple(size),
-                        chunks=tuple(chunks),
-                    )
-                )
-    return Manifest(
-        format=FORMAT,
-        step=step,
-        world_size=len(reports),
-        chunk_bytes=CHUNK_BYTES,
-        hash=names[0],
-        nonfinite=tuple(sorted({name for report in reports for name in report["nonfinite"]})),
-        tensors={
-            name: ManifestEntry(
-                **{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]}
-            )
-            for name, entry in tensors.items()
-        },
-        files={report["name"]: File(**report["file"]) for report in reports if report["file"]},
-        state=state,
-    )
+            if 0 not in piece["shape"]:
+                entry["slices"].append(piece)
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": len(reports),
+        "chunk_bytes": CHUNK_BYTES,
+        "hash": names[0],
+        "nonfinite": sorted({name for report in reports for name in report["nonfinite"]}),
+        "tensors": tensors,
+        "files": {report["name"]: report["file"] for report in reports if report["file"]},
+        "state": state,
+    }
+    return Manifest.model_validate(content)
 
 
 def dtype_of(shard: Shard) -> str:

@@ -89,14 +89,14 @@ def init(request: ClusterFileRequest) -> None:
     changes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
     given = {key: value for key, value in changes.items() if value is not None}
     found = found.model_copy(update={"name": name} | given)
+    origin = heading
     heading += (
         "\nBandwidths are those of one device in one direction. Edit what differs, then see"
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
     )
     write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
-    typer.echo(
-        f"wrote {out}: {found.num_devices} devices; `moemesh cluster show {out}` explains it"
-    )
+    typer.echo(f"wrote {out}: {found.num_devices} devices; see `moemesh cluster show {out}`")
+    typer.echo(origin)
 
 
 @cluster_app.command("show", short_help="Explain a cluster in words and numbers.")

@@ -68,8 +68,7 @@ def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
         moemesh tokenize corpus/ tokens/corpus --tokenizer ./Qwen3-30B-A3B
         moemesh train --set data.path=tokens/corpus.idx --set model.path=./Qwen3-30B-A3B
     """
-    from moemesh.data.parts import EOS, TokenSettings
-    from moemesh.data.tokenizing import TokenizeJob
+    from moemesh.data.tokenizing import EOS, TokenizeJob, TokenSettings
 
     note = partial(typer.echo, err=True)
     # The first line comes before anything is read.
@@ -114,8 +113,8 @@ def data_show(
     """
     from moemesh.data.preview import previews
     from moemesh.data.sources import open_samples
-    from moemesh.data.token_cache import cache_beside
     from moemesh.data.tokenizer import Tokenizer
+    from moemesh.data.tokenizing import cache_beside
 
     resolved = load(config, overrides).config
     data = resolved.data

@@ -247,7 +247,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         *wrapped(f"binding: {planned.advice.binding}"),
     ]
     if planned.advice.why_not:
-        lines += ["", "faster, and too large for the memory:"]
+        lines += ["", "faster than the first, and too large for the memory:"]
         lines += [line for why in planned.advice.why_not for line in wrapped(f"- {why}", "  ")]
     trains = not not_trained(best.layout, planned.model)
     left_out, assumed = counted(planned.certificate.rejected), planned.certificate.assumptions
@@ -382,7 +382,13 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
     high = _size(planned.memory_interval(first).high)
     end = f"ends at {high} of a device's {format_bytes(planned.cluster.memory_bytes)}"
     if planned.is_safe(first):
-        return f"risk: none seen; the 80 % interval of 1 {end}"
+        told = f"risk: none seen; the 80 % interval of 1 {end}"
+        faster = [(n, one) for n, one in enumerate(others, 2) if one.seconds < first.seconds]
+        if not faster:
+            return told
+        number, one = min(faster, key=lambda found: found[1].seconds)
+        reaches = _size(planned.memory_interval(one).high)
+        return f"{told}; that of {number}, which is faster, ends at {reaches}"
     told = f"risk: 1 may run out of memory: its 80 % interval {end}"
     for number, one in enumerate(others, start=2):
         if planned.is_safe(one):

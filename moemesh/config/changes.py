@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -82,7 +83,7 @@ def compare(old: str, new: str) -> list[Change]:
     UserError when a text is not TOML.
     """
     try:
-        before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
+        before, after = flat(tomllib.loads(old)), flat(tomllib.loads(new))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
     # The default of every key that has one, as TOML has it.
@@ -129,12 +130,12 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
     return _SECTIONS.get(key.partition(".")[0], "free")
 
 
-def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:
+def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """{"plan": {"ep": 2}} -> {"plan.ep": 2}."""
-    flat: dict[str, object] = {}
+    found: dict[str, object] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            found |= flat(cast("Mapping[str, object]", value), f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import NotNegative, Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import nearest_choice, nearest_name
 from moemesh.config.toml import format_key, format_value, unreadable
 
 # Meanings, units and examples of the keys of a cluster file.
@@ -224,8 +224,10 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError:
         message = "neither a cluster preset nor a readable TOML file"
-        fix = nearest_choice(source, preset_names("clusters"))
-        fix += f"{'; ' if fix else ''}`moemesh cluster init {source}` writes one to edit"
+        names = preset_names("clusters")
+        near = nearest_name(source, names)
+        fix = nearest_choice(source, names) + f"; `moemesh cluster init {source}"
+        fix += f"{f' --from {near}' if near else ''}` writes one to edit"
         raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)]) from None
     except (ValueError, RecursionError) as error:
         message = unreadable(error)

@@ -117,16 +117,14 @@ def resolve(
         # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
 
-    sections: dict[str, Section] = {}
-    for name in SECTIONS:
-        sections[name], section_problems = build_section(SECTIONS[name], leaves)
-        problems += section_problems
-        broken |= {problem.key for problem in section_problems}
+    sections, section_problems = _sections(leaves)
+    problems += section_problems
+    broken |= {problem.key for problem in section_problems}
     if path is not None and not base.problems:
         found = [one for check in folder_checks for one in check(base, chosen, broken)]
         problems += found
         broken |= {problem.key for problem in found}
-    config = RunConfig(**cast("Any", sections), model_preset=preset, model_path=path)
+    config = RunConfig(**sections, model_preset=preset, model_path=path)
     config = config.with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
@@ -154,13 +152,9 @@ def read_recorded(
         leaves["train.esft"] = replace(kept["train.esft"], value=str(table))
     names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
     preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
-    built: dict[str, Section] = {}
-    for name in SECTIONS:
-        built[name], wrong = build_section(SECTIONS[name], leaves)
-        problems += wrong
-    preset = preset or DEFAULT_PRESET
-    config = RunConfig(**cast("Any", built), model_preset=preset, model_path=folder)
-    if problems := problems or config.check(run_checks):
+    built, wrong = _sections(leaves)
+    config = RunConfig(**built, model_preset=preset or DEFAULT_PRESET, model_path=folder)
+    if problems := [*problems, *wrong] or config.check(run_checks):
         raise ConfigError(problems)
     return config
 
@@ -257,6 +251,13 @@ def _choose_model(chosen: Mapping[str, Leaf]) -> tuple[str, str | None, set[str]
     return preset, path, {problem.key for problem in problems}, problems
 
 
+def _sections(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], list[Problem]]:
+    """Every section by name, and the problems of all."""
+    built = {name: build_section(kind, leaves) for name, kind in SECTIONS.items()}
+    problems = [problem for _, wrong in built.values() for problem in wrong]
+    return {name: section for name, (section, _) in built.items()}, problems
+
+
 def build_section(kind: type[S], leaves: Mapping[str, Leaf]) -> tuple[S, list[Problem]]:
     """The section, with defaults in place of values of a wrong type, and those as problems."""
     name = kind.section
@@ -283,17 +284,13 @@ def type_problems(
         if field in problems:
             continue
         key = f"{kind.section}.{field}"
-        if key in leaves:
-            leaf = leaves[key]
-            if key == SOURCES_KEY and len(detail["loc"]) > 1:
-                problems[field] = _table_problem(key, leaf, detail)
-                continue
-            problems[field] = _type_problem(
-                kind, field, leaf, detail["type"], detail["msg"], detail["input"]
-            )
-        else:
+        if (leaf := leaves.get(key)) is None:
             message = f"the {kind.section} has no {field}"
             problems[field] = Problem.of("missing", key, None, message)
+        elif key == SOURCES_KEY and len(detail["loc"]) > 1:
+            problems[field] = _table_problem(key, leaf, detail)
+        else:
+            problems[field] = _type_problem(kind, field, leaf, detail)
     return problems
 
 
@@ -317,20 +314,20 @@ def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
     return leaf.problem("wrong-type", key, f"{place}: {name} must be {expected}, not {shown}", "")
 
 
-def _type_problem(
-    kind: type[Section], field: str, leaf: Leaf, reason: str, words: str, wrong: object
-) -> Problem:
-    """One value of a wrong type or outside a list of names; `wrong` is it, or the part of it."""
-    key = f"{kind.section}.{field}"
+def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
+    """One value of a wrong type or outside a list of names."""
+    key, reason = f"{kind.section}.{field}", detail["type"]
     choices = choices_of(kind.model_fields[field].annotation)
     shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
-        message = f"{field} cannot be {shown}"
-        return leaf.problem("not-a-choice", key, message, nearest_choice(str(wrong), choices))
+        message, fix = f"{field} cannot be {shown}", nearest_choice(str(detail["input"]), choices)
+        return leaf.problem("not-a-choice", key, message, fix)
     expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
     if key == SOURCES_KEY:
         expected = "a list of tables"
-    message = f"{field} must be {expected}, not {shown}" if expected else f"{field}: {words}"
+    message = f"{field}: {detail['msg']}"
+    if expected:
+        message = f"{field} must be {expected}, not {shown}"
     fix, default = _rewritten(field, leaf.value, reason), kind.model_fields[field].default
     if not fix and not kind.model_fields[field].is_required():
         shown = format_value(default)

@@ -152,12 +152,7 @@ class Plan(Section):
     def layout(self) -> Layout:
         """The two meshes. Raises ValueError when ``check`` would report the degrees."""
         return Layout(
-            pp=self.pp,
-            dp=self.dp,
-            cp=self.cp,
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
+            **{name: getattr(self, name) for name in DEGREES},
             ranks_per_node=self.ranks_per_node or 0,
             shard_group=self.shard_group or 0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -62,25 +62,22 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
     lora = model.lora
     if not lora.rank:
         return []
-    known = projections(model)
+    known, problems = projections(model), list[Problem]()
     names = tuple(dict.fromkeys(one.target for one in known))
-    problems: list[Problem] = []
     for target in lora.targets:
         if target not in (*names, ALL_LINEAR):
             message = f"targets names {target}, and the model has no such projection"
             fix = nearest_choice(target, (*names, ALL_LINEAR))
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-    smallest = min(
-        (one for one in known if lora.adapts(one.target)),
-        key=lambda one: min(one.inputs, one.outputs),
-        default=None,
-    )
-    if smallest is not None and lora.rank > (most := min(smallest.inputs, smallest.outputs)):
-        message = (
-            f"rank ({lora.rank}) exceeds the smaller dimension of {smallest.target} of "
-            f"{smallest.block} ({smallest.inputs} in, {smallest.outputs} out)"
-        )
-        problems.append(lora.problem("too-large", "rank", message, f"rank = {most}", "targets"))
+    adapted = [one for one in known if lora.adapts(one.target)]
+    if adapted:
+        one = min(adapted, key=lambda one: min(one.inputs, one.outputs))
+        if lora.rank > (most := min(one.inputs, one.outputs)):
+            message = (
+                f"rank ({lora.rank}) exceeds the smaller dimension of {one.target} of "
+                f"{one.block} ({one.inputs} in, {one.outputs} out)"
+            )
+            problems.append(lora.problem("too-large", "rank", message, f"rank = {most}", "targets"))
     return problems
 
 
@@ -160,37 +157,33 @@ class RunConfig(Shown):
             )
             key = "model.max_position_embeddings"
             rules.append(self.data.problem("too-large", "seq_len", message, fix, key))
-        own += adapter_rules(self.model) + self._cluster_problems()
+        own += adapter_rules(self.model)
+        try:
+            if self.train.cluster is not None:
+                load_cluster(self.train.cluster)
+        except ConfigError as error:
+            for one in error.problems:
+                message = f"{one.key}: {one.message}"
+                own.append(self.train.problem(one.code, "cluster", message, one.fix))
         if not own:
-            own += self._table_problems() or [one for check in further for one in check(self)]
+            own += self._table_problems()
+        if not own:
+            own += [one for check in further for one in check(self)]
         return own + independent(rules, {problem.key for problem in own})
 
-    def _cluster_problems(self) -> list[Problem]:
-        """Problems of the description of the machine."""
-        if self.train.cluster is None:
-            return []
-        try:
-            load_cluster(self.train.cluster)
-        except ConfigError as error:
-            return [
-                self.train.problem(one.code, "cluster", f"{one.key}: {one.message}", one.fix)
-                for one in error.problems
-            ]
-        return []
-
-    def _table_problems(self) -> list[Problem]:
+    def _table_problems(self) -> Iterator[Problem]:
         """Problems of the table of experts."""
-        if self.train.esft is None:
-            return []
+        table, fix = self.train.esft, "moemesh esft scores"
+        if table is None:
+            return
         try:
-            reason = misfit(read_table(self.train.esft), self.model)
+            reason = misfit(read_table(table), self.model)
         except TableError as error:
-            problem = self.train.problem("no-file", "esft", str(error), "moemesh esft scores")
-            return [problem]
-        if not reason:
-            return []
-        message = f"{self.train.esft} {reason}: it is a table of another model"
-        return [self.train.problem("conflict", "esft", message, "moemesh esft scores")]
+            yield self.train.problem("no-file", "esft", str(error), fix)
+            return
+        if reason:
+            message = f"{table} {reason}: it is a table of another model"
+            yield self.train.problem("conflict", "esft", message, fix)
 
 
 #: A check of a whole configuration, on a floor above this one.

@@ -14,20 +14,22 @@ _VALUE_ALIASES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": 
 _MOST_LISTED = 40
 
 
-def nearest_choice(value: str, choices: Sequence[str]) -> str:
-    """The fix for a value outside a list of names: the nearest one, then all of them, unless they
-    are so many that they would hide it.
-
-    Case and hyphens do not count as differences.
-    """
+def nearest_name(value: str, choices: Sequence[str]) -> str:
+    """The name of a list that is probably meant, "" where none is near. Case and hyphens do not
+    count as differences."""
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
     if _VALUE_ALIASES.get(folded) in choices:
         folded = _VALUE_ALIASES[folded]
-    near = [folded] if folded in choices else close_names(folded, choices, 0.5)
-    listed = ", ".join(choices)
+    return folded if folded in choices else next(iter(close_names(folded, choices, 0.5)), "")
+
+
+def nearest_choice(value: str, choices: Sequence[str]) -> str:
+    """The fix for a value outside a list of names: the nearest one, then all of them, unless they
+    are so many that they would hide it."""
+    near, listed = nearest_name(value, choices), ", ".join(choices)
     if near and len(choices) > _MOST_LISTED:
-        return f"did you mean {near[0]}?"
-    return f"did you mean {near[0]}? (choices: {listed})" if near else f"choices: {listed}"
+        return f"did you mean {near}?"
+    return f"did you mean {near}? (choices: {listed})" if near else f"choices: {listed}"
 
 
 def choices_of(annotation: object) -> tuple[str, ...]:

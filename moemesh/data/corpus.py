@@ -167,9 +167,9 @@ def documents_of(
 
     def records() -> Iterator[tuple[Where, Record]]:
         for file in files:
-            for one in read(file, text_key, on_bad=log.unreadable):
-                log.total += 1
-                yield one
+            for where, record in read(file, text_key, on_bad=log.unreadable):
+                log.total += not where.continues
+                yield where, record
 
     yield from encoded(records(), reader, on_bad=log.add)
     log.check()

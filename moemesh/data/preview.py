@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.config.data import NUM_BYTES
-from moemesh.data.packing import PADDING
-from moemesh.data.samples import Samples
+from moemesh.data.samples import PADDING, Samples
 from moemesh.data.tokenizer import Tokenizer
 
 

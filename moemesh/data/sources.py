@@ -15,8 +15,8 @@ from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, beside
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
 from moemesh.data.records import BadRecordLog
 from moemesh.data.samples import Samples, SampleSource
-from moemesh.data.token_cache import Say, cached_tokens
 from moemesh.data.tokenizer import DataError, Tokenizer
+from moemesh.data.tokenizing import Say, cached_tokens
 
 #: Bytes of files that every process turns into tokens for itself, with the tokenizer "bytes" and
 #: with another; more than this is tokenized once, into the token cache.

@@ -1,8 +1,14 @@
-"""Text files into one indexed dataset, file by file, so that a run that was ended can go on.
+"""Text files into token files: the token cache of a run, and ``moemesh tokenize``.
 
-Each input file becomes a part in the folder ``OUT.parts``; at the end the parts are put together
-under temporary names, which are renamed, and the folder is removed. A run that goes on makes the
-parts that are missing, and its result has the bytes of one that was never ended.
+The cache keeps the tokens of a run's text, so that a text is tokenized once, by one process. An
+entry is a pair of token files whose name follows from the names, sizes and times of the files, the
+tokenizer, its chat template and the settings of reading. Whoever comes first writes it under a
+lock; every other process waits, and maps it into memory. Entries can be deleted at any time.
+
+``moemesh tokenize`` goes file by file, so that a run that was ended can go on: each input file
+becomes a part in the folder ``OUT.parts``; at the end the parts are put together under temporary
+names, which are renamed, and the folder is removed. A run that goes on makes the parts that are
+missing, and its result has the bytes of one that was never ended.
 """
 
 from __future__ import annotations
@@ -10,16 +16,26 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from moemesh.config.data import BadRecords
 from moemesh.data.chat import TEMPLATE
+from moemesh.data.corpus import Document, between, check_ids, documents_of
 from moemesh.data.indexed import (
     IDX,
     SUFFIXES,
@@ -30,22 +46,281 @@ from moemesh.data.indexed import (
     prefix_of,
     read_sidecar,
 )
-from moemesh.data.input_files import CHECKED_FILES, check_head, find
-from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
+from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find, reading
 from moemesh.data.records import NAMED, BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
+from moemesh.trace.machine import usable_cores
+
+Say = Callable[[str], None]
+#: Told about progress: bytes of input, tokens, files.
+Advance: TypeAlias = Callable[[int, int, int], None]
+
+
+def write_tokens(
+    prefix: Path,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    end: np.ndarray,
+    on_document: Callable[[Document, int], None],
+    *,
+    ends_last: bool = False,
+) -> tuple[int, bool]:
+    """Writes `documents` as the token files `prefix`; none where they hold no token. `end` and
+    `ends_last` as of :class:`IndexedWriter`; `on_document` gets each document and the number of
+    tokens with it. Returns that of all, and whether the last document is a text."""
+    writer = IndexedWriter(
+        prefix,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.fingerprint,
+        end_of_document=end,
+        ends_last=ends_last,
+    )
+    count = 0
+    try:
+        for document in documents:
+            writer.add(document.ids, document.learned, continues=document.where.continues)
+            count += len(document.ids)
+            on_document(document, count)
+        if count:
+            writer.commit()
+        else:
+            writer.abandon()
+    except BaseException:
+        writer.abandon()
+        raise
+    return count, writer.ends_text
+
+
+@contextmanager
+def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[None]:
+    """Alone with `path` among the processes of all machines that share the file system; its folder
+    is made. `on_busy` is called where another process is, before it is waited for. `problem`: the
+    DataError for a folder {0} that cannot be written, for the reason {1}."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_busy()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise DataError(problem.format(path.parent, error.strerror or error)) from error
+
+
+def _settings_beside(tokenizer: Tokenizer) -> list[bytes]:
+    """The files of settings beside a tokenizer."""
+    if tokenizer.folder is None:
+        return []
+    paths = [tokenizer.folder / name for name in (TEMPLATE, SETTINGS)]
+    return [path.read_bytes() for path in paths if path.is_file()]
+
+
+def _digest(value: object, size: int = 16) -> str:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return hashlib.blake2b(content, digest_size=size).hexdigest()
+
+
+# The token cache of runs.
+
+#: Part of every name: another way to make tokens of text has another number.
+CACHE_VERSION = 2
+#: Seconds between two lines about how far the tokenizing is.
+REPORT_EVERY = 10.0
+
+
+def cache_beside(run: Path) -> Path:
+    """The folder of the cache of a run: one for all runs in a folder."""
+    return run.absolute().parent / "token_cache"
+
+
+def cached_tokens(
+    folder: Path,
+    files: Sequence[DataFile],
+    reader: Tokenizer,
+    log: BadRecordLog,
+    *,
+    source: str,
+    text_key: str,
+    bad_records: BadRecords,
+    vocab_size: int,
+    say: Say,
+    say_progress: Say,
+) -> IndexedTokens:
+    """The tokens of `files`, from the entry for them in `folder`, which is written first where
+    there is none or it is damaged. Raises DataError for whatever is wrong with the files, and for a
+    folder that cannot be written."""
+    stats: list[object] = []
+    for file in files:
+        with reading(file.path):
+            parts = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
+            if file.is_on_hub:  # the entry of a name stays, so that later starts need no network
+                parts = []
+            sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
+        stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
+    settings = [_digest(content) for content in _settings_beside(reader)]
+    facts = [CACHE_VERSION, stats, reader.fingerprint, settings, text_key, bad_records]
+    name = _digest(facts, 12)
+    prefix, notes = folder / name, folder / f"{name}.skipped.txt"
+
+    def say_busy() -> None:
+        say(f"tokens   {source}: another process is at work on them; waiting")
+
+    def documents() -> Iterator[Document]:
+        for document in documents_of(files, reader, text_key, log):
+            check_ids(document, vocab_size)
+            yield document
+        notes.unlink(missing_ok=True)
+        if note := log.note():
+            notes.write_text(note + "\n", encoding="utf-8")
+
+    start = reported = time.monotonic()
+
+    def report(document: Document, count: int) -> None:
+        nonlocal reported
+        if (now := time.monotonic()) - reported >= REPORT_EVERY:
+            reported = now
+            rate = count / (now - start)
+            say_progress(f"tokens   {count:,} so far, {rate:,.0f} a second, at {document.where}")
+
+    problem = (
+        "{0}: cannot keep tokens there ({1}): set data.cache to a folder that can be written and "
+        "locked"
+    )
+    with _locked(folder / f".{name}.lock", say_busy, problem):
+        found = None
+        if beside(prefix, IDX).exists():
+            with suppress(DataError):
+                found = IndexedTokens.open(prefix)
+        if found is None:
+            for suffix in SUFFIXES:  # nothing is left of an entry that cannot be used
+                beside(prefix, suffix).unlink(missing_ok=True)
+            size = sum(file.num_bytes for file in files if not file.is_on_hub) / 1e6
+            held = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
+            say_progress(f"tokens   {source}: {held}into {folder}")
+            start = reported = time.monotonic()
+            count, _ = write_tokens(prefix, documents(), reader, between(reader), report)
+            if not count:
+                raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
+            seconds = time.monotonic() - start
+            say_progress(f"tokens   {count:,} of {source} in {seconds:.1f} s")
+            found = IndexedTokens.open(prefix)
+    if notes.exists():
+        say(f"note: {notes.read_text(encoding='utf-8').strip()}")
+    return found
+
+
+# `moemesh tokenize`: the tokens of one input file each, made once, and all of them together.
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.
 PARTS_VERSION = 2
+#: Bytes of a file between two reports of progress.
+REPORT_BYTES = 1 << 20
+#: Seconds between two looks at the progress of other processes.
+LOOK_SECONDS = 0.2
+#: The name of the tokenizer's own token for the end of a text.
+EOS = "eos"
 
 
-def output_prefix(source: str, out: str) -> Path:
-    """The prefix that `out` names: itself, or in a folder one by the name of `source`."""
-    path = Path(out).expanduser()
-    if not path.is_dir() and not out.endswith(os.sep):
-        return prefix_of(path)
-    name = Path(source).expanduser().resolve().name.partition(".")[0]
-    return path / ("tokens" if has_magic(source) or not name else name)
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings:
+    """Rules by which text becomes tokens.
+
+    Behind each text but the last document stands a newline, as in a corpus that a run reads; with
+    `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token instead,
+    behind conversations and the last one, too. The others are as in the section ``[data]``.
+    """
+
+    tokenizer: str
+    text_key: str = "text"
+    end_of_document: str | None = None
+    bad_records: BadRecords = "fail"
+    bad_record_share: float = 0.01
+
+    def end(self, tokenizer: Tokenizer) -> np.ndarray:
+        """The ids behind a document."""
+        if self.end_of_document is None:
+            return between(tokenizer)
+        if self.end_of_document == EOS:
+            return np.array([tokenizer.end_of_text()])
+        return np.array([tokenizer.id_of(self.end_of_document)])
+
+
+class TokenPart(NamedTuple):
+    """An input file, with its size in bytes and its time of change, and the prefix of its tokens
+    in the folder of parts."""
+
+    file: DataFile
+    size: int
+    changed: int
+    prefix: Path
+
+    @staticmethod
+    def of(file: DataFile, folder: Path) -> TokenPart:
+        """The part of `file`. Raises DataError for a file that cannot be read."""
+        name = "\0".join((str(file.path), file.format, file.compression))
+        digest = _digest(name.encode(errors="surrogateescape"))
+        paths = [path for path in file.path.rglob("*") if path.is_file()] or [file.path]
+        with reading(file.path):
+            found = [path.stat() for path in paths]
+        size, changed = sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
+        return TokenPart(file, size, changed, folder / digest)
+
+    @property
+    def facts_path(self) -> Path:
+        """Written last: whoever finds it finds the tokens."""
+        return beside(self.prefix, ".done.json")
+
+    def facts(self) -> dict[str, Any] | None:
+        """Those of a finished part whose file has not changed since."""
+        try:
+            found = json.loads(self.facts_path.read_bytes())
+            if (found["size"], found["changed"]) != (self.size, self.changed):
+                return None
+            if found["num_tokens"]:
+                IndexedTokens.open(self.prefix)
+        except (OSError, ValueError, KeyError, TypeError):  # a DataError is a ValueError
+            return None
+        return found
+
+    def make(
+        self, settings: TokenSettings, tokenizer: Tokenizer, advance: Advance
+    ) -> dict[str, Any]:
+        """Writes the tokens and returns the facts. Raises DataError."""
+        for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
+            path.unlink()
+        log = BadRecordLog(settings.bad_records, 1.0, str(self.file.path))
+        told_bytes = told_tokens = 0
+
+        def report(document: Document, count: int) -> None:
+            # By the places of its records where those are places in the file itself.
+            nonlocal told_bytes, told_tokens
+            place = document.where.byte if self.file.compression == "none" else None
+            if place is not None and place - told_bytes >= REPORT_BYTES:
+                advance(place - told_bytes, count - told_tokens, 0)
+                told_bytes, told_tokens = place, count
+
+        num_tokens, ends_text = write_tokens(
+            self.prefix,
+            documents_of([self.file], tokenizer, settings.text_key, log),
+            tokenizer,
+            settings.end(tokenizer),
+            report,
+            ends_last=settings.end_of_document is not None,
+        )
+        facts = {
+            "size": self.size,
+            "changed": self.changed,
+            "num_tokens": num_tokens,
+            "ends_text": ends_text,
+            "records": log.total,
+            "bad": log.bad,
+            "places": log.places,
+        }
+        _write(self.facts_path, json.dumps(facts))
+        advance(self.size - told_bytes, num_tokens - told_tokens, 1)
+        return facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +383,11 @@ class TokenizeJob:
                 )
             on_note(f"{self.prefix} is complete: it was made of these files with these settings")
             return facts
-        with _locked(folder):
+
+        def refuse() -> None:
+            raise DataError(f"another process is writing {folder}")
+
+        with _locked(folder / "lock", refuse, "{0}: {1}"):
             # Earlier parts that these settings have made are kept, and what an end in the middle of
             # the renaming left is removed.
             settings = made_from["settings"]
@@ -121,10 +400,9 @@ class TokenizeJob:
                     if path.name != "lock":
                         path.unlink()
                 _write(own, settings)
-            if (folder / "renaming").exists():
-                for suffix in SUFFIXES:
-                    beside(self.prefix, suffix).unlink(missing_ok=True)
             for suffix in SUFFIXES:
+                if (folder / "renaming").exists():
+                    beside(self.prefix, suffix).unlink(missing_ok=True)
                 if beside(self.prefix, suffix).exists():
                     raise DataError(
                         f"{beside(self.prefix, suffix)} exists: name another output, or move it"
@@ -152,11 +430,7 @@ class TokenizeJob:
 
     def _made_from(self) -> dict[str, Any]:
         """Facts that the result depends on: digests of the settings, and of names and sizes."""
-        template = [
-            (self.tokenizer.folder / name).read_bytes().hex()
-            for name in (TEMPLATE, SETTINGS)
-            if self.tokenizer.folder is not None and (self.tokenizer.folder / name).is_file()
-        ]
+        template = [content.hex() for content in _settings_beside(self.tokenizer)]
         own = asdict(self.settings) | {"tokenizer": self.tokenizer.fingerprint}
         end = self.settings.end(self.tokenizer).tolist()
         top = os.path.commonpath([part.file.path.absolute().parent for part in self.parts])
@@ -205,26 +479,88 @@ class TokenizeJob:
         return {"prefix": str(self.prefix), **asdict(facts)}
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes `folder` and holds its lock. Raises DataError where another process does."""
+def output_prefix(source: str, out: str) -> Path:
+    """The prefix that `out` names: itself, or in a folder one by the name of `source`."""
+    path = Path(out).expanduser()
+    if not path.is_dir() and not out.endswith(os.sep):
+        return prefix_of(path)
+    name = Path(source).expanduser().resolve().name.partition(".")[0]
+    return path / ("tokens" if has_magic(source) or not name else name)
+
+
+def make_all(
+    parts: Sequence[TokenPart],
+    settings: TokenSettings,
+    tokenizer: Tokenizer,
+    advance: Advance,
+    *,
+    processes: int = 1,
+) -> list[dict[str, Any]]:
+    """The facts of all `parts`, made by this process or by several, one file each at a time."""
+    processes = min(processes, len(parts))
+    if processes <= 1:
+        return [part.make(settings, tokenizer, advance) for part in parts]
+    context = multiprocessing.get_context("spawn")
+    told: Any = context.SimpleQueue()
+    ends, alive = context.Pipe(duplex=False)
+    threads = max(1, usable_cores() // processes)
+    # Processes that start meanwhile import nothing from the current directory (``python -P``); an
+    # empty text counts as none.
+    given = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    pool = ProcessPoolExecutor(processes, context, _start, (told, ends, settings, threads))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DataError(f"another process is writing {folder}") from error
-            yield
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror or error}") from error
+        futures = [pool.submit(_make_here, part) for part in parts]
+        left: set[Future[dict[str, Any]]] = set(futures)
+        while left:
+            finished, left = wait(left, LOOK_SECONDS, FIRST_COMPLETED)
+            while not told.empty():
+                advance(*told.get())
+            for future in finished:
+                future.result()
+        pool.shutdown()
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenized was killed (for want of memory?): the same command goes on "
+            "where it stopped, and fewer --processes need less memory"
+        ) from error
+    finally:
+        alive.close()
+        pool.shutdown(cancel_futures=True)
+        os.environ["PYTHONSAFEPATH"] = given
+
+
+#: Of a process that makes parts for another.
+_here: tuple[TokenSettings, Tokenizer, Advance] | None = None
+
+
+def _start(told: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
+    """First in such a process: it ends when the other end of `ends` does, and leaves Ctrl-C to the
+    one that started it."""
+    global _here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_parent() -> None:
+        ends.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Read when the threads of tokenizers start.
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    _here = (settings, Tokenizer.open(settings.tokenizer), lambda *done: told.put(done))
+
+
+def _make_here(part: TokenPart) -> dict[str, Any]:
+    assert _here is not None
+    try:
+        return part.make(*_here)
+    except DataError as error:
+        # Of its kinds only this one has nothing but a message, and can go to another process.
+        raise DataError(str(error)) from None
 
 
 def _write(path: Path, text: str) -> None:
     file = HashedFile(path)
     file.write(text.encode())
     file.commit()
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

@@ -50,7 +50,7 @@ from moemesh.trace.run import PlannedStep
 # Traffic of one rank by axis: how many transfers, how large one is, and its share of all bytes.
 
 if TYPE_CHECKING:
-    from moemesh.planner.search.rival import Nearest
+    from moemesh.planner.search.search import Candidate
 
 
 class AxisTraffic(NamedTuple):
@@ -107,7 +107,7 @@ class Estimate:
     generation: str
     #: None for a model without routed experts.
     worst_routing: WorstRouting | None = None
-    instead: Nearest | str | None = None
+    instead: Candidate | str | None = None
     #: What `moemesh train` would be given (None: it has no such model, no plan says the layout).
     config: ModelConfig | None = None
     plan: Plan | None = None

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache, partial, reduce
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache, partial, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class RankMemory:
     def weights(self) -> float:
         return self.dense_weights + self.expert_weights
 
-    @property
+    @cached_property
     def states(self) -> float:
         """Weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
@@ -89,9 +89,9 @@ class RankMemory:
 class StageContent:
     """The parts of one pipeline rank: layers by kind, and the ends of the model."""
 
-    @classmethod
-    def of(cls, shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
-        return cls(Stages.of(shape, layout, microbatches=1), rank)
+    @staticmethod
+    def of(shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
+        return _content(Stages.of(shape, layout, microbatches=1), rank)
 
     def __init__(self, stages: Stages, rank: int) -> None:
         self.chunks = tuple(stages.kinds[stage] for stage in stages.on(rank))
@@ -106,6 +106,11 @@ class StageContent:
         return all(
             number <= theirs.get(kind, 0) for mine, theirs in pairs for kind, number in mine.items()
         )
+
+
+@lru_cache(maxsize=4096)
+def _content(stages: Stages, rank: int) -> StageContent:
+    return StageContent(stages, rank)
 
 
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
@@ -140,9 +145,10 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     its stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    column = np.asarray(layout.microbatches)
+    # Numbers of microbatches vary along the first axis alone.
+    column = np.ravel(layout.microbatches)
     counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(column, *kept).shape)
+    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
     for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
         wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
         wanted[list(same)] = True
@@ -201,6 +207,8 @@ class ChunkBytes:
 
         self.layer = layer
         self._chunks: dict[tuple[object, ...], Number] = {}
+        #: Rank -> bytes that it keeps at its peak.
+        self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
         """What the layers of a chunk keep when only `limit` of them are computed again."""
@@ -217,19 +225,16 @@ class ChunkBytes:
         return self._chunks[key]
 
 
-def rank_memory(
-    shape: ModelShape, layout: PlannedLayout, rank: int, chunks: ChunkBytes | None = None
-) -> RankMemory:
-    """Every part of one pipeline rank's memory, on its most loaded member; `chunks`: those of the
-    layout, where they are known."""
-    chunks = chunks or ChunkBytes(shape, layout)
-    content, w = StageContent.of(shape, layout, rank), layout.element_bytes
+def _rank_states(
+    shape: ModelShape, layout: PlannedLayout, rank: int
+) -> tuple[WeightCounts, dict[str, Number]]:
+    """Weights of a rank before they are cut, and bytes of its weights, gradients and optimizer."""
     weights = rank_weights(shape, layout, rank)
     dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
-    versions = w * weight_copies(pipeline_step(layout, 1), rank)
+    versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
 
     def parts(level: int) -> tuple[int, int]:
         """Ranks that share the states which ZeRO cuts from this level on."""
@@ -238,6 +243,26 @@ def rank_memory(
     cut_w, cut_g, cut_o = parts(3), parts(2), parts(1)
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
+    return weights, {
+        "dense_weights": versions * (dense + layout.adapters * trained[0]) / cut_w[0],
+        "expert_weights": versions * (expert + layout.adapters * trained[1]) / cut_w[1],
+        "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
+        "optimizer": layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
+    }
+
+
+def rank_memory(
+    shape: ModelShape,
+    layout: PlannedLayout,
+    rank: int,
+    chunks: ChunkBytes | None = None,
+    states: tuple[WeightCounts, dict[str, Number]] | None = None,
+) -> RankMemory:
+    """Every part of one pipeline rank's memory, on its most loaded member; `chunks` and `states`:
+    those of the layout, where they are known."""
+    chunks = chunks or ChunkBytes(shape, layout)
+    weights, state_bytes = states or _rank_states(shape, layout, rank)
+    content, w = StageContent.of(shape, layout, rank), layout.element_bytes
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
@@ -250,6 +275,8 @@ def rank_memory(
     for kind in content.kinds:
         once, whole = chunks.layer(kind)
         work = maximum(work, whole - once)
+    if rank not in chunks.held:
+        chunks.held[rank] = held(layout, rank, kept)
     # Buffers of communication: gathered inputs, unsharded units of ZeRO-3.
     buffers: Number = 0.0
     if layout.sequence_parallel:
@@ -268,11 +295,8 @@ def rank_memory(
         buffers = buffers + w * (gathered + largest)
     return RankMemory(
         rank=rank,
-        dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
-        expert_weights=versions * (expert + layout.adapters * trained[1]) / cut_w[1],
-        gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
-        optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
-        activations=held(layout, rank, kept) + ("full" in layout.recompute) * work,
+        **state_bytes,
+        activations=chunks.held[rank] + ("full" in layout.recompute) * work,
         logits=logits,
         buffers=buffers,
     )
@@ -374,18 +398,24 @@ class PeakMemory:
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """The worst pipeline rank."""
-    return max(_peaks(shape, layout, allocation), key=lambda peak: peak.needed)
+    return max(_peaks(shape, layout, allocation, {}), key=lambda peak: peak.needed)
 
 
-def needed_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> Number:
-    """Bytes that a device must have; numbers of the layout may be columns."""
-    return reduce(maximum, (peak.needed for peak in _peaks(shape, layout, allocation)), 0.0)
+def needed_bytes(
+    shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
+) -> list[Number]:
+    """Bytes that a device must have, of layouts that differ in ZeRO, attention exit and what is
+    computed again; their numbers may be columns."""
+    known: dict[object, Any] = {}
+    peaks = (_peaks(shape, layout, allocation, known) for layout in layouts)
+    return [reduce(maximum, (peak.needed for peak in found), 0.0) for found in peaks]
 
 
 def _peaks(
-    shape: ModelShape, layout: PlannedLayout, allocation: Allocation
+    shape: ModelShape, layout: PlannedLayout, allocation: Allocation, known: dict[object, Any]
 ) -> Iterator[PeakMemory]:
-    """The peaks of the ranks one of which is the worst."""
+    """The peaks of the ranks one of which is the worst. `known`: what other layouts share, states
+    those with the same ZeRO and exit, activations those that compute the same again."""
     layout = with_values(
         layout,
         gradient_bytes=allocation.gradient_bytes,
@@ -410,37 +440,46 @@ def _peaks(
         found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
         return allocation.activation_scale * (found + score_bytes)
 
-    tensors, chunks = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
+    if (again := layout.recompute) not in known:
+        known[again] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
+    tensors, chunks = known[again]
     for rank in worst_ranks(shape, layout):
         content = StageContent.of(shape, layout, rank)
-        exact = rank_memory(shape, layout, rank, tensors)
-        kept = [chunks.chunk(chunk) for chunk in content.chunks]
-        working: Number = 0.0
-        for kind in content.kinds:
-            _, whole = chunks.layer(kind)
-            work = whole if is_full else 0.0
-            working = maximum(working, work + allocation.working_layers * whole + score_work)
-        if content.kinds and not layout.adapters:
-            # The gradient of the largest matrix of a layer exists once more.
-            matrix = (2 if shape.gated else 1) * hidden
-            if list(content.kinds)[-1].moe:
-                matrix = matrix * shape.expert_intermediate_size / layout.etp
-            else:
-                matrix = matrix * shape.intermediate_size / layout.tp
-            working = working + allocation.layer_gradient_bytes * matrix
-        logits: Number = 0.0
-        if content.has_head:
-            numbers = layout.tokens * shape.vocab_size
-            logits = allocation.logit_bytes * numbers / layout.tp
-            logits = logits + where(layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0)
-            head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
-            logits = logits + allocation.head_gradient_bytes * head
+        if (key := (rank, layout.zero, layout.attention_exit)) not in known:
+            known[key] = _rank_states(shape, layout, rank)
+        exact = rank_memory(shape, layout, rank, tensors, known[key])
+        if (rank, again) not in known:
+            kept = [chunks.chunk(chunk) for chunk in content.chunks]
+            working: Number = 0.0
+            for kind in content.kinds:
+                _, whole = chunks.layer(kind)
+                work = whole if is_full else 0.0
+                working = maximum(working, work + allocation.working_layers * whole + score_work)
+            if content.kinds and not layout.adapters:
+                # The gradient of the largest matrix of a layer exists once more.
+                matrix = (2 if shape.gated else 1) * hidden
+                if list(content.kinds)[-1].moe:
+                    matrix = matrix * shape.expert_intermediate_size / layout.etp
+                else:
+                    matrix = matrix * shape.intermediate_size / layout.tp
+                working = working + allocation.layer_gradient_bytes * matrix
+            logits: Number = 0.0
+            if content.has_head:
+                numbers = layout.tokens * shape.vocab_size
+                logits = allocation.logit_bytes * numbers / layout.tp
+                logits = logits + where(
+                    layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0
+                )
+                head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
+                logits = logits + allocation.head_gradient_bytes * head
+            activations = held(layout, rank, kept)
+            if layout.pp > 1:
+                activations = activations + allocation.extra_in_flight * sum(kept)
+            known[rank, again] = activations, logits, working
+        activations, logits, working = known[rank, again]
         if layout.zero >= 3 and is_full:
             # The loss is over before the first layer runs backward.
             logits, working = maximum(logits, working), 0.0
-        activations = held(layout, rank, kept)
-        if layout.pp > 1:
-            activations = activations + allocation.extra_in_flight * sum(kept)
         buffers = exact.buffers if layout.zero >= 3 else 0.0
         allocated = exact.states + activations + logits + working + buffers
         if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
+from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
+from moemesh.config.schema import SCHEMA_KEY
 from moemesh.config.toml import format_value
 from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
@@ -86,7 +88,7 @@ def differences(config: Mapping[str, Any]) -> tuple[list[Difference], str]:
     """(key, value, default) of the keys of a `config.toml` that differ from the defaults, and what
     these are: those of the model's preset, or of the model in a folder, whose own keys follow from
     the folder. A key that the file does not have stands for its default."""
-    values = flat(config)
+    values = flat({key: value for key, value in config.items() if key != SCHEMA_KEY})
     path, preset = values.get("model.path"), values.get("model.preset")
     defaults = _defaults(preset if isinstance(preset, str) else None)
     found = [item for item in between(values, defaults) if item[0] in values]
@@ -118,17 +120,6 @@ def between(first: Mapping[str, object], second: Mapping[str, object]) -> list[D
         for key in sorted(first.keys() | second.keys())
         if _text(first.get(key)) != _text(second.get(key))
     ]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value; None and empty lists are keys without a value."""
-    found: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _text(value: object) -> str:

@@ -12,12 +12,11 @@ from typing import Any
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_divisors
 from moemesh.schedule import closed_forms, text
-from moemesh.schedule.action import Schedule
+from moemesh.schedule.action import Schedule, messages
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import one_f_one_b
-from moemesh.schedule.messages import messages
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.stage_times import costs_of_run

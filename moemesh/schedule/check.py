@@ -22,9 +22,8 @@ from typing import Literal, NamedTuple, get_args
 
 from moemesh.config.errors import UserError
 from moemesh.config.shown import Shown
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Message, Op, Schedule, messages
 from moemesh.schedule.held_activations import ROUNDING, Amount, HeldActivations, peak_memory
-from moemesh.schedule.messages import Message, messages
 from moemesh.schedule.program import Deadlock, LoweredProgram, issue_order, lower
 from moemesh.schedule.versions import StageVersions, versions
 
@@ -267,8 +266,8 @@ def _shape(schedule: Schedule) -> Iterable[ScheduleFault]:
         )
 
 
-def _completeness(schedule: Schedule) -> list[ScheduleFault]:
-    findings: list[ScheduleFault] = []
+def _completeness(schedule: Schedule) -> Iterable[ScheduleFault]:
+    """Whether every operation stands once in the lists, on the rank of its stage."""
     seen: dict[Op, tuple[int, int]] = {}
     legal = {
         (stage, microbatch, pipe, part)
@@ -280,40 +279,30 @@ def _completeness(schedule: Schedule) -> list[ScheduleFault]:
     for rank, entries in enumerate(schedule.orders):
         for index, entry in enumerate(entries):
             if not entry:
-                findings.append(ScheduleFault("an entry without operations", rank, index))
+                yield ScheduleFault("an entry without operations", rank, index)
             for op in entry:
                 if op[1:] not in legal or op.kind not in ("F", "B", "I", "W"):
-                    findings.append(
-                        ScheduleFault("is no operation of this schedule", rank, index, op)
-                    )
-                    continue
-                if op in seen:
+                    yield ScheduleFault("is no operation of this schedule", rank, index, op)
+                elif op in seen:
                     other = "rank {}, entry {}".format(*seen[op])
-                    findings.append(ScheduleFault(f"stands at {other} already", rank, index, op))
-                    continue
-                seen[op] = rank, index
-                if (owner := schedule.rank_of(op)) != rank:
-                    findings.append(ScheduleFault(f"its stage is on rank {owner}", rank, index, op))
+                    yield ScheduleFault(f"stands at {other} already", rank, index, op)
+                else:
+                    seen[op] = rank, index
+                    if (owner := schedule.rank_of(op)) != rank:
+                        yield ScheduleFault(f"its stage is on rank {owner}", rank, index, op)
     for key in sorted(legal, key=lambda key: (schedule.placement[key[2]][key[0]], key)):
         rank = schedule.placement[key[2]][key[0]]
-        forward, full, inner, weight = (Op(kind, *key) for kind in ("F", "B", "I", "W"))
+        forward, full, *halves = (Op(kind, *key) for kind in ("F", "B", "I", "W"))
+        missing = [half for half in halves if half not in seen]
         if forward not in seen:
-            findings.append(ScheduleFault("is missing", rank, None, forward))
+            yield ScheduleFault("is missing", rank, None, forward)
         if full in seen:
-            for half in (inner, weight):
-                if half in seen:
-                    findings.append(
-                        ScheduleFault(f"{full} does its work already", *seen[half], half)
-                    )
-        elif inner not in seen and weight not in seen:
-            findings.append(
-                ScheduleFault(f"is missing, as is {inner} with its W", rank, None, full)
-            )
-        elif inner not in seen or weight not in seen:
-            findings.append(
-                ScheduleFault("is missing", rank, None, inner if inner not in seen else weight)
-            )
-    return findings
+            for half in (half for half in halves if half in seen):
+                yield ScheduleFault(f"{full} does its work already", *seen[half], half)
+        elif len(missing) == 2:
+            yield ScheduleFault(f"is missing, as is {halves[0]} with its W", rank, None, full)
+        else:
+            yield from (ScheduleFault("is missing", rank, None, half) for half in missing)
 
 
 def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
@@ -394,16 +383,15 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
     for entry in order:
         rank = program.rank[entry]
         clock = before[rank]
-        for slot in program.waits[entry]:
-            if slot in under_way:
-                np.maximum(clock, under_way.pop(slot), out=clock)
-                changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
+        for slot in program.awaited[entry]:
+            np.maximum(clock, under_way.pop(slot), out=clock)
+            changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
         clock[rank] = program.index(entry) + 1
-        for op, (_, message) in zip(program.entries[entry], program.makes[entry], strict=True):
-            if message >= 0:
-                under_way[message] = clock.copy()
-                stage = op.stage + (1 if op.kind == "F" else -1)
-                sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
+        for message, boundary, place in program.sent[entry]:
+            under_way[message] = clock.copy()
+            op = program.entries[entry][place]
+            stage = boundary + (op.kind == "F")
+            sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
     most: list[int] = []
     for found in changes:
         now = peak = 0
@@ -430,5 +418,5 @@ def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[Sched
             message = f"warm-up depends on {behind}, at or behind that rank's first backward"
             yield ScheduleFault(message, rank, program.index(entry), op)
         if behind:
-            late.update((slot, behind) for made in program.makes[entry] for slot in made)
-            late.pop(-1, None)
+            late.update(dict.fromkeys(program.makes[entry], behind))
+            late.update((message, behind) for message, _, _ in program.sent[entry])

@@ -75,6 +75,11 @@ class BoundCosts:
         if self._overlapped is not None and not callable(self._overlapped):
             self._overlapped = _divided(exact(self._overlapped, "overlapped"), self._parts)
 
+    @property
+    def is_by_stage(self) -> bool:
+        """Whether entries of the same kinds of operations on the same stages cost the same."""
+        return not any(map(callable, (*self.by_kind.values(), self._overlapped)))
+
     def op(self, op: Op) -> float:
         """Time of one operation on its own."""
         table = self.by_kind[op.kind]

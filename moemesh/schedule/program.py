@@ -8,11 +8,14 @@ waited for on another rank, as a message, is another slot. Entries are numbered 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from moemesh.schedule.action import Entry, Op, Schedule, looped
+
+#: A message: slot, boundary and place of its producer in the entry.
+Sent = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +23,29 @@ class LoweredProgram:
     """The integers of one schedule.
 
     ``entries[i]`` stands on ``rank[i]``, ranks occupy ``range(first[r], first[r + 1])``.
-    ``waits[i]`` are the slots entry i needs, ``makes[i]`` pairs of a slot it makes and the slot of
-    the message that carries the value to another rank (-1 when none does). ``consumer`` maps such
-    a message slot to the consuming operation.
+    ``waits[i]`` are the slots that entry i needs, ``awaited[i]`` those of messages among them;
+    ``makes[i]`` the slots that it makes, one for each operation, and ``sent[i]`` its messages:
+    their slot, the boundary (s is between stage s and s + 1) and the operation's place. Entries of
+    the same kinds of operations on the same stages share ``alike[i]``, a place in ``examples``.
     """
 
     schedule: Schedule
     entries: tuple[Entry, ...]
     rank: tuple[int, ...]
     first: tuple[int, ...]
-    waits: list[tuple[int, ...]]
-    makes: list[tuple[tuple[int, int], ...]]
     num_slots: int
+    waits: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    awaited: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    makes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    sent: list[tuple[Sent, ...]] = field(default_factory=list[tuple[Sent, ...]])
+    alike: list[int] = field(default_factory=list[int])
+    examples: list[Entry] = field(default_factory=list[Entry])
 
     @cached_property
-    def issued(self) -> list[int]:
-        """:func:`issue_order`, found once."""
-        return issue_order(self)
+    def walk(self) -> list[tuple[int, tuple[int, ...], tuple[Sent, ...]]]:
+        """(entry, messages that it awaits, messages that it sends) in an order in which all can be
+        issued. What a rank makes for itself is always there in time."""
+        return [(entry, self.awaited[entry], self.sent[entry]) for entry in issue_order(self)]
 
     def index(self, entry: int) -> int:
         """Position of an entry in its rank's list."""
@@ -56,88 +65,70 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
     num_ranks. Raises ValueError for operations outside the schedule's stages, microbatches, pipes
     or slices, and for `relax_wrap` with another placement.
     """
-    chunks, rest = divmod(schedule.num_stages, schedule.num_ranks)
+    stages, slices, counts = schedule.num_stages, schedule.num_slices, schedule.num_microbatches
+    chunks, rest = divmod(stages, schedule.num_ranks)
     if relax_wrap and (rest or schedule.placement != (looped(schedule.num_ranks, chunks),)):
         raise ValueError("relax_wrap needs one pipe with stage s on rank s % ranks")
-    entries = tuple(entry for order in schedule.orders for entry in order)
-    rank = tuple(r for r, order in enumerate(schedule.orders) for _ in order)
-    first = [0]
-    for order in schedule.orders:
-        first.append(first[-1] + len(order))
-    lowering = _Lowering(schedule, relax_wrap)
-    waits: list[tuple[int, ...]] = []
-    makes: list[tuple[tuple[int, int], ...]] = []
-    for entry in entries:
-        if len(entry) == 1:
-            needed, made = lowering.op(entry[0])
-            waits.append(needed)
-            makes.append((made,))
-        else:
-            both = [lowering.op(op) for op in entry]
-            waits.append(tuple(slot for needed, _ in both for slot in needed))
-            makes.append(tuple(made for _, made in both))
-    return LoweredProgram(
+    group = schedule.num_ranks if relax_wrap else 0
+    # Key k = ((pipe * S + stage) * M + microbatch) * L + slice: its forward has slot k, its input
+    # gradient K + k, its weight gradient 2K + k, messages 3K more.
+    row = max(counts, default=0) * slices
+    keys = schedule.num_pipes * stages * row
+    # Of every pipe and stage s: whether the edge between s - 1 and s is a message.
+    crosses = [
+        [False, *(a != b for a, b in pairwise(ranks)), False] for ranks in schedule.placement
+    ]
+    program = LoweredProgram(
         schedule=schedule,
-        entries=entries,
-        rank=rank,
-        first=tuple(first),
-        waits=waits,
-        makes=makes,
-        num_slots=6 * lowering.keys,
+        entries=tuple(entry for order in schedule.orders for entry in order),
+        rank=tuple(r for r, order in enumerate(schedule.orders) for _ in order),
+        first=(0, *accumulate(map(len, schedule.orders))),
+        num_slots=6 * keys,
     )
-
-
-class _Lowering:
-    """Slots of one operation. Key k = ((pipe * S + stage) * M + microbatch) * L + slice; its
-    forward has slot k, its input gradient K + k, its weight gradient 2K + k, messages 3K more."""
-
-    def __init__(self, schedule: Schedule, relax_wrap: bool) -> None:
-        self.stages = schedule.num_stages
-        self.slices = schedule.num_slices
-        self.microbatches = max(schedule.num_microbatches, default=0)
-        self.counts = schedule.num_microbatches
-        self.row = self.microbatches * self.slices
-        self.keys = schedule.num_pipes * self.stages * self.row
-        # Of every pipe and stage s: whether the edge between s - 1 and s is a message; and whether
-        # it is one that a relaxed timeline leaves out.
-        self.crosses = [
-            [False, *(a != b for a, b in pairwise(ranks)), False] for ranks in schedule.placement
-        ]
-        self.group = schedule.num_ranks if relax_wrap else 0
-
-    def op(self, op: Op) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Slots that `op` waits for; the slot it makes and its message's (or -1)."""
-        kind, stage, microbatch, pipe, slice = op
-        stages, keys, row = self.stages, self.keys, self.row
-        if not (0 <= pipe < len(self.counts) and 0 <= stage < stages) or not (
-            0 <= microbatch < self.counts[pipe] and 0 <= slice < self.slices
-        ):
-            raise ValueError(f"{op} lies outside the schedule's stages, microbatches or slices")
-        forward = (pipe * stages + stage) * row + microbatch * self.slices + slice
-        backward = keys + forward
-        crosses = self.crosses[pipe]
-        if kind == "F":
-            made = forward, forward + 3 * keys if crosses[stage + 1] else -1
-            if self.slices == 1 and stage and not self.group:
-                return (forward - row + (3 * keys if crosses[stage] else 0),), made
-            found: list[int] = []
-            if stage and not self.relaxed(stage, microbatch):
-                found.append(forward - row + (3 * keys if crosses[stage] else 0))
-            if slice:
-                found.append(forward - 1)
-            return tuple(found), made
-        if kind == "W":
-            return (backward,), (backward + keys, -1)
-        found = [forward]
-        if stage < stages - 1 and not self.relaxed(stage + 1, microbatch):
-            found.append(backward + row + (3 * keys if crosses[stage + 1] else 0))
-        if slice < self.slices - 1:
-            found.append(backward + 1)
-        return tuple(found), (backward, backward + 3 * keys if crosses[stage] else -1)
-
-    def relaxed(self, stage: int, microbatch: int) -> bool:
-        """Whether the edge between `stage` - 1 and `stage` is left out for this microbatch."""
-        return self.group > 0 and stage % self.group == 0 and microbatch % self.group != 0
+    numbers: dict[tuple[object, ...], int] = {}
+    for entry in program.entries:
+        waits: list[int] = []
+        awaited: list[int] = []
+        makes: list[int] = []
+        sent: list[Sent] = []
+        for place, op in enumerate(entry):
+            kind, stage, microbatch, pipe, slice = op
+            if not (0 <= pipe < len(counts) and 0 <= stage < stages) or not (
+                0 <= microbatch < counts[pipe] and 0 <= slice < slices
+            ):
+                raise ValueError(f"{op} lies outside the schedule's stages, microbatches or slices")
+            slot = (pipe * stages + stage) * row + microbatch * slices + slice
+            if kind == "F":
+                source, target, ahead, has_slice = stage, stage + 1, -row, slice > 0
+            else:
+                waits.append(slot if kind != "W" else keys + slot)
+                slot += keys
+                if kind == "W":
+                    makes.append(slot + keys)
+                    continue
+                source, target, ahead, has_slice = stage + 1, stage, row, slice < slices - 1
+            if 0 < source < stages and not (group and source % group == 0 and microbatch % group):
+                needed = slot + ahead
+                if crosses[pipe][source]:
+                    needed += 3 * keys
+                    awaited.append(needed)
+                waits.append(needed)
+            if has_slice:
+                waits.append(slot + (1 if ahead > 0 else -1))
+            makes.append(slot)
+            if crosses[pipe][target]:
+                sent.append((slot + 3 * keys, target - 1, place))
+        # As tuples, which the garbage collector need not visit.
+        program.waits.append(tuple(waits))
+        program.awaited.append(tuple(awaited))
+        program.makes.append(tuple(makes))
+        program.sent.append(tuple(sent))
+        kinds = entry[0][:2] if len(entry) == 1 else tuple([op[:2] for op in entry])
+        if kinds not in numbers:
+            numbers[kinds] = len(numbers)
+            program.examples.append(entry)
+        program.alike.append(numbers[kinds])
+    return program
 
 
 class Deadlock(ValueError):
@@ -161,8 +152,8 @@ def issue_order(program: LoweredProgram) -> list[int]:
 
     Raises :class:`Deadlock` when there is none. Each rank goes on as far as it can.
     """
-    first, waits, makes = program.first, program.waits, program.makes
-    done = bytearray(program.num_slots + 1)  # The last is for "no message".
+    first, waits, makes, sent = program.first, program.waits, program.makes, program.sent
+    done = bytearray(program.num_slots)
     heads = list(first[:-1])
     sleepers: dict[int, list[int]] = {}
     awake = list(range(len(heads)))[::-1]
@@ -180,11 +171,12 @@ def issue_order(program: LoweredProgram) -> list[int]:
                 sleepers.setdefault(blocked, []).append(rank)
                 break
             order.append(entry)
-            for made in makes[entry]:
-                for slot in made:
-                    done[slot] = 1
-                    if slot in sleepers:
-                        awake.extend(sleepers.pop(slot))
+            for slot in makes[entry]:
+                done[slot] = 1
+            for slot, _, _ in sent[entry]:
+                done[slot] = 1
+                if slot in sleepers:
+                    awake.extend(sleepers.pop(slot))
             entry += 1
         heads[rank] = entry
     stuck = [entry for rank, entry in enumerate(heads) if entry < first[rank + 1]]
@@ -200,10 +192,12 @@ def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> li
     maker: dict[int, int] = {}
     for rank, head in at_rank.items():
         for entry in range(head, program.first[rank + 1]):
-            for made in program.makes[entry]:
-                for slot in made:
-                    if slot in wanted:
-                        maker.setdefault(slot, entry)
+            for slot in (
+                *program.makes[entry],
+                *(message for message, _, _ in program.sent[entry]),
+            ):
+                if slot in wanted:
+                    maker.setdefault(slot, entry)
     # Head -> the heads behind which (or at which) stands what it waits for.
     blockers = {
         entry: [
@@ -237,14 +231,15 @@ def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> li
 
 def _ring(program: LoweredProgram, cycle: Sequence[int]) -> str:
     """The ring in words: who waits for what, and where that stands."""
-    made_by = {
-        slot: (entry, program.entries[entry][place])
-        for rank in {program.rank[entry] for entry in cycle}
-        for entry in range(program.first[rank], program.first[rank + 1])
-        for place, made in enumerate(program.makes[entry])
-        for slot in made
-        if slot >= 0
-    }
+    made_by: dict[int, tuple[int, Op]] = {}
+    for rank in {program.rank[entry] for entry in cycle}:
+        for entry in range(program.first[rank], program.first[rank + 1]):
+            made_by |= {
+                slot: (entry, op)
+                for slot, op in zip(program.makes[entry], program.entries[entry], strict=True)
+            }
+            for message, _, place in program.sent[entry]:
+                made_by[message] = entry, program.entries[entry][place]
     parts: list[str] = []
     for waiter, head in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
         for slot in program.waits[waiter]:

@@ -22,10 +22,9 @@ from typing import Literal, get_args
 
 from moemesh.config.errors import public
 from moemesh.config.shown import Shown
-from moemesh.schedule.action import Schedule
+from moemesh.schedule.action import Schedule, successor
 from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.held_activations import Amount, HeldActivations, peak_memory
-from moemesh.schedule.messages import successor
 from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline, Unit, WorkRecord
@@ -149,14 +148,18 @@ def simulate(
         raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")
     program = lower(schedule, relax_wrap=relax_wrap)
     bound = (costs or Costs()).bind(schedule)
-    starts, ends, busy = entry_times(program, bound, transport)
-    first = program.first
-    cuts = list(pairwise(first))
+    starts, ends, costs = entry_times(program, bound, transport)
+    cuts = list(pairwise(program.first))
+    busy: list[float] = []
+    for a, b in cuts:
+        # A sum without rounding on the way; an integer for integers.
+        rounds = any(isinstance(cost, float) for cost in costs[a:b])
+        busy.append(math.fsum(costs[a:b]) if rounds else sum(costs[a:b]))
     return Simulation(
         schedule=schedule,
         starts=tuple(tuple(starts[a:b]) for a, b in cuts),
         ends=tuple(tuple(ends[a:b]) for a, b in cuts),
-        busy=busy,
+        busy=tuple(busy),
         peaks=peak_memory(schedule, activation=activation, weight_memory=weight_memory),
         transport=transport,
         relaxed=relax_wrap,
@@ -166,61 +169,46 @@ def simulate(
 
 def entry_times(
     program: LoweredProgram, bound: BoundCosts, transport: Transport
-) -> tuple[list[float], list[float], tuple[float, ...]]:
-    """Starts and ends of all entries, busy time of all ranks."""
-    waits, makes, rank_of = program.waits, program.makes, program.rank
-    schedule, entries = program.schedule, program.entries
-    # Without a call for each where costs and delays are per stage.
-    tables = {kind: table for kind, table in bound.by_kind.items() if not callable(table)}
-    if len(tables) == len(bound.by_kind) and bound.costs.overlapped is None:
-        costs = [
-            tables[entry[0].kind][entry[0].stage]
-            if len(entry) == 1
-            else sum([tables[op.kind][op.stage] for op in entry])
-            for entry in entries
-        ]
+) -> tuple[list[float], list[float], list[float]]:
+    """Starts, ends and costs of all entries."""
+    entries, rank_of, num_ranks = program.entries, program.rank, len(program.schedule.orders)
+    if bound.is_by_stage:
+        each = [bound.entry(entry) for entry in program.examples]
+        costs = [each[kind] for kind in program.alike]
     else:
         costs = [bound.entry(entry) for entry in entries]
-    delays = None if callable(bound.delays) else bound.delays
+    delays = None if transport == "link" or callable(bound.delays) else bound.delays
     link_free: dict[tuple[int, int], float] = {}
     starts: list[float] = [0] * len(entries)
     ends: list[float] = [0] * len(entries)
-    clock: list[float] = [0] * len(schedule.orders)
+    clock: list[float] = [0] * num_ranks
     ready: list[float] = [0] * program.num_slots
-    for entry in program.issued:
+    for entry, awaited, sent in program.walk:
         rank = rank_of[entry]
         start = clock[rank]
-        for slot in waits[entry]:
+        for slot in awaited:
             if ready[slot] > start:
                 start = ready[slot]
-        end = start + costs[entry]
         starts[entry] = start
-        ends[entry] = end
-        clock[rank] = end
-        for place, (slot, message) in enumerate(makes[entry]):
-            ready[slot] = end
-            if message < 0:
-                continue
-            op = entries[entry][place]
-            if delays is None or transport == "link":
-                consumer = successor(schedule, op)
-                assert consumer is not None
-                delay = bound.message(op, consumer)
+        ends[entry] = free = end = start + costs[entry]
+        for slot, boundary, place in sent:
+            if delays is not None:
+                delay = delays[boundary]
             else:
-                consumer, delay = None, delays[op.stage - (op.kind != "F")]
+                producer = entries[entry][place]
+                consumer = successor(program.schedule, producer)
+                assert consumer is not None
+                delay = bound.message(producer, consumer)
+                if transport == "link":
+                    pair = rank, program.schedule.rank_of(consumer)
+                    carried = max(end, link_free.get(pair, 0)) + bound.transfer(producer, consumer)
+                    link_free[pair] = carried
+                    ready[slot] = carried + delay
+                    continue
             if transport == "latency":
-                ready[message] = end + delay
-            elif transport == "blocking":
-                # The outputs of a block leave one after the other.
-                ready[message] = clock[rank] = clock[rank] + delay
+                ready[slot] = end + delay
             else:
-                assert consumer is not None
-                pair = rank, schedule.rank_of(consumer)
-                link_free[pair] = max(end, link_free.get(pair, 0)) + bound.transfer(op, consumer)
-                ready[message] = link_free[pair] + delay
-    busy: list[float] = []
-    for a, b in pairwise(program.first):
-        # A sum without rounding on the way; an integer for integers.
-        rounds = any(isinstance(cost, float) for cost in costs[a:b])
-        busy.append(math.fsum(costs[a:b]) if rounds else sum(costs[a:b]))
-    return starts, ends, tuple(busy)
+                # The outputs of a block leave one after the other.
+                ready[slot] = free = free + delay
+        clock[rank] = free
+    return starts, ends, costs

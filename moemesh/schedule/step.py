@@ -210,7 +210,15 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     if not step.is_stream:
         least = 2 * step.ranks if step.schedule.startswith("dualpipe") else 1
         count = min(count, max(units.microbatches, least))
-    schedule = _schedule(step.of(count))
+    # No stage keeps more than all microbatches of its pipe.
+    limit = math.inf if step.is_stream or most >= count * step.share else most
+    return _laid_out_alive(step.of(count), limit)
+
+
+@lru_cache(maxsize=4096)
+def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """:func:`alive` by the operations of the step, at most `limit` microbatches a stage."""
+    schedule = _schedule(step)
     found: list[tuple[tuple[float, ...], ...]] = []
     for rank in range(step.ranks):
         place = {stage: index for index, stage in enumerate(step.stages_of(rank))}
@@ -232,7 +240,6 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
             moments.add(tuple(held))
         assert schedule.num_pipes > 1 or not any(held)
         kept: list[tuple[float, ...]] = []
-        limit = math.inf if step.is_stream else most
         shares = {
             tuple(min(count / schedule.num_slices, limit) for count in one) for one in moments
         }

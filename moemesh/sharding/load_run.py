@@ -46,6 +46,8 @@ def load_recorded(
     return read_recorded(path, overrides, sections, [tuning_problems])
 
 
+#: The number of a layer or of an expert in a name.
+_NUMBER = r"(?<=\.)\d+(?=\.)"
 #: How many of the extra prediction layers of a folder are trained is the user's to say.
 _FREE = frozenset({"num_mtp_layers"})
 
@@ -98,23 +100,27 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
     tuning, model, plan = config.tuning, config.model, config.plan
     if tuning.is_full:
         return []
-    names = list(logical_names(model, plan))
-    found = [
-        _unmatched(key, pattern, names)
-        for key in ("freeze", "train_only")
-        for pattern in getattr(tuning, key)
-        if not any(map(matcher((pattern,)), names))
-    ]
+    names, found = list(logical_names(model, plan)), list[Problem]()
+    for key in ("freeze", "train_only"):
+        for pattern in getattr(tuning, key):
+            if any(map(matcher((pattern,)), names)):
+                continue
+            # Layers and experts count as alike for what is near to a pattern.
+            kinds = list(dict.fromkeys(sub(_NUMBER, "*", name) for name in names))
+            near = get_close_matches(sub(_NUMBER, "*", pattern), kinds, n=3, cutoff=0.3)
+            message = f"the pattern {pattern!r} matches none of the {len(names)} parameters"
+            fix = f"names like it: {', '.join(near or kinds[:3])}"
+            found.append(Problem.of("no-match", f"train.{key}", (pattern,), message, fix))
     if found:
         return found
     key = "freeze" if tuning.freeze else "train_only" if tuning.train_only else "esft"
-    every = list(tensors(model, plan))
+    value, every = getattr(tuning, key, None), list(tensors(model, plan))
     if not any(tensor.trained_rows(tuning) for tensor in every):
         message = f"none of the {len(every)} parameter tensors is left to train"
-        return [_problem(key, getattr(tuning, key, None), message, f"choose fewer in train.{key}")]
-    for message, fix in _uneven(tuning, every):
-        return [_problem(key, getattr(tuning, key, None), message, fix, code="not-available")]
-    return []
+        fix = f"choose fewer in train.{key}"
+        return [Problem.of("conflict", f"train.{key}", value, message, fix)]
+    uneven = next(_uneven(tuning, every), None)
+    return [Problem.of("not-available", f"train.{key}", value, *uneven)] if uneven else []
 
 
 def _uneven(tuning: Tuning, every: Iterable[ParameterTensor]) -> Iterator[tuple[str, str]]:
@@ -139,16 +145,3 @@ def _uneven(tuning: Tuning, every: Iterable[ParameterTensor]) -> Iterator[tuple[
                     "ones, or of none",
                     f"a pattern like {module}.{rows[0]}.*",
                 )
-
-
-def _unmatched(key: str, pattern: str, names: Sequence[str]) -> Problem:
-    """A pattern that matches nothing; layers and experts count as alike for what is near to it."""
-    kinds = list(dict.fromkeys(sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-    near = get_close_matches(sub(r"(?<=\.)\d+(?=\.)", "*", pattern), kinds, n=3, cutoff=0.3)
-    message = f"the pattern {pattern!r} matches none of the {len(names)} parameters"
-    shown = ", ".join(near or kinds[:3])
-    return _problem(key, (pattern,), message, f"names like it: {shown}", code="no-match")
-
-
-def _problem(key: str, value: object, message: str, fix: str, code: str = "conflict") -> Problem:
-    return Problem.of(code, f"train.{key}", value, message, fix)

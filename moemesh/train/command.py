@@ -23,7 +23,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
-from moemesh.data.token_cache import cache_beside
+from moemesh.data.tokenizing import cache_beside
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner

@@ -106,8 +106,6 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
     lines: list[str] = []
     for split, share, times in zip(samples.splits, shares, epochs, strict=True):
         source, read = split.source.name, f"{times:.3g} epochs"
-        if split.without_loss:
-            read += f", {split.without_loss:,} conversations without loss left out"
         if len(samples.splits) == 1:
             lines.append(f"data     {source}: {split.num_tokens:,} tokens, {batch}, {read}")
         else:

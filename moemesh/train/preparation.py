@@ -30,8 +30,8 @@ from moemesh.data import sources
 from moemesh.data.input_files import HEAD, find, open_stream
 from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
-from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizing import cache_beside
 from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
@@ -338,6 +338,9 @@ def preflight_warnings(
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f"plan.{name} = {shown} does nothing: {why}"
     train, data = config.train, config.data
+    if train.rebalance_every and plan.ep == 1:
+        every = train.rebalance_every
+        yield f"train.rebalance_every = {every} does nothing: plan.ep = 1 holds all experts"
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"

@@ -391,6 +391,8 @@ def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, fl
     """Summed negative log-likelihood (nats) of the tokens of `batches` that carry loss, and their
     number, over all ranks; all ranks call."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
+    experts = [moe.experts for moe in parallel.model.moe_layers().values()]
+    bounded = [one.num_bounded for one in experts]
 
     def add(part: ModelPart, output: Output, batch: Batch) -> Tensor:
         if output.losses_T is not None:
@@ -402,5 +404,7 @@ def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, fl
         parallel.pipeline.evaluate([replace(batch, training=False) for batch in batches], add)
         for axis in ("dp_cp", "pp"):
             all_reduce_(sums, parallel.mesh[axis], caller="evaluate", phase="forward")
+    for one, number in zip(experts, bounded, strict=True):
+        one.num_bounded = number  # these batches are larger than those of the bound
     total, count = sums.tolist()
     return total, count

@@ -1,17 +1,23 @@
-"""Several ranks in one process: threads that gather through a barrier, and uneven slices."""
+"""Saves in one process: ranks as threads that gather through a barrier, uneven slices, faults."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from moemesh.checkpoint import files
 from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
 from moemesh.checkpoint.manifest import MANIFEST, encode_json
+from moemesh.checkpoint.remote import Place
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Shard, save
 from moemesh.config.layout import shard_range
 from tests.waiting import PATIENCE
@@ -82,15 +88,7 @@ def save_one(
     folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Any] | None = None
 ) -> Path:
     """Saves as a world of one rank."""
-    return save(
-        folder,
-        step,
-        shards,
-        state if state is not None else {"step": step},
-        rank=0,
-        world_size=1,
-        gather=lambda value: [value],
-    )
+    return save(folder, step, shards, state if state is not None else {"step": step})
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
@@ -159,3 +157,118 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 def _replace_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
     digest = digest_text(blake2b(encode_json(content)), BLAKE2B)
     (checkpoint / MANIFEST).write_bytes(encode_json({**content, "digest": digest}))
+
+
+# Savers of one rank, and of several on threads, over small shards; a disk that fails.
+
+TENSOR = torch.arange(60.0).reshape(20, 3)
+
+
+def one_rank(folder: Place, *, keep: int = 2) -> Saver:
+    return Saver(
+        folder,
+        rank=0,
+        world_size=1,
+        gather=lambda value: [value],
+        keep=keep,
+        in_background=True,
+    )
+
+
+def on_ranks(size: int, folder: Place, work: Callable[[int, Saver], Any]) -> list[Any]:
+    """`work` with the saver of each of `size` ranks, on a thread a rank."""
+    ranks = Ranks(size)
+
+    def run(rank: int) -> Any:
+        own = Saver(
+            folder,
+            rank=rank,
+            world_size=size,
+            gather=ranks.gather(rank),
+            keep=2,
+            in_background=True,
+        )
+        return work(rank, own)
+
+    return on_threads(size, run)
+
+
+def shards(value: float = 0.0) -> list[Shard]:
+    return cut("w", TENSOR + value, [4, 1])
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "verified.json"
+    }
+
+
+def count(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Path], Any]) -> int:
+    with monkeypatch.context() as patch:
+        faulty = FaultyOs(-1, Killed)
+        patch.setattr(files, "os", faulty)
+        work(folder)
+        return faulty.count
+
+
+def save_third(folder: Path) -> SaveOutcome | None:
+    """A save with retention, over two older checkpoints."""
+    own = one_rank(folder, keep=1)
+    own.start(3, shards(3), {})
+    return own.finish()
+
+
+def prepared(folder: Path) -> Path:
+    """Two older checkpoints, those of a folder beside it where there is one."""
+    template = folder.parent / "template"
+    if not template.exists():
+        for step in (1, 2):
+            save_as_ranks(template, step, [shards(step)])
+    shutil.copytree(template, folder)
+    return folder
+
+
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
+
+
+class Killed(BaseException):
+    """The process died here."""
+
+
+class FaultyOs:
+    """`os`, whose n-th call of CALLS fails instead of (or after half of) being done."""
+
+    def __init__(self, fail_at: int, error: Callable[[], BaseException]) -> None:
+        self.fail_at, self.error, self.count = fail_at, error, 0
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            self.log.append(name)
+            if self.count == self.fail_at:
+                if name == "write":  # half of it reaches the disk
+                    real(args[0], args[1][: len(args[1]) // 2])
+                raise self.error()
+            return real(*args, **kwargs)
+
+        return call
+
+
+def never(step: int, reason: str) -> None:
+    raise AssertionError(f"step {step} was skipped: {reason}")
+
+
+def flip(path: Path, place: int = -1, bit: int = 0) -> None:
+    """Turns one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1 << bit]))

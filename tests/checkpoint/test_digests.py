@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,10 @@ import xxhash
 
 from moemesh.checkpoint import digests, writing
 from moemesh.checkpoint.digests import BLAKE2B, MissingPackageError
+from moemesh.checkpoint.files import beside
 from moemesh.checkpoint.store import CheckpointError, latest, open_checkpoint
 from moemesh.checkpoint.stored import examine
-from tests.checkpoint.simulate import as_format_2, cut, save_as_ranks, save_one, whole
-from tests.checkpoint.test_faults import never
+from tests.checkpoint.simulate import as_format_2, cut, never, save_as_ranks, save_one, whole
 
 TENSOR = torch.arange(60.0).reshape(20, 3)
 
@@ -68,9 +70,45 @@ def test_ranks_of_two_minds_save_nothing(tmp_path: Path) -> None:
     tmp = tmp_path / "step-1.tmp-0"
     tmp.mkdir()
     reports = [
-        writing.write_part(tmp, writing.part_name(rank), writing.check_shards([part]))
+        writing.write_part(tmp / f"rank-{rank:05d}.safetensors", writing.check_shards([part]))
         for rank, part in enumerate(parts)
     ]
     reports[1]["hash"] = BLAKE2B
     with pytest.raises(CheckpointError, match="blake2b-128 and xxh3-128: install the package"):
         writing.commit(tmp, tmp_path / "step-1", 1, reports, {})
+
+
+# Work on chunks beside their writing: in order, at the same time, ended by errors.
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [1 << 20], [1 << 20, 3, 1 << 20, 1 << 20, 5, 7]])
+def test_results_are_those_of_the_chunks_in_order(sizes: list[int]) -> None:
+    chunks = [bytes([n]) * size for n, size in enumerate(sizes)]
+    assert [*beside(lambda chunk: (chunk[0], len(chunk)), chunks)] == [*enumerate(sizes)]
+    assert "beside" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_next_chunk_is_made_while_one_is_worked_on() -> None:
+    made, chunk = threading.Event(), bytes(1 << 20)
+
+    def chunks() -> Iterator[bytes]:
+        yield chunk
+        made.set()
+        yield chunk
+
+    assert [*beside(lambda _: made.wait(20), chunks())] == [True, True]
+
+
+def test_errors_end_it() -> None:
+    def work(chunk: bytes) -> None:
+        raise ValueError("of the work")
+
+    def broken() -> Iterator[bytes]:
+        yield bytes(1 << 20)
+        raise OSError("of the disk")
+
+    with pytest.raises(ValueError, match="of the work"):
+        [*beside(work, [bytes(1 << 20)] * 3)]
+    with pytest.raises(OSError, match="of the disk"):
+        [*beside(len, broken())]
+    assert "beside" not in {thread.name for thread in threading.enumerate()}

@@ -18,9 +18,20 @@ import torch
 from moemesh.checkpoint import files
 from moemesh.checkpoint.store import CheckpointError, candidates, latest, open_checkpoint
 from moemesh.checkpoint.stored import examine
-from tests.checkpoint.savers import TENSOR, count, one_rank, prepared, save_third, shards
-from tests.checkpoint.simulate import cut, save_as_ranks, whole
-from tests.checkpoint.test_faults import FaultyOs, never
+from tests.checkpoint.simulate import (
+    TENSOR,
+    FaultyOs,
+    count,
+    cut,
+    flip,
+    never,
+    one_rank,
+    prepared,
+    save_as_ranks,
+    save_third,
+    shards,
+    whole,
+)
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -75,14 +86,6 @@ def test_ten_thousand_flipped_bits(saved: Path) -> None:
 def examine_header(file: Path) -> int:
     raw = file.read_bytes()
     return 8 + int.from_bytes(raw[:8], "little")
-
-
-def flip(file: Path, position: int, bit: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(position)
-        byte = opened.read(1)[0]
-        opened.seek(position)
-        opened.write(bytes([byte ^ 1 << bit]))
 
 
 def test_a_thousand_damaged_folders(saved: Path) -> None:
@@ -185,11 +188,11 @@ def test_five_hundred_second_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 FULL_DISK = """
 import os, sys, torch
 from pathlib import Path
-from moemesh.checkpoint import job
+from moemesh.checkpoint import saver
 from moemesh.checkpoint.store import latest
 from tests.checkpoint.simulate import whole
-from tests.checkpoint.savers import one_rank
-job.PAUSES = ()
+from tests.checkpoint.simulate import one_rank
+saver.PAUSES = ()
 folder, size = Path(sys.argv[1]), 100_000
 tensor = torch.arange(size / 4)
 def save(step, keep=2):
@@ -229,7 +232,7 @@ def test_a_disk_that_is_full_at_200_places(tmp_path: Path) -> None:
         pytest.skip(f"no private mount here: {probe.stderr.decode().strip()}")
     script = tmp_path / "fill.py"
     script.write_text(FULL_DISK)
-    command = f"{mount} && PYTHONPATH=. exec {sys.executable} {script} {folder}/checkpoints"
+    command = f"{mount} && exec {sys.executable} {script} {folder}/checkpoints"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command],
         capture_output=True,

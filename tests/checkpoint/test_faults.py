@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import files, header, load, manifest, writing
+from moemesh.checkpoint import files, header, load, manifest
 from moemesh.checkpoint.store import (
     CheckpointError,
     Shard,
@@ -24,37 +24,7 @@ from moemesh.checkpoint.store import (
     open_checkpoint,
     prune,
 )
-from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
-
-CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
-
-
-class Killed(BaseException):
-    """The process died here."""
-
-
-class FaultyOs:
-    """`os`, whose n-th call of CALLS fails instead of (or after half of) being done."""
-
-    def __init__(self, fail_at: int, error: Callable[[], BaseException]) -> None:
-        self.fail_at, self.error, self.count = fail_at, error, 0
-        self.log: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name not in CALLS:
-            return real
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            self.log.append(name)
-            if self.count == self.fail_at:
-                if name == "write":  # half of it reaches the disk
-                    real(args[0], args[1][: len(args[1]) // 2])
-                raise self.error()
-            return real(*args, **kwargs)
-
-        return call
+from tests.checkpoint.simulate import FaultyOs, Killed, cut, never, save_as_ranks, save_one, whole
 
 
 def shards(value: float) -> list[Shard]:
@@ -71,10 +41,6 @@ def count_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         return faulty.count
 
 
-def never(step: int, reason: str) -> None:
-    raise AssertionError(f"step {step} was skipped: {reason}")
-
-
 def test_everything_is_durable_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,30 +51,7 @@ def test_everything_is_durable_before_the_rename(
     tensors = ["open", "write", "write", "write", "fsync"]  # header and two slices
     read_back = ["open"]
     commit = [*new_file, *synced_folder, *read_back, "rename", *synced_folder]
-    assert faulty.log == ["mkdir", *tensors, *synced_folder, *commit]
-
-
-def test_killed_at_each_operation_the_old_checkpoint_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcomes = set()
-    for fail_at in range(1, count_calls(tmp_path, monkeypatch) + 1):
-        folder = tmp_path / str(fail_at)
-        save_one(folder, 1, shards(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "os", FaultyOs(fail_at, Killed))
-            with pytest.raises(Killed):
-                save_one(folder, 2, shards(2))
-        # whatever is on the disk, it is one of the two, whole, and nothing half is a candidate
-        found = latest(folder, never)
-        assert found is not None
-        assert torch.equal(found.read("w"), torch.full((6, 2), float(found.step)))
-        outcomes.add(found.step)
-        if found.step == 1:
-            save_one(folder, 2, shards(2))  # the next run can save the same step
-        prune(folder, 1)
-        assert sorted(path.name for path in folder.iterdir()) == ["step-2", "verified.json"]
-    assert outcomes == {1, 2}
+    assert faulty.log == ["mkdir", *tensors, *synced_folder, *read_back, *commit]
 
 
 def test_error_at_each_operation_leaves_nothing(
@@ -126,21 +69,6 @@ def test_error_at_each_operation_leaves_nothing(
                 save_one(folder, 2, shards(2))
         assert [path.name for path in folder.iterdir()] == ["step-1"]
         save_one(folder, 2, shards(2))
-
-
-def test_disk_full_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = writing.write_file
-
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
-        if path.name == "rank-00002.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, parts, *look)
-
-    monkeypatch.setattr(writing, "write_file", write)
-    for result in save_as_ranks(tmp_path, 1, [[s] for s in cut("w", torch.ones(7, 3), [4, 1])]):
-        assert isinstance(result, CheckpointError)
-        assert "rank 2: " in str(result) and "24 bytes needed, " in str(result)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_prune_killed_at_each_operation_keeps_the_newest(

@@ -14,8 +14,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from moemesh.checkpoint import job, ownership
-from moemesh.checkpoint.files import list_names, read_start
+from moemesh.checkpoint import ownership
+from moemesh.checkpoint import saver as saves
+from moemesh.checkpoint.files import CheckpointError, list_names, read_start
 from moemesh.checkpoint.ownership import Claim, Ownership
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
@@ -23,13 +24,12 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import candidates, latest
 from moemesh.checkpoint.stored import examine
 from moemesh.watch.lease import RunFolderError
-from tests.checkpoint.savers import TENSOR, one_rank, shards
-from tests.checkpoint.test_faults import never
+from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(saves, "PAUSES", (0.01, 0.01))
     monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.2)
     monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
@@ -57,9 +57,9 @@ def held() -> Iterator[Callable[..., Ownership]]:
         one.release()
 
 
-def saver(folder: Place, claim: Claim, keep: int = 1) -> Saver:
+def saver_of(folder: Place, claim: Claim, keep: int = 1) -> Saver:
     own = one_rank(folder, keep=keep)
-    own._lost = claim.lost
+    own.lost = claim.lost
     return own
 
 
@@ -134,13 +134,13 @@ def test_a_run_that_was_taken_over_stops_before_its_next_commit(
     folder: Place, held: Callable[..., Ownership]
 ) -> None:
     first = held(folder, "a")
-    own = saver(folder, first.claim)
+    own = saver_of(folder, first.claim)
     assert save(own, 1).problem is None
     second = held(folder, "b", takeover=True)
     outcome = save(own, 2)
     assert outcome.is_lost and "taken over" in str(outcome.problem) and own.news() == []
     assert candidates(folder) == [1]
-    assert save(saver(folder, second.claim), 2).problem is None
+    assert save(saver_of(folder, second.claim), 2).problem is None
 
 
 @pytest.mark.parametrize("look", [1, 2, 3, 4, 5])
@@ -149,17 +149,17 @@ def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
 ) -> None:
     """The newer run saves the same step while the older one saves it: before its look `look`."""
     first = held(folder, "a")
-    assert save(saver(folder, first.claim), 1).problem is None
+    assert save(saver_of(folder, first.claim), 1).problem is None
     looks = itertools.count(1)
 
     def lost() -> str | None:
         if next(looks) == look:
-            newer = saver(folder, held(folder, "b", takeover=True).claim)
+            newer = saver_of(folder, held(folder, "b", takeover=True).claim)
             assert save(newer, 2).problem is None
         return first.claim.lost()
 
-    older = saver(folder, first.claim)
-    older._lost = lost
+    older = saver_of(folder, first.claim)
+    older.lost = lost
     older.start(2, [*shards(9)], {"step": 2, "of": "older"})
     outcome = older.finish()
     found = latest(folder, never)
@@ -179,10 +179,10 @@ def test_a_save_that_loses_the_folder_behind_its_commit_deletes_nothing(
     for step in (1, 2):
         assert save(own, step).problem is None
     lost: list[str] = []
-    remember = job.remember
-    monkeypatch.setattr(job, "remember", lambda *given: (remember(*given), lost.append("taken")))
+    remember = saves.remember
+    monkeypatch.setattr(saves, "remember", lambda *given: (remember(*given), lost.append("taken")))
     own = one_rank(folder, keep=1)
-    own._lost = lambda: lost[0] if lost else None
+    own.lost = lambda: lost[0] if lost else None
     save(own, 3)
     assert lost and sorted(candidates(folder)) == [1, 2, 3]
 
@@ -250,7 +250,7 @@ def test_requests_that_arrive_late_cost_no_checkpoint(
             patch.setattr(RemotePath, "_call", late)
             try:
                 assert save(own, step).problem is None, number
-            except job.CheckpointError:  # before anything was written
+            except CheckpointError:  # before anything was written
                 assert number <= 2
             late.flush()  # at the latest now
         if number > 2:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moemesh.checkpoint import files
 from moemesh.checkpoint.store import candidates, latest
-from tests.checkpoint.power import RecordingOs, after_power_loss, survivors
-from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
-from tests.checkpoint.simulate import save_as_ranks
-from tests.checkpoint.test_faults import never
+from tests.checkpoint.simulate import TENSOR, never, on_ranks, one_rank, save_as_ranks, shards
 
 
 def recorded_save(
@@ -98,3 +100,175 @@ def test_every_moment(
 ) -> None:
     recorded, committed = recorded_save(tmp_path / "run", monkeypatch, older=older, ranks=ranks)
     assert replay(tmp_path, recorded, committed, older, share=1.0) > 150
+
+
+# Loss of power, replayed: what of a recorded sequence of file operations a disk may hold.
+#
+# A file's writes and a folder's names are on the disk when the file, or the folder, was synced
+# since. Of all that was done later any part may be there: a rename is one change of its folder.
+
+#: Of a file: the place and the bytes of a write. Of a folder: names -> what they stand for since.
+Change = Any
+
+
+@dataclass(eq=False)
+class Node:
+    """A file or a folder: its content before the recording and, live, with all changes."""
+
+    is_folder: bool
+    before: Any
+    names: dict[str, Node] = field(default_factory=dict)
+
+
+class RecordingOs:
+    """`os`, which does all it is asked to below `root` and writes it down; `shutil.rmtree` too."""
+
+    def __init__(self, root: Path) -> None:
+        self._lock = threading.Lock()
+        self._path, self.root = root, _read(root)
+        self._handles: dict[int, tuple[Node, list[int]]] = {}
+        #: In order: a node and a change of it, or None for a sync.
+        self.log: list[tuple[Node, Change]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        with self._lock:
+            handle = os.open(path, flags, mode)
+            if flags & os.O_CREAT:
+                assert flags & os.O_EXCL
+                self._change(path.parent, {path.name: Node(False, b"")})
+            if (node := self._node(path)) is not None:
+                self._handles[handle] = node, [0]
+            return handle
+
+    def write(self, handle: int, content: bytes) -> int:
+        with self._lock:
+            size = os.write(handle, content)
+            node, place = self._handles[handle]
+            self.log.append((node, (place[0], bytes(content[:size]))))
+            place[0] += size
+            return size
+
+    def fsync(self, handle: int) -> None:
+        with self._lock:
+            os.fsync(handle)
+            self.log.append((self._handles[handle][0], None))
+
+    def mkdir(self, path: Path) -> None:
+        with self._lock:
+            os.mkdir(path)
+            self._change(path.parent, {path.name: Node(True, {})})
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._lock:
+            os.rename(source, target)
+            assert source.parent == target.parent
+            self._change(source.parent, {source.name: None, target.name: self._node(source)})
+
+    replace = rename
+
+    def unlink(self, path: Path) -> None:
+        with self._lock:
+            os.unlink(path)
+            self._change(path.parent, {path.name: None})
+
+    def rmtree(self, path: Path, *, ignore_errors: bool) -> None:
+        for found in sorted(path.iterdir()) if path.is_dir() else ():
+            if found.is_dir():
+                self.rmtree(found, ignore_errors=ignore_errors)
+            else:
+                self.unlink(found)
+        if path.is_dir():
+            with self._lock:
+                os.rmdir(path)
+                self._change(path.parent, {path.name: None})
+
+    def _node(self, path: Path) -> Node | None:
+        node: Node | None = self.root
+        for name in path.relative_to(self._path).parts:
+            node = node and node.names.get(name)
+        return node
+
+    def _change(self, folder: Path, names: dict[str, Node | None]) -> None:
+        node = self._node(folder)
+        assert node is not None
+        for name, found in names.items():
+            if found is None:
+                node.names.pop(name)
+            else:
+                node.names[name] = found
+        self.log.append((node, names))
+
+
+def _read(path: Path) -> Node:
+    if not path.is_dir():
+        return Node(False, path.read_bytes())
+    names = {found.name: _read(found) for found in path.iterdir()}
+    return Node(True, dict(names), dict(names))
+
+
+#: Of the changes of a node since its last sync, those that reached the disk.
+Survivors = Callable[[Node, list[Change]], list[Change]]
+
+
+def survivors(seed: int) -> dict[str, Survivors]:
+    """Ways to lose power, by name; `seed` for those that draw."""
+    draw = random.Random(seed)
+
+    def torn(node: Node, changes: list[Change]) -> list[Change]:
+        if node.is_folder or not changes:
+            return changes
+        *rest, (place, content) = changes
+        return [*rest, (place, content[: len(content) // 2])]
+
+    def zeros(node: Node, changes: list[Change]) -> list[Change]:
+        if node.is_folder:
+            return changes
+        return [(place, bytes(len(content))) for place, content in changes]
+
+    return {
+        "all of it is there": lambda _, changes: changes,
+        "nothing of it is there": lambda _, changes: [],
+        "names without content": lambda node, changes: changes if node.is_folder else [],
+        "content without names": lambda node, changes: [] if node.is_folder else changes,
+        "the last write of each file is torn": torn,
+        "sizes without content": zeros,
+        "some of it": lambda _, changes: [one for one in changes if draw.random() < 0.5],
+    }
+
+
+def after_power_loss(recorded: RecordingOs, prefix: int, survive: Survivors, target: Path) -> None:
+    """Write what is left of the first `prefix` operations into the new folder `target`."""
+    changes: dict[Node, list[Change]] = {}
+    synced: dict[Node, int] = {}
+    for node, change in recorded.log[:prefix]:
+        own = changes.setdefault(node, [])
+        if change is None:
+            synced[node] = len(own)
+        else:
+            own.append(change)
+
+    def kept(node: Node) -> Iterator[Change]:
+        own, place = changes.get(node, []), synced.get(node, 0)
+        yield from own[:place]
+        yield from survive(node, own[place:])
+
+    def write(node: Node, path: Path) -> None:
+        if not node.is_folder:
+            content = bytearray(node.before)
+            for place, written in kept(node):
+                content.extend(bytes(max(place - len(content), 0)))
+                content[place : place + len(written)] = written
+            path.write_bytes(content)
+            return
+        names = dict(node.before)
+        for change in kept(node):
+            names |= change
+        path.mkdir()
+        for name, found in names.items():
+            if found is not None:
+                write(found, path / name)
+
+    write(recorded.root, target)

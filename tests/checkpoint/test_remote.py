@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,20 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from moemesh.checkpoint import job, remote
+import moemesh
+from moemesh.checkpoint import remote, saver
 from moemesh.checkpoint.files import CheckpointError, put_aside
 from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import Shard, candidates, latest
 from moemesh.checkpoint.stored import examine, unfinished
 from moemesh.train.records.failure import newest_step
-from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
-from tests.checkpoint.simulate import cut, whole
-from tests.checkpoint.test_faults import Killed, never
+from tests.checkpoint.simulate import TENSOR, Killed, cut, never, on_ranks, one_rank, shards, whole
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -97,11 +97,18 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
     assert folder.names() == ["step-2", "step-3", "verified.json"]
 
 
+def test_a_program_saves_and_loads_there(folder: RemotePath) -> None:
+    saved = moemesh.save_checkpoint(str(folder), {"w": TENSOR, "epoch": 3}, step=2)
+    assert saved == folder / "step-2" and folder.names() == ["step-2"]
+    found = moemesh.load_checkpoint(str(folder))
+    assert torch.equal(found["w"], TENSOR) and found["epoch"] == 3
+
+
 def test_a_report_that_is_being_written_is_waited_for(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that is no object store shows the half of a file."""
-    real, halves = job.replace_file, [b"", b'{"problem": n']
+    real, halves = saver.replace_file, [b"", b'{"problem": n']
 
     def in_parts(path: RemotePath, content: bytes) -> None:
         for half in halves:
@@ -109,7 +116,7 @@ def test_a_report_that_is_being_written_is_waited_for(
             time.sleep(0.05)
         real(path, content)
 
-    monkeypatch.setattr(job, "replace_file", in_parts)
+    monkeypatch.setattr(saver, "replace_file", in_parts)
 
     def work(rank: int, own: Any) -> Any:
         own.start(1, shards(1)[rank::2], {"step": 1})
@@ -122,9 +129,9 @@ def test_a_report_that_is_being_written_is_waited_for(
 def test_a_report_that_stays_broken_is_a_failed_attempt(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "REPORT_SECONDS", 0.1)
-    real = job.replace_file
-    monkeypatch.setattr(job, "replace_file", lambda path, content: real(path, content[:-1]))
+    monkeypatch.setattr(saver, "REPORT_SECONDS", 0.1)
+    real = saver.replace_file
+    monkeypatch.setattr(saver, "replace_file", lambda path, content: real(path, content[:-1]))
 
     def work(rank: int, own: Any) -> Any:
         own.start(1, shards(1)[rank::2], {"step": 1})
@@ -235,7 +242,6 @@ def test_an_error_at_every_call_costs_no_checkpoint(
 def test_killed_at_every_call_something_verified_is_left(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     save(folder, 1)
     fail_at, newest, seen = 0, 1, set[bool]()
     while True:
@@ -243,13 +249,8 @@ def test_killed_at_every_call_something_verified_is_left(
         fail_at += 1
         with monkeypatch.context() as patch:
             patch.setattr(RemotePath, "_call", fault := faulty(fail_at, Killed))
-            own = one_rank(folder, keep=1)
-            try:
-                own.start(newest + 1, shards(newest + 1), {})
-                assert own._job is not None
-                own._job.wait()
-            except Killed:
-                pass
+            with suppress(Killed):
+                save(folder, newest + 1, keep=1)
         found = latest(folder, never)
         assert found is not None and found.step in (newest, newest + 1)
         assert torch.equal(found.read("w"), TENSOR + found.step)

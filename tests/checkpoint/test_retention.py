@@ -14,20 +14,13 @@ from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.retention import plan_pruning, prune
 from moemesh.checkpoint.store import candidates, latest, open_checkpoint
-from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
+from moemesh.checkpoint.stored import StoredCheckpoint
+from tests.checkpoint.simulate import as_format_1, cut, flip, save_as_ranks, save_one, whole
 
 
 def save(folder: Path, step: int, value: float = 1.0) -> None:
     bad = torch.full((3,), value)
     save_one(folder, step, [whole("bad", bad), whole("w", torch.arange(5.0) + step)])
-
-
-def flip(checkpoint: Path) -> None:
-    """The last bit of its only file of tensors."""
-    file = checkpoint / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 def newest(folder: Path) -> tuple[int, list[int]]:
@@ -103,7 +96,7 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
     }
     (tmp_path / "verified.json").write_text(json.dumps(digests))
     # known to be verified: not read again, so that a flipped bit is not seen
-    flip(tmp_path / "step-2")
+    flip(tmp_path / "step-2/rank-00000.safetensors")
     assert prune(tmp_path, 2) == [1]
     (tmp_path / "verified.json").unlink()
     assert [one.step for one in plan_pruning(tmp_path, 1).kept] == [3]
@@ -115,7 +108,7 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_takes_the_place_of_none(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    flip(tmp_path / "step-3")
+    flip(tmp_path / "step-3/rank-00000.safetensors")
     assert prune(tmp_path, 1) == [1] and candidates(tmp_path) == [3, 2]
     assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-2"]
 
@@ -126,7 +119,7 @@ def test_another_checkpoint_of_a_step_that_was_verified_is_read_back(tmp_path: P
     prune(tmp_path, 2)  # both are remembered
     shutil.rmtree(tmp_path / "step-2")
     save(tmp_path, 2, 5.0)
-    flip(tmp_path / "step-2")
+    flip(tmp_path / "step-2/rank-00000.safetensors")
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2, 1]
     assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-1"]
 
@@ -184,3 +177,33 @@ def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)
     assert not aside.exists() and candidates(tmp_path)[0] == 3
+
+
+def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step)
+    for name in (f"step-11.tmp-{'0' * 32}", f".trash-step-0-{'0' * 32}", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "verified.json").write_text("{broken")
+    assert prune(tmp_path, 3) == [1]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-2", "step-3", "step-10", "notes", "verified.json"}
+
+
+def test_prune_reads_each_checkpoint_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = StoredCheckpoint.verify
+
+    def verify(self: StoredCheckpoint, part: int = 0, parts: int = 1) -> None:
+        read.append(self.path.name.partition(".")[0])
+        real(self, part, parts)
+
+    monkeypatch.setattr(StoredCheckpoint, "verify", verify)
+    for step in (1, 2, 3):
+        save_one(tmp_path, step, [whole("a", torch.arange(3.0))])
+        prune(tmp_path, 2)
+    # by the save, and by the first pruning behind it
+    assert read == [f"step-{step}" for step in (1, 2, 3) for _ in range(2)]
+    assert candidates(tmp_path) == [3, 2]

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +15,40 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import SimulatedDevice
-from moemesh.checkpoint import files, job, saver, writing
+from moemesh.checkpoint import files, saver, writing
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
 from tests import commands
-from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
-from tests.checkpoint.simulate import save_as_ranks, whole
+from tests.checkpoint.simulate import on_ranks, one_rank, save_as_ranks, shards, tree, whole
 from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_same_bytes_as_a_save_of_all_ranks_at_once(tmp_path: Path, size: int) -> None:
+def test_the_same_bytes_in_the_background_and_at_once(tmp_path: Path, size: int) -> None:
     per_rank = [shards()[rank::size] for rank in range(size)]
     state = {"cursor": 7, "loads": None}
     for step in (1, 2):
         save_as_ranks(tmp_path / "together", step, per_rank, state)
-    for folder, in_background in (("background", True), ("waiting", False)):
 
-        def work(rank: int, own: Saver) -> list[SaveOutcome | None]:
-            found: list[SaveOutcome | None] = []
-            for step in (1, 2):
-                mine = [
-                    Shard(name=s.name, shape=s.shape, offset=s.offset, tensor=s.tensor.clone())
-                    for s in per_rank[rank]
-                ]
-                own.start(step, mine, dict(state))
-                for shard in mine:  # training goes on at once
-                    shard.tensor.fill_(float("nan"))
-                found.append(own.finish())
-                assert own.finish() is None and own.news() == []
-            return found
+    def work(rank: int, own: Saver) -> list[SaveOutcome | None]:
+        found: list[SaveOutcome | None] = []
+        for step in (1, 2):
+            mine = [replace(shard, tensor=shard.tensor.clone()) for shard in per_rank[rank]]
+            own.start(step, mine, dict(state))
+            for shard in mine:  # training goes on at once
+                shard.tensor.fill_(float("nan"))
+            found.append(own.finish())
+            assert own.finish() is None and own.news() == []
+        return found
 
-        for outcomes in on_ranks(size, tmp_path / folder, work, in_background=in_background):
-            assert [outcome.problem for outcome in outcomes] == [None, None], outcomes
-        assert tree(tmp_path / folder) == tree(tmp_path / "together")
+    for outcomes in on_ranks(size, tmp_path / "background", work):
+        assert [outcome.problem for outcome in outcomes] == [None, None], outcomes
+    assert tree(tmp_path / "background") == tree(tmp_path / "together")
 
 
 def test_start_returns_before_the_disk_does(
@@ -155,7 +151,7 @@ def test_a_process_that_fails_leaves_its_save_complete(tmp_path: Path) -> None:
 import time, torch
 from pathlib import Path
 from moemesh.checkpoint import writing
-from tests.checkpoint.savers import one_rank
+from tests.checkpoint.simulate import one_rank
 from tests.checkpoint.simulate import whole
 real = writing.write_file
 writing.write_file = lambda *args: (time.sleep(0.3), real(*args))[1]
@@ -195,7 +191,7 @@ def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
 
 
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PAUSES", (60.0,))
+    monkeypatch.setattr(saver, "PAUSES", (60.0,))
 
     def write(path: Path, parts: Any, *look: Any) -> files.Written:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -243,6 +239,7 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "cudart", Cudart)
         own = saver.Staging()
         for rows in (1000, 3000, 2000):
+            assert own.reserve(shard(rows)) is None
             copied = own.copy(shard(rows))["x"].tensor
             assert copied.tolist() == list(range(rows))
             assert list(locked.values()) == [own.num_bytes]
@@ -250,5 +247,5 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
         del own
         assert not locked
         codes[0] = 1  # the driver refuses: slower copies, and nothing to unlock
-        saver.Staging().copy(shard(10))
+        assert saver.Staging().reserve(shard(10)) is None
         assert len(locked) == 1

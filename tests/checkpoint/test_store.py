@@ -17,15 +17,9 @@ from moemesh.checkpoint.store import (
     candidates,
     latest,
     open_checkpoint,
-    prune,
     save,
 )
-from moemesh.checkpoint.stored import StoredCheckpoint
-from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
-
-
-def never(step: int, reason: str) -> None:
-    raise AssertionError(f"step {step} was skipped: {reason}")
+from tests.checkpoint.simulate import cut, never, save_as_ranks, save_one, whole
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -234,60 +228,6 @@ def test_candidates_are_numbers_and_full_names(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
     assert candidates(tmp_path) == [100, 10, 9]
-
-
-def test_prune_keeps_the_newest_verified(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 10):
-        save_one(tmp_path, step, [whole("a", numbers(3))])
-    (tmp_path / ("step-11.tmp-" + "0" * 32)).mkdir()
-    (tmp_path / (".trash-step-0-" + "0" * 32)).mkdir()
-    (tmp_path / "notes").mkdir()
-    assert prune(tmp_path, 3) == [1]
-    flip(tmp_path / "step-10" / "rank-00000.safetensors")
-    (tmp_path / "verified.json").unlink()
-    # step 10 no longer verifies: it does not count, and nothing that verifies is lost for it
-    assert prune(tmp_path, 1) == [2]
-    assert candidates(tmp_path) == [10, 3]
-    skipped: list[tuple[int, str]] = []
-    found = latest(tmp_path, lambda step, reason: skipped.append((step, reason)))
-    assert found is not None and found.step == 3
-    assert (
-        skipped[0][0] == 10
-        and "rank-00000.safetensors: a, slice at [0], chunk 0: digest" in skipped[0][1]
-    )
-    flip(tmp_path / "step-3" / "rank-00000.safetensors")
-    (tmp_path / "verified.json").write_text("{broken")
-    assert prune(tmp_path, 1) == []
-    assert candidates(tmp_path) == [10, 3]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "step-10", "step-3", "notes", "verified.json",
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="keep"):
-        prune(tmp_path, 0)
-
-
-def test_prune_reads_each_checkpoint_back_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    real = StoredCheckpoint.verify
-
-    def verify(self: StoredCheckpoint, part: int = 0, parts: int = 1) -> None:
-        read.append(self.path.name)
-        real(self, part, parts)
-
-    monkeypatch.setattr(StoredCheckpoint, "verify", verify)
-    for step in (1, 2, 3):
-        save_one(tmp_path, step, [whole("a", numbers(3))])
-        prune(tmp_path, 2)
-    assert read == ["step-1", "step-2", "step-3"]
-    assert candidates(tmp_path) == [3, 2]
-
-
-def flip(path: Path, position: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def test_gather_of_another_world_is_our_error(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_a_file_from_a_preset_is_that_preset(run, tmp_path: Path, name: str) -> 
             assert f"({KEYS[key].unit})" in comments, key
 
 
+def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
+    assert "Started from dgx_h100." in run("init", str(tmp_path / "a.toml"))[1]
+    found = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
+    assert "From the data sheet of H800-80G" in found
+    with pytest.raises(ConfigError, match="init h800 --from hgx_h800`"):
+        load_cluster("h800")
+
+
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
 def test_a_file_from_a_data_sheet(run, tmp_path: Path, device: str) -> None:
     file = tmp_path / "mine.toml"

@@ -25,6 +25,7 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.sharding.load_run import load_run
+from moemesh.trace.memory_profile import format_bytes
 
 PLAN = (
     *["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64", "--global-batch"],
@@ -73,6 +74,11 @@ def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Plann
     )
     assert tight.memory_interval(tight.candidates[0]).high > 50 * 2**30
     assert risk_of_memory(tight).startswith("risk: none seen")
+    # A first that is not the fastest says what speaks against the faster one.
+    number, fastest = min(enumerate(planned.candidates, 1), key=lambda found: found[1].seconds)
+    high = format_bytes(round(planned.memory_interval(fastest).high))
+    assert f"that of {number}, which is faster, ends at {high}" in risk_of_memory(planned)
+    assert f"of the fastest ({fastest.seconds:.3f} s): +" in planned.advice.binding
     small = planned.cluster.model_copy(update={"memory_bytes": 60 * 2**30})
     risky = plan_named(PlanRequest("qwen3-30b-a3b", small, 4096, 256, top=5))
     told = risk_of_memory(risky)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from moemesh.config.layout import Layout
+from moemesh.config.layout import SHARDED_AXES, Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 
@@ -106,6 +107,92 @@ def test_broken_plan_names_numbers_and_nearest(
     found = Plan(**plan).check(ModelConfig(**model))
     assert [problem for problem in found if sentence in problem.message], messages(found)
     assert any(fix in problem.fix for problem in found if sentence in problem.message)
+
+
+TWO = {"schedule": "pipedream_2bw", "pp": 4, "microbatches": 12}
+AMPNET = {"schedule": "ampnet", "pp": 2, "microbatches": 4}
+LIVE = AMPNET | {"ampnet_backward": "live"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "words", "fix"),
+    [
+        ({"reshard": "step", "data": "zero2"}, "reshard", "", "data = zero3"),
+        ({"dp": 4, "shard_group": 2}, "shard_group", "", "data = zero1"),
+        ({"dp": 6, "data": "zero1", "shard_group": 4}, "shard_group", "", "3"),
+        ({"dp": 4, "data": "zero3", "shard_group": 0}, "shard_group", "", "1"),
+        (
+            TWO | {"update_window": 5},
+            "update_window",
+            "update_window (5) must divide microbatches (12)",
+            "update_window = 4 or 6",
+        ),
+        (
+            TWO | {"update_window": 2},
+            "update_window",
+            "pipedream_2bw needs update_window (2) >= pp (4)",
+            "update_window = 4",
+        ),
+        (
+            {"schedule": "pipedream", "update_window": 2, "microbatches": 2},
+            "update_window",
+            "a key of schedule pipedream_2bw or ampnet, the schedule is pipedream",
+            "leave update_window out",
+        ),
+        ({"max_in_flight": 2}, "max_in_flight", "the schedule is 1f1b", "schedule = ampnet"),
+        ({"replay": "there"}, "replay", "the schedule is 1f1b", "schedule = ampnet"),
+        (AMPNET | {"max_in_flight": 0}, "max_in_flight", "at least 1", "max_in_flight = 1"),
+        (
+            LIVE | {"recompute": "full"},
+            "ampnet_backward",
+            "recompute = full does not",
+            'ampnet_backward = "recompute"',
+        ),
+    ],
+)
+def test_one_mistake_is_one_problem(keys: dict[str, Any], key: str, words: str, fix: str) -> None:
+    (problem,) = Plan(**keys).check(ModelConfig())
+    assert problem.key == f"plan.{key}"
+    assert words in problem.message and fix in problem.fix
+
+
+def test_weights_that_two_stages_share() -> None:
+    tied = ModelConfig(tied_embeddings=True)
+    (problem,) = Plan(**AMPNET).check(tied)
+    assert "tied embeddings put a weight on the first and the last of pp = 2" in problem.message
+    assert Plan(**AMPNET | {"pp": 1}).check(tied) == []
+    (problem,) = Plan(**LIVE).check(ModelConfig(router_dtype="model"))
+    assert "rounded copy" in problem.message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        TWO,
+        TWO | {"update_window": 6},
+        LIVE | {"update_window": 1, "max_in_flight": 9},
+        AMPNET | {"replay": "runs/tiny"},
+        {"schedule": "pipedream", "pp": 2},
+        *({"dp": 2, "cp": 2, "data": "zero3", "shard_group": size} for size in (None, 1, 2, 4)),
+        {"data": "zero3", "reshard": "step"},
+    ],
+)
+def test_legal_schedules_and_groups(keys: dict[str, Any]) -> None:
+    assert Plan(**keys).check(ModelConfig()) == []
+
+
+@pytest.mark.parametrize("group", [0, 1, 2, 3, 4])
+def test_the_two_halves_of_an_axis_meet_in_one_rank(group: int) -> None:
+    layout = Layout(dp=4, tp=3, ep=6, shard_group=group)
+    for axis in SHARDED_AXES:
+        for rank in range(layout.world_size):
+            whole = set(layout.group_of(axis, rank))
+            shard = set(layout.group_of(f"{axis}_shard", rank))
+            copies = set(layout.group_of(f"{axis}_copies", rank))
+            assert shard & copies == {rank} and shard | copies <= whole
+            assert len(shard) * len(copies) == len(whole)
+        if not group:
+            assert layout.groups(f"{axis}_shard") == layout.groups(axis)
 
 
 def test_empty_microbatches_and_context_ranks_are_refused() -> None:

@@ -10,12 +10,11 @@ import pytest
 
 from moemesh.comm.mesh import Mesh
 from moemesh.data import samples
-from moemesh.data.corpus import Corpus
-from moemesh.data.packing import packed
-from moemesh.data.samples import Samples, Windows
+from moemesh.data.samples import Samples, Windows, packed
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
 from moemesh.train.opening import own_batches
+from tests.data.texts import stream
 
 
 def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> Any:
@@ -26,16 +25,8 @@ def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int
         np.full(length, d in texts) | ((np.arange(length) >= length // 2) & (d not in silent))
         for d, length in enumerate(lengths)
     ]
-    return Corpus(
-        tokens=np.concatenate(tokens).astype(np.uint8),
-        num_files=1,
-        num_bytes=1,
-        vocab_size=256,
-        tokenizer="bytes",
-        source="chats",
-        learned=np.concatenate(learned),
-        starts=np.cumsum([0, *lengths[:-1]]),
-    )
+    starts, made = np.cumsum([0, *lengths[:-1]]), np.concatenate(tokens).astype(np.uint8)
+    return stream(made, source="chats", learned=np.concatenate(learned), starts=starts)
 
 
 def drawn(count: int, most: int, seed: int = 0) -> list[int]:
@@ -133,6 +124,8 @@ def test_conversations_without_loss_and_texts() -> None:
     assert documents is not None and mask is not None
     assert np.unique(documents).tolist() == [-1, 0, 3, 4]
     assert samples.splits[0].without_loss == 2
+    left_out = "2 conversations have no target that carries loss and are left out"
+    assert len(samples.notes) == 1 and samples.notes[0].endswith(left_out)
     assert (documents == 3).sum() == 25 and mask[documents[:, :-1] == 3].sum() == 25 - 3
     assert samples.splits[0].num_learned == samples.num_learned == mask.sum() == 22 + 3 + 2
 

@@ -20,6 +20,7 @@ from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError
 from moemesh.train.opening import own_batches
+from tests.data.texts import stream
 
 
 def bytes_of(corpus: Corpus) -> bytes:
@@ -27,15 +28,8 @@ def bytes_of(corpus: Corpus) -> bytes:
 
 
 def make(num_tokens: int, vocab_size: int = 256, seed: int = 0) -> Corpus:
-    tokens = np.random.default_rng(seed).integers(0, vocab_size, num_tokens).astype(np.int32)
-    return Corpus(
-        tokens=tokens,
-        num_files=1,
-        num_bytes=num_tokens,
-        vocab_size=vocab_size,
-        tokenizer="bytes",
-        source="made",
-    )
+    drawn = np.random.default_rng(seed).integers(0, vocab_size, num_tokens)
+    return stream(drawn.astype(np.int32), vocab_size)
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -301,9 +295,7 @@ def test_batch_is_the_windows() -> None:
 
 
 def test_no_token_is_a_target_of_both_splits() -> None:
-    corpus = make(4001)
-    corpus = Corpus(**{**vars(corpus), "tokens": np.arange(4001), "vocab_size": 4001})
-    samples = Samples(corpus, seq_len=16, seed=0, held_out=0.2)
+    samples = Samples(stream(np.arange(4001), 4001), seq_len=16, seed=0, held_out=0.2)
     trained = set(samples.batch(samples.training_ids)[1].reshape(-1).tolist())
     held = set(samples.batch(samples.held_out_ids)[1].reshape(-1).tolist())
     assert not trained & held

@@ -18,20 +18,13 @@ from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.sources import check, open_samples
 from moemesh.data.tokenizer import DataError, Tokenizer
-from tests.data.texts import lines, opened
+from tests.data.texts import lines, opened, stream
 from tests.huggingface.conversations import add_tokenizer
 
 
-def stream(letter: str, num_tokens: int, learned: np.ndarray | None = None) -> Corpus:
-    return Corpus(
-        tokens=np.full(num_tokens, ord(letter), dtype=np.uint8),
-        num_files=1,
-        num_bytes=num_tokens,
-        vocab_size=256,
-        tokenizer="bytes",
-        source=letter,
-        learned=learned,
-    )
+def letter_stream(letter: str, num_tokens: int, learned: np.ndarray | None = None) -> Corpus:
+    tokens = np.full(num_tokens, ord(letter), dtype=np.uint8)
+    return stream(tokens, source=letter, learned=learned)
 
 
 def letters(samples: Samples, ids: np.ndarray) -> str:
@@ -43,8 +36,8 @@ def letters(samples: Samples, ids: np.ndarray) -> str:
 
 def mixed(**options: Any) -> Samples:
     made = [
-        SampleSource("a", (stream("a", 4001),), 0.7),
-        SampleSource("b", (stream("b", 101), stream("c", 201)), 0.3),
+        SampleSource("a", (letter_stream("a", 4001),), 0.7),
+        SampleSource("b", (letter_stream("b", 101), letter_stream("c", 201)), 0.3),
     ]
     return Samples(made, seq_len=10, seed=5, **options)
 
@@ -79,20 +72,23 @@ def test_validation_has_the_shares_too() -> None:
 
 
 def test_own_validation_keeps_all_for_training() -> None:
-    samples = mixed(validation=[stream("v", 55), stream("w", 31)])
+    samples = mixed(validation=[letter_stream("v", 55), letter_stream("w", 31)])
     assert set(letters(samples, samples.validation_ids(100))) == {"v", "w"}
     assert len(samples.held_out_ids) == 8
     assert samples.num_training == 400 + 10 + 20
     assert "v" not in letters(samples, samples.ids_at(0, 1000))
     with pytest.raises(DataError, match="validation v holds 10 tokens and makes no sample"):
-        mixed(validation=[stream("v", 10)])
+        mixed(validation=[letter_stream("v", 10)])
 
 
 def test_a_source_without_a_sample_is_named() -> None:
-    made = [SampleSource("a", (stream("a", 401),)), SampleSource("b", (stream("b", 11),))]
+    made = [
+        SampleSource("a", (letter_stream("a", 401),)),
+        SampleSource("b", (letter_stream("b", 11),)),
+    ]
     with pytest.raises(DataError, match=r"data\.sources\[1\] b holds 11 tokens"):
         Samples(made, seq_len=10, seed=0)
-    Samples(made, seq_len=10, seed=0, validation=[stream("v", 55)])
+    Samples(made, seq_len=10, seed=0, validation=[letter_stream("v", 55)])
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -278,8 +274,8 @@ def test_all_that_is_wrong_with_the_data_is_found_at_once(
 def test_fingerprints_follow_tokens_and_order() -> None:
     def of(num_tokens: int, seed: int = 0, weight: float = 1.0) -> dict[str, str]:
         made = [
-            SampleSource("a", (stream("a", num_tokens),), weight),
-            SampleSource("b", (stream("b", 900),)),
+            SampleSource("a", (letter_stream("a", num_tokens),), weight),
+            SampleSource("b", (letter_stream("b", 900),)),
         ]
         return Samples(made, seq_len=10, seed=seed).fingerprint()
 

@@ -5,10 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from moemesh.config.data import DataConfig
+from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.data.sources import open_samples
+
+
+def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **more: Any) -> Corpus:
+    """Tokens that are there."""
+    return Corpus(
+        tokens=tokens,
+        num_files=1,
+        num_bytes=len(tokens),
+        vocab_size=vocab_size,
+        tokenizer="bytes",
+        source=source,
+        **more,
+    )
 
 
 def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:

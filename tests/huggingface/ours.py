@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.pieces import Read, slices
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values
@@ -31,7 +32,7 @@ def load(
     model = Transformer(config)
     initialize(model, seed=0, dtype=dtype)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    HuggingFaceWeights.open(folder, config).load_into(
+    HuggingFaceWeights(folder, config).load_into(
         [
             Shard(
                 name=f"model.{name}",
@@ -43,6 +44,12 @@ def load(
         ]
     )
     return model
+
+
+def weights(model: Transformer) -> Read:
+    """The weights of a model in memory."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda name, box: named[name].detach()[slices(box)]
 
 
 class _Logits(LocalVocabulary):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS, AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import write_huggingface
-from moemesh.checkpoint.huggingface.derived import MergedWeights
+from moemesh.checkpoint.huggingface.derived import merged
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.lora import LoraConfig, is_adapter
@@ -30,16 +29,6 @@ peft = pytest.importorskip("peft")
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
-
-
-class ModelWeights:
-    """The weights of a model in memory."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        return self.named[name].detach()[tuple(slice(one.start, one.stop) for one in box)]
 
 
 def shards(model: Transformer) -> list[Shard]:
@@ -92,7 +81,7 @@ def test_every_family_in_pefts_format(tmp_path: Path, kind: str) -> None:
     folder = save(kind, tmp_path / "base")
     config, model = adapted(folder, LORA)
     write_adapters(
-        ModelWeights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base=None
+        ours.weights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base=None
     )
     expected = ours.logits(model, TOKENS)[0]
     plain = of_transformers(build(kind))
@@ -113,9 +102,9 @@ def test_every_family_merged(tmp_path: Path, kind: str) -> None:
 
     folder = save(kind, tmp_path / "base")
     config, model = adapted(folder, LORA)
-    merged = MergedWeights(ModelWeights(model), config)
+    own = merged(ours.weights(model), config)
     values = read_config(folder)
-    write_huggingface(merged, config, kind, tmp_path / "out", values, dtype=torch.float32)
+    write_huggingface(own, config, kind, tmp_path / "out", values, dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32
     )
@@ -140,7 +129,7 @@ def test_some_targets(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> No
     folder = save(kind, tmp_path / "base")
     config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets, rslora=True))
     write_adapters(
-        ModelWeights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base="x"
+        ours.weights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base="x"
     )
     expected = ours.logits(model, TOKENS)[0]
     assert_near(of_transformers(loaded(kind, tmp_path / "peft")), expected)
@@ -155,7 +144,7 @@ def test_a_wide_adapter_that_is_full_is_refused(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "base")
     targets = ("gate_proj", "up_proj", "down_proj")
     config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets))
-    write_adapters(ModelWeights(model), config, "mixtral", tmp_path, dtype=torch.float32, base=None)
+    write_adapters(ours.weights(model), config, "mixtral", tmp_path, dtype=torch.float32, base=None)
     tensors = load_file(tmp_path / WEIGHTS)
     for name in (name for name in tensors if "base_layer" not in name and "lora_B" in name):
         tensors[name] = tensors[name] + 1
@@ -197,7 +186,7 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "base")
     config, model = adapted(folder, LORA)
     write_adapters(
-        ModelWeights(model), config, "mixtral", tmp_path / "peft", dtype=torch.float32, base=None
+        ours.weights(model), config, "mixtral", tmp_path / "peft", dtype=torch.float32, base=None
     )
 
     def refused(words: str, kind: str = "mixtral", **keys: Any) -> None:

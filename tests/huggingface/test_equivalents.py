@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moemesh.checkpoint.huggingface.convert import write_huggingface
-from moemesh.checkpoint.huggingface.derived import EquivalentWeights
+from moemesh.checkpoint.huggingface.derived import equivalent
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, exported, families_for
 from moemesh.model.initialization import initialize
@@ -29,14 +27,6 @@ DENSE = [
     "model.rope_interleave=true",
 ]
 SMALL = ["model.num_layers=3", "model.hidden_size=64"]
-
-
-class _ModelWeights:
-    def __init__(self, model: Transformer) -> None:
-        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        return self.named[name].detach()[tuple(slice(one.start, one.stop) for one in box)]
 
 
 def _spread(model: Transformer) -> Transformer:
@@ -68,7 +58,7 @@ def test_transformers_computes_the_same(tmp_path: Path, keys: list[str], family:
     initialize(model, seed=0, dtype=torch.float32)
     _spread(model)
     write_huggingface(
-        EquivalentWeights(_ModelWeights(model), config, other),
+        equivalent(ours.weights(model), config, other),
         other,
         family,
         tmp_path / "out",

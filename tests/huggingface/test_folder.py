@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
+from moemesh.checkpoint.huggingface.convert import carry_along, write_folder
 from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensors
-from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
-from moemesh.checkpoint.huggingface.write import carry_along, write_folder
-from moemesh.checkpoint.tensor_file import DeferredTensor
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
+from moemesh.checkpoint.load import DeferredTensor
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 from moemesh.train.weights.weight_sources import check_folder
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)
 KIND = "qwen3_moe"
+GIVEN = {"model_type": KIND}
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
         name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
         for name, tensor in tensors().items()
     }
-    write_folder(path, deferred, {"model_type": KIND}, file_bytes=300_000)
+    write_folder(path, deferred, GIVEN, file_bytes=300_000)
     assert len(list(path.glob("model-*.safetensors"))) > 1
     return path
 
@@ -55,12 +55,12 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
 
 def refused(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        HuggingFaceWeights(folder, CONFIG, KIND)
+        HuggingFaceWeights(folder, CONFIG, GIVEN)
     return str(caught.value)
 
 
 def test_a_good_folder_is_read_by_slices(folder: Path) -> None:
-    weights = HuggingFaceWeights(folder, CONFIG, KIND)
+    weights = HuggingFaceWeights(folder, CONFIG, GIVEN)
     name = "layers.1.feed_forward.experts.3.down"
     whole = weights.read(name, [range(32), range(128)])
     part = weights.read(name, [range(4, 9), range(100, 128)])
@@ -180,18 +180,18 @@ def test_an_unknown_tensor_of_a_layer_that_is_trained_ahead_is_named() -> None:
 )  # fmt: skip
 def test_tensors_that_no_model_of_transformers_has_a_use_for(tmp_path: Path, name: str) -> None:
     save_file(tensors() | {name: torch.zeros(2)}, tmp_path / SINGLE)
-    HuggingFaceWeights(tmp_path, CONFIG, KIND)
+    HuggingFaceWeights(tmp_path, CONFIG, GIVEN)
 
 
 def test_one_file_counts_before_an_index(folder: Path) -> None:
     """As in transformers, where a model was saved over a larger one."""
     changed = {name: tensor.zero_() for name, tensor in tensors().items()}
     save_file(changed, folder / SINGLE)
-    weights = HuggingFaceWeights(folder, CONFIG, KIND)
+    weights = HuggingFaceWeights(folder, CONFIG, GIVEN)
     assert not weights.read("norm.weight", [range(32)]).any()
     next(folder.glob("model-*")).unlink()
     check_folder(folder)
-    HuggingFaceWeights(folder, CONFIG, KIND)
+    HuggingFaceWeights(folder, CONFIG, GIVEN)
 
 
 def test_files_of_two_conversions_do_not_mix(folder: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_pieces_of_different_dtypes_keep_their_numbers(tmp_path: Path) -> None:
     for folder, values in ((tmp_path / "mixed", named), (tmp_path / "full", expected)):
         folder.mkdir()
         save_file(values, folder / SINGLE)
-    mixed, full = (HuggingFaceWeights(tmp_path / one, CONFIG, KIND) for one in ("mixed", "full"))
+    mixed, full = (HuggingFaceWeights(tmp_path / one, CONFIG, GIVEN) for one in ("mixed", "full"))
     name = "layers.1.attention.qkv"
     box = [range(size) for size in full.tensors[name].shape]
     assert torch.equal(mixed.read(name, box), full.read(name, box))

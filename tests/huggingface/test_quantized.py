@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
@@ -17,7 +19,6 @@ from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import Quantization, model_values, quantization_of
 from moemesh.train.weights.conversion import convert
 from tests.huggingface.ours import load, logits
-from tests.huggingface.quantize import fp8_folder, mxfp4_folder, plain_folder
 from tests.huggingface.test_plans import SEQ_LEN, all_plans
 from tests.huggingface.tiny import make
 
@@ -171,7 +172,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     save_file({"a.weight": weight, **scale}, tmp_path / "model.safetensors")
     assert WeightFolder(tmp_path, fp8).tensors["a.weight"].shape == (40, 30)
     with pytest.raises(CheckpointError, match="float8_e4m3fn and config"):
-        WeightFolder(tmp_path).contents.check({"a.weight": (40, 30)}, scale, 1)
+        WeightFolder(tmp_path).check({"a.weight": (40, 30)}, scale, 1)
     blocks = torch.zeros(2, 6, 3, 16, dtype=torch.uint8)
     mxfp4 = Quantization("mxfp4", (1, 32))
     assert "b_scales is missing" in refused({"b_blocks": blocks}, mxfp4)
@@ -181,3 +182,76 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     assert "of bytes" in refused({"b_blocks": blocks[..., :8].contiguous()}, mxfp4)
     whole = {"b": torch.zeros(2, 96, 6), "b_blocks": blocks, "b_scales": blocks[..., 0].clone()}
     assert "b is there twice: as it is, and as b_blocks" in refused(whole, mxfp4)
+
+
+# Folders with weights in fp8 blocks or MXFP4, made from folders with plain ones.
+#
+# Written apart from the code under test: numbers are chosen here from tables, by brute force.
+
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def fp8_folder(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
+    """Store the projections of `folder` in e4m3; returns the numbers that they stand for then."""
+    stored: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "_proj" not in name or tensor.ndim != 2:
+            stored[name] = meant[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        scale = torch.zeros(-(-rows // block[0]), -(-columns // block[1]))
+        values, weight = torch.zeros_like(tensor), torch.zeros_like(tensor).to(torch.float8_e4m3fn)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                place = (
+                    slice(i * block[0], min((i + 1) * block[0], rows)),
+                    slice(j * block[1], min((j + 1) * block[1], columns)),
+                )
+                scale[i, j] = tensor[place].abs().max() / 448 + 1e-9
+                weight[place] = (tensor[place] / scale[i, j]).to(torch.float8_e4m3fn)
+                values[place] = weight[place].float() * scale[i, j]
+        stored |= {name: weight, f"{name}_scale_inv": scale}
+        meant[name] = values
+    found = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    _write(folder, stored, {**found, "weight_block_size": list(block)})
+    return meant
+
+
+def mxfp4_folder(folder: Path) -> dict[str, Tensor]:
+    """Store the experts of a gpt-oss `folder` in MXFP4; returns the numbers they stand for then."""
+    stored: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    table = torch.tensor(_E2M1 + [-value for value in _E2M1])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = meant[name] = tensor
+            continue
+        groups = tensor.transpose(1, 2).unflatten(-1, (-1, 32))
+        power = torch.floor(torch.log2(groups.abs().amax(-1))).int() - 2
+        scaled = groups / 2.0 ** power[..., None]
+        code = (scaled[..., None] - table).abs().argmin(-1)
+        meant[name] = (table[code] * 2.0 ** power[..., None]).flatten(-2).transpose(1, 2)
+        stored[f"{name}_blocks"] = (code[..., 0::2] + 16 * code[..., 1::2]).to(torch.uint8)
+        stored[f"{name}_scales"] = (power + 127).to(torch.uint8)
+    _write(folder, stored, {"quant_method": "mxfp4"})
+    return meant
+
+
+def plain_folder(folder: Path, meant: dict[str, Tensor], quantized: Path) -> Path:
+    """A folder with the numbers `meant` as they are, else as `quantized`."""
+    folder.mkdir()
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    contiguous = {name: tensor.contiguous() for name, tensor in meant.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _write(folder: Path, stored: dict[str, Tensor], quantization: dict[str, object]) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moemesh.checkpoint.huggingface.derived import UpcycledWeights, Upcycling
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.derived import upcycled
+from moemesh.checkpoint.huggingface.logical import logical_shapes
+from moemesh.checkpoint.huggingface.pieces import Read
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
 from moemesh.train.weights.conversion import upcycle, upcycled_model
@@ -58,25 +62,22 @@ def test_every_second_layer(tmp_path: Path) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
 
 
-def opened(folder: Path, upcycling: Upcycling) -> tuple[UpcycledWeights, HuggingFaceWeights]:
+def opened(folder: Path, **keys: Any) -> tuple[Read, Callable[[str], torch.Tensor], Read]:
+    """The weights of three experts, whole ones by name, and those of the dense model."""
     config = ours.config_of(folder)
-    dense = HuggingFaceWeights.open(folder, config)
-    return UpcycledWeights(
-        dense, upcycled_model(config, UpcycleRecipe(experts=3)), upcycling
-    ), dense
-
-
-def whole(weights: UpcycledWeights, name: str) -> torch.Tensor:
-    return weights.read(name, [range(size) for size in weights.tensors[name].shape])
+    dense = HuggingFaceWeights(folder, config).read
+    model = upcycled_model(config, UpcycleRecipe(experts=3))
+    weights, shapes = upcycled(dense, model, **keys), logical_shapes(model)
+    return weights, lambda name: weights(name, [range(size) for size in shapes[name]]), dense
 
 
 def test_channels_are_drawn_anew_and_follow_from_the_seed(tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "dense")
     block = "layers.1.feed_forward"
-    weights, dense = opened(folder, Upcycling(drop=0.25, seed=3))
-    gate_up, down = (whole(weights, f"{block}.experts.{leaf}") for leaf in ("gate_up", "down"))
+    weights, whole, dense = opened(folder, drop=0.25, seed=3)
+    gate_up, down = (whole(f"{block}.experts.{leaf}") for leaf in ("gate_up", "down"))
     plain = [
-        dense.read(f"{block}.{leaf}", [range(size) for size in shape])
+        dense(f"{block}.{leaf}", [range(size) for size in shape])
         for leaf, shape in (("gate_up", gate_up.shape[1:]), ("down", down.shape[1:]))
     ]
     channels = [(gate_up[e] != plain[0]).all(2).all(0) for e in range(3)]
@@ -87,20 +88,21 @@ def test_channels_are_drawn_anew_and_follow_from_the_seed(tmp_path: Path) -> Non
     assert not torch.equal(channels[0], channels[1])
     drawn = gate_up[0][:, channels[0]]
     assert 0.8 < float(drawn.std() / plain[0].std()) < 1.2
-    again = whole(opened(folder, Upcycling(drop=0.25, seed=3))[0], f"{block}.experts.down")
-    other = whole(opened(folder, Upcycling(drop=0.25, seed=4))[0], f"{block}.experts.down")
+    again, other = (
+        opened(folder, drop=0.25, seed=seed)[1](f"{block}.experts.down") for seed in (3, 4)
+    )
     assert torch.equal(again, down) and not torch.equal(other, down)
-    part = weights.read(f"{block}.experts.2.gate_up", [range(1, 2), range(9, 40), range(5, 8)])
+    part = weights(f"{block}.experts.2.gate_up", [range(1, 2), range(9, 40), range(5, 8)])
     assert torch.equal(part, gate_up[2][1:2, 9:40, 5:8])
 
 
 def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "dense")
-    weights, dense = opened(folder, Upcycling(noise=0.1))
+    _, whole, dense = opened(folder, noise=0.1)
     name = "layers.0.feed_forward.experts.down"
     found, plain = (
-        whole(weights, name),
-        dense.read("layers.0.feed_forward.down", [range(48), range(56)]),
+        whole(name),
+        dense("layers.0.feed_forward.down", [range(48), range(56)]),
     )
     for expert in found:
         assert 0.09 < float((expert - plain).std() / plain.std()) < 0.11

@@ -25,9 +25,8 @@ from moemesh.config.plan import Plan
 from moemesh.parallel.pipeline import messenger as messenger_module
 from moemesh.parallel.pipeline.post_validation import Chain, ValidatedExecutor
 from moemesh.parallel.pipeline.program import Forward
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Op, Schedule, messages
 from moemesh.schedule.build import build
-from moemesh.schedule.messages import messages
 from moemesh.trace.timeline import TimelineRecorder
 from tests.parallel.pipelining import SYNCHRONOUS, Relay, make
 from tests.parallel.post_validating import Case, Fault, Outcome, error_on_rank, stop_on_rank, train

@@ -180,7 +180,8 @@ def test_what_differs_from_the_defaults_comes_first(tmp_path):
     assert changed == "Keys that differ from the defaults and the preset"
     found = " ".join(tables(text)[changed].split())
     assert "plan.tp 2 1" in found and "train.steps 400 200" in found
-    # A value that is written down and equals the default is no change.
+    # The version of the file is nobody's choice; a value that equals the default is no change.
+    assert "schema_version" not in found
     assert "plan.cp" not in found and "plan.schedule" not in found
     assert others.startswith("The other ") and "plan.cp" in tables(text)[others]
     assert text.index("<details>") < text.index("plan.cp")

@@ -12,11 +12,11 @@ from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import choices_of
+from moemesh.schedule.action import messages
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
-from moemesh.schedule.messages import messages
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs, measured_costs

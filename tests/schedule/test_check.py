@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.schedule.action import Entry, Op, Schedule, UpdateRule
+from moemesh.schedule.action import Entry, Op, Schedule, UpdateRule, messages
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.check import Caps, ScheduleError, check, rendezvous_deadlock
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.messages import messages
 from moemesh.schedule.program import Deadlock
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import from_text

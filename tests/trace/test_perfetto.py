@@ -8,8 +8,8 @@ from collections import defaultdict
 import pytest
 
 from moemesh.report.timeline_files import to_perfetto
+from moemesh.schedule.action import messages
 from moemesh.schedule.build import build
-from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.timeline import Timeline, WorkRecord
 from tests.report.fake_run import shifted

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from moemesh.schedule.action import messages
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
-from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations, backlog, flows
 from moemesh.trace.timeline import Timeline, WorkRecord

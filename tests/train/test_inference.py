@@ -218,6 +218,15 @@ def test_an_answer_ends_at_the_models_own_tokens_too(
     assert capsys.readouterr().out == "ab\n"
 
 
+def test_an_empty_answer_is_no_silence(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering("</s>")
+    generation.generate(folder, "?", chat=True)
+    told = capsys.readouterr()
+    assert not told.out.strip() and "the answer is empty" in told.err
+
+
 @pytest.mark.parametrize("last", ["/exit", None])
 def test_a_conversation_at_the_terminal(
     folder: Path,

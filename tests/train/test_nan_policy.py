@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.job import SaveJob
+from moemesh.checkpoint.saver import SaveJob
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan

@@ -49,6 +49,7 @@ def test_a_sensible_plan_needs_no_remark() -> None:
     [
         (["plan.schedule=gpipe"], "plan.schedule = gpipe does nothing"),
         (["plan.spare_slots=1"], "plan.spare_slots = 1 does nothing"),
+        (["train.rebalance_every=2"], "train.rebalance_every = 2 does nothing: plan.ep = 1"),
         (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical does nothing"),
         (
             ["train.steps=8", "train.warmup_steps=10"],

@@ -16,7 +16,7 @@ from moemesh.planner.worst_routing import of_own_run
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes
-from moemesh.train.step import gradients_of_step, update
+from moemesh.train.step import evaluate, gradients_of_step, update
 from tests.parity.training import Shape, microbatches, model_of
 from tests.ranks import mesh_on_ranks
 
@@ -76,6 +76,8 @@ def step_on_rank(mesh: Mesh, model_keys: dict[str, Any], plan: Plan) -> tuple[in
         moe.experts.num_bounded = 0
     rest = peak_bytes(lambda: run(2))
     bounded = sum(moe.experts.num_bounded for moe in layers)
+    evaluate(parallel, microbatches(config, plan, Shape(4 * BATCH, SEQ_LEN), 3, mesh))
+    assert bounded == sum(moe.experts.num_bounded for moe in layers), "validation counts nothing"
     return sum(state_bytes(parallel, optimizer).values()), rest, bounded, dropped
 
 

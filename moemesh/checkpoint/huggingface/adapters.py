@@ -24,16 +24,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, replace_by
+from moemesh.checkpoint.files import CheckpointError, check_folder, replace_by
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.convert import LogicalWeights
+from moemesh.checkpoint.huggingface.convert import write_json
 from moemesh.checkpoint.huggingface.names import pieces
-from moemesh.checkpoint.huggingface.pieces import TensorPiece
-from moemesh.checkpoint.huggingface.weights import EXPERT
-from moemesh.checkpoint.huggingface.write import write_json
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece
+from moemesh.checkpoint.huggingface.weight_folder import EXPERT
+from moemesh.checkpoint.load import DeferredTensor, safetensors_bytes
 from moemesh.checkpoint.store import Shard
-from moemesh.checkpoint.tensor_file import DeferredTensor, safetensors_bytes
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
 from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
@@ -216,7 +215,7 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
 
 
 def write_adapters(
-    weights: LogicalWeights,
+    weights: Read,
     model: ModelConfig,
     kind: str,
     out: Path,
@@ -234,7 +233,7 @@ def write_adapters(
 
     def make(one: Adaptation, factor: str) -> Tensor:
         names = [one.factor(part, factor) for part in one.parts]
-        own = [weights.read(name, [range(size) for size in shapes[name]]) for name in names]
+        own = [weights(name, [range(size) for size in shapes[name]]) for name in names]
         more = one.rank - model.lora.rank
         pad = (0, 0, 0, more) if factor == "A" else (0, more)
         own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
@@ -260,10 +259,7 @@ class AdapterFolder:
         check_folder(path)
         self.path = path
         given = read_json(path / CONFIG, _CONFIG_LIMIT)
-        found = {
-            name: entry.shape
-            for name, entry in read_header(path / WEIGHTS, file_size(path / WEIGHTS)).items()
-        }
+        found = {name: entry.shape for name, entry in read_header(path / WEIGHTS).items()}
         self._adaptations = list(adaptations(model, kind))
         self._check_config(given, model.lora, peft_config(model, kind, None))
         self._check_tensors(found, given["r"])

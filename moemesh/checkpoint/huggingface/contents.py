@@ -4,6 +4,14 @@
     model.safetensors                 all tensors, or
     model.safetensors.index.json      tensor -> file, and the files it names
 
+Quantized tensors are recognised by their names and shapes, in two formats:
+
+    fp8     NAME.weight [R, C] of e4m3, and NAME.weight_scale_inv [ceil(R / r), ceil(C / c)]: the
+            number is weight * scale of its block of r x c (DeepSeek-V3, section 3.3 of its report)
+    mxfp4   NAME_blocks [E, R, G, 16] and NAME_scales [E, R, G] of uint8, for NAME [E, 32 G, R]: two
+            e2m1 numbers a byte, the low half first, times 2 ** (scale - 127) (OCP Microscaling
+            Formats 1.0; the layout is that of gpt-oss)
+
 The index comes from outside: a file that it names must be a plain name of this folder, every header
 is bounded and checked against the file, and index and headers must agree, before a number is used.
 """
@@ -17,9 +25,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
-from moemesh.checkpoint.header import read_places
-from moemesh.checkpoint.huggingface.packed import Packed, packed_tensors
+from moemesh.checkpoint.files import CheckpointError, check_folder, read_start
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
 from moemesh.config.huggingface.folder import INDEX, SINGLE, once
 from moemesh.config.huggingface.model import Quantization
@@ -34,6 +41,9 @@ _WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _NAMES = {name: key for key, name in DTYPES.items()}
 #: So many lines of what is wrong are told.
 _MOST_LINES = 5
+SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+#: Numbers that share an exponent, and the bytes that hold them.
+GROUP, GROUP_BYTES = 32, 16
 
 
 class StoredTensor(NamedTuple):
@@ -44,6 +54,23 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int = 0
+
+
+class Packed(NamedTuple):
+    """A tensor that stored ones of fewer bits stand for: in fp8 a matrix, or a stack of them, with
+    a scale for each `block` of its last two dims; in mxfp4 (`block` None) a stack of matrices
+    [E, C, R] whose columns lie in groups of 32."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[int, int] | None
+
+    @property
+    def sources(self) -> tuple[str, str]:
+        """The stored numbers, and their scales."""
+        if self.block is not None:
+            return self.name, self.name + SCALE
+        return self.name + BLOCKS, self.name + SCALES
 
 
 class FolderContents:
@@ -62,7 +89,7 @@ class FolderContents:
         files = sorted(set(index.values())) if index is not None else [SINGLE]
         for file in files:
             there = plain_file(path, file)
-            for name, (entry, start) in read_places(there, file_size(there)).items():
+            for name, entry in read_header(there).items():
                 if entry.dtype not in _NAMES:
                     raise CheckpointError(
                         f"{there}: {name} has the dtype {entry.dtype}, not known here"
@@ -78,24 +105,60 @@ class FolderContents:
                         f"{there}: holds {name}, which {INDEX} places in "
                         f"{index.get(name, 'no file')}"
                     )
-                self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
+                self.stored[name] = StoredTensor(file, dtype, entry.shape, entry.start)
         if index is not None and (missing := sorted(index.keys() - self.stored.keys())):
             raise CheckpointError(
                 f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "
                 f"there ({len(missing)} such tensors)"
             )
         self.tensors = dict(self.stored)
-        self.packed: dict[str, Packed] = {}
-        if quantization is not None:
-            self.packed, problems = packed_tensors(self.stored, quantization)
-            if problems:
-                more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-                raise CheckpointError(f"{self.path}: {problems[0]}{more}")
-            for name, tensor in self.packed.items():
-                home = self.stored[tensor.sources[0]].file
-                for source in tensor.sources:
-                    self.tensors.pop(source, None)
-                self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
+        self.packed = {} if quantization is None else self._find_packed(quantization)
+        for name, tensor in self.packed.items():
+            home = self.stored[tensor.sources[0]].file
+            for source in tensor.sources:
+                self.tensors.pop(source, None)
+            self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
+
+    def _find_packed(self, quantization: Quantization) -> dict[str, Packed]:
+        """The tensors of the folder in this format, by name."""
+        found: dict[str, Packed] = {}
+        problems: list[str] = []
+        is_fp8 = quantization.method == "fp8"
+        for stored, (_, dtype, shape, _) in self.stored.items():
+            if is_fp8 and dtype == "float8_e4m3fn" and not stored.endswith(SCALE):
+                if len(shape) < 2:
+                    problems.append(f"{stored} {list(shape)} is in fp8 and no matrix")
+                    continue
+                packed = Packed(stored, shape, quantization.block)
+                blocks = zip(shape[-2:], quantization.block, strict=True)
+                needed = (*shape[:-2], *(-(-size // block) for size, block in blocks))
+                legal = (*_WEIGHT_DTYPES, "float8_e4m3fn", "float8_e5m2")
+            elif not is_fp8 and stored.endswith(BLOCKS):
+                if dtype != "uint8" or len(shape) != 4 or shape[-1] != GROUP_BYTES:
+                    problems.append(
+                        f"{stored} {list(shape)} of {dtype} is not [experts, rows, groups, "
+                        f"{GROUP_BYTES}] of bytes"
+                    )
+                    continue
+                name, (stack, rows, groups, _) = stored.removesuffix(BLOCKS), shape
+                packed = Packed(name, (stack, groups * GROUP, rows), None)
+                if name in self.stored:
+                    problems.append(f"{name} is there twice: as it is, and as {stored}")
+                needed, legal = shape[:-1], ("uint8",)
+            else:
+                continue
+            found[packed.name] = packed
+            scales = packed.sources[1]
+            entry = self.stored.get(scales)
+            if entry is None:
+                problems.append(f"{scales} is missing, the scales of {stored}")
+            elif entry.shape != needed or entry.dtype not in legal:
+                is_now = f"{list(entry.shape)} of {entry.dtype}"
+                problems.append(f"{scales} is {is_now}; {stored} needs {list(needed)}")
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise CheckpointError(f"{self.path}: {problems[0]}{more}")
+        return found
 
     def check(
         self, expected: dict[str, tuple[int, ...]], known: Collection[str], num_layers: int

@@ -5,76 +5,55 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moemesh.checkpoint import store
-from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
+from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading, replace_by
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
     LogicalTensor,
     ahead_tensors,
+    logical_shapes,
     logical_tensors,
 )
-from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
-from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
-from moemesh.checkpoint.huggingface.write import write_folder, write_json
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder, torch_dtype
+from moemesh.checkpoint.load import DeferredTensor, safetensors_bytes
+from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
-from moemesh.checkpoint.tensor_file import DeferredTensor, safetensors_bytes
-from moemesh.config.huggingface.folder import EMBEDDING, HEAD, SINGLE
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD, INDEX, SINGLE
 from moemesh.config.huggingface.keys import first
 from moemesh.config.model import ModelConfig
 
 #: A stack of experts; a checkpoint has each expert by itself.
 _STACK = re.compile(r"(.*\.experts)\.(\w+)")
-OnFile = Callable[[int, int], None]
 
 
-class LogicalWeights(Protocol):
-    """Weights under logical names: a run's (:class:`CheckpointWeights`), or those of a folder."""
+def checkpoint_weights(checkpoint: Checkpoint) -> Read:
+    """The weights of a checkpoint by logical names, stacks of experts put together."""
 
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer or stack of experts."""
-        ...
-
-
-class NamedWeights(LogicalWeights, Protocol):
-    """Weights whose names and shapes are known, experts also one by one."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Parameter, buffer or stack of experts -> what has its `shape`."""
-        ...
-
-
-class CheckpointWeights:
-    """The weights of a checkpoint, in which every expert stands by itself."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer or stack of experts."""
-        match = _STACK.fullmatch(name)
-        if match is None:
-            return self._part(name, box)
-        experts, *rest = box
-        return torch.stack([self._part(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
-
-    def _part(self, name: str, box: Sequence[range]) -> Tensor:
+    def read(name: str, box: Sequence[range]) -> Tensor:
+        if (match := _STACK.fullmatch(name)) is not None:
+            experts, *rest = box
+            return torch.stack([read(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
         offset, shape = [part.start for part in box], [len(part) for part in box]
-        return self.checkpoint.read(f"model.{name}", offset, shape)
+        return checkpoint.read(f"model.{name}", offset, shape)
+
+    return read
 
 
 def write_huggingface(
-    weights: LogicalWeights,
+    weights: Read,
     model: ModelConfig,
     kind: str,
     out: Path,
@@ -84,17 +63,25 @@ def write_huggingface(
     fused: bool = False,
     origin: WeightFolder | None = None,
     delta: Delta | None = None,
-    on_file: OnFile = lambda done, total: None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write `weights` as a folder of the family `kind` with this `config`.
 
     All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Prediction
-    layers that the folder `origin` has and the model has not are copied from there. With
-    `delta` its tensors take the places of those of `weights`.
+    layers that the folder `origin` has and the model has not are copied from there. With `delta`
+    its tensors take the places of those of `weights`: CheckpointError for one that the folder does
+    not have, or has in another shape.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
-    if delta is not None:
-        tensors = delta.onto(tensors)
+    for name, tensor in delta.tensors.items() if delta is not None else ():
+        there = tensors.get(name)
+        if there is None or there.shape != tensor.shape:
+            has = "no such tensor" if there is None else f"{list(there.shape)}"
+            assert delta is not None
+            raise CheckpointError(
+                f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
+            )
+        tensors[name] = tensor
     if origin is not None:
         num_ahead = first(config, "num_mtp_layers", 0)
         names = ahead_tensors(origin.tensors, model, kind, num_ahead) - tensors.keys()
@@ -107,71 +94,62 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            box = [range(size) for size in stored.shape]
-            kept = dtype if origin.is_quantized else stored.dtype
-            make = partial(_converted, origin, name, box, kept)
+            kept = dtype if origin.is_quantized else torch_dtype(stored.dtype)
+            make = partial(_whole, origin.read, name, stored.shape, kept)
             tensors[name] = DeferredTensor(kept, stored.shape, make)
     write_folder(out, tensors, config, on_file=on_file)
 
 
 def stored_tensors(
-    weights: LogicalWeights, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
+    weights: Read, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
 ) -> dict[str, DeferredTensor]:
     """The tensors of a folder that the `logical` ones of `weights` make."""
+
+    def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
+        if tensor.view == tensor.shape:
+            return piece.store(weights(name, piece.box).to(kept))
+        table = _whole(weights, name, tensor.shape, kept).reshape(tensor.view)
+        return piece.store(table[slices(piece.box)])
+
     tensors: dict[str, DeferredTensor] = {}
     for name, tensor in logical.items():
-        kept = torch.float32 if name.endswith("selection_bias") else dtype
+        kept = _kept(name, dtype)
         for piece in tensor.pieces:
-            make = partial(_stored, weights, name, tensor, piece, kept)
-            tensors[piece.source] = DeferredTensor(kept, piece.stored, make)
+            made = partial(make, name, tensor, piece, kept)
+            tensors[piece.source] = DeferredTensor(kept, piece.stored, made)
     return tensors
 
 
 def write_checkpoint(
-    weights: NamedWeights, folder: Path, state: dict[str, Any], dtype: torch.dtype
-) -> Path:
-    """Write the weights of a folder as ``folder/step-0``, in `dtype`; buffers are fp32.
-
-    `state` is that of a run before its first step.
-    """
+    weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Write the `weights` of `model`, experts also one by one, as ``folder/step-0``, in `dtype`;
+    buffers are fp32. `state` is that of a run before its first step."""
     shards: list[Shard] = []
-    for name, tensor in weights.tensors.items():
-        kept = torch.float32 if name.endswith("selection_bias") else dtype
-        match = _STACK.fullmatch(name)
-        for expert in range(tensor.shape[0]) if match else [None]:
-            named = name if match is None else f"{match[1]}.{expert}.{match[2]}"
-            shape = tensor.shape if match is None else tensor.shape[1:]
-            box = [range(size) for size in shape]
-            shards.append(
-                Shard(
-                    name=f"model.{named}",
-                    shape=shape,
-                    offset=(0,) * len(shape),
-                    tensor=torch.empty(shape, dtype=kept, device="meta"),
-                    make=partial(_converted, weights, named, box, kept),
-                )
+    for stack, shape in logical_shapes(model).items():
+        kept, names = _kept(stack, dtype), [stack]
+        if (match := _STACK.fullmatch(stack)) is not None:
+            names = [f"{match[1]}.{expert}.{match[2]}" for expert in range(shape[0])]
+            shape = shape[1:]
+        shards += [
+            Shard(
+                name=f"model.{name}",
+                shape=shape,
+                offset=(0,) * len(shape),
+                tensor=torch.empty(shape, dtype=kept, device="meta"),
+                make=partial(_whole, weights, name, shape, kept),
             )
-    return store.save(folder, 0, shards, state)
+            for name in names
+        ]
+    store.save(folder, 0, shards, state)
 
 
-def _converted(
-    weights: LogicalWeights, name: str, box: Sequence[range], dtype: torch.dtype
-) -> Tensor:
-    return weights.read(name, box).to(dtype)
+def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith("selection_bias") else dtype
 
 
-def _stored(
-    weights: LogicalWeights,
-    name: str,
-    tensor: LogicalTensor,
-    piece: TensorPiece,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The tensor of a folder that `piece` stands for."""
-    if tensor.view == tensor.shape:
-        return piece.store(weights.read(name, piece.box).to(dtype))
-    table = weights.read(name, [range(size) for size in tensor.shape]).reshape(tensor.view)
-    return piece.store(table[slices(piece.box)].to(dtype))
+def _whole(weights: Read, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return weights(name, [range(size) for size in shape]).to(dtype)
 
 
 def newest(folder: Place) -> Checkpoint:
@@ -181,6 +159,114 @@ def newest(folder: Place) -> Checkpoint:
     if found is None:
         raise CheckpointError("\n  ".join([f"{folder}: holds no readable checkpoint", *reasons]))
     return found
+
+
+# A folder of weights in the layout of transformers, written file by file.
+#
+# One tensor is in memory at a time. Every file appears by a rename when it is whole, the index and
+# config.json come last: an interrupted conversion goes on with the first file that is missing.
+
+#: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.
+FILE_BYTES = 4 << 30
+#: Files beside the weights that are carried along, up to this size in bytes.
+CARRIED_BYTES = 64 << 20
+_METADATA = {"format": "pt"}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def write_folder(
+    out: Path,
+    tensors: Mapping[str, DeferredTensor],
+    config: Mapping[str, object],
+    *,
+    file_bytes: int = FILE_BYTES,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write `tensors` and ``config.json`` to the folder `out`, which may hold a part of the same.
+
+    `on_file` is called for each finished file. Raises CheckpointError for a file of another
+    conversion.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.num_bytes > file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.num_bytes
+    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    groups = dict(zip(files if len(parts) > 1 else [SINGLE], parts, strict=True))
+    # Loaders take the single file where both are there: one of them would be of another model.
+    if (other := out / (SINGLE if len(groups) > 1 else INDEX)).exists():
+        raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
+    for done, (file, names) in enumerate(groups.items()):
+        part = {name: tensors[name] for name in names}
+        if not _is_there(out / file, part):
+            replace_by(out / file, safetensors_bytes(part, _METADATA))
+        on_file(done + 1, len(groups))
+    if len(groups) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in groups.items() for name in names},
+        }
+        write_json(out / INDEX, index)
+    write_json(out / "config.json", config)
+
+
+def carry_along(source: Path, out: Path) -> list[str]:
+    """Copy tokenizer, generation settings and whatever else lies beside the weights of `source`,
+    but config.json; returns the names. Large files stay, and links that lead out of it."""
+    out.mkdir(parents=True, exist_ok=True)
+    copied: list[str] = []
+    for name in sorted(path.name for path in source.iterdir()):
+        path = plain_file(source, name)
+        is_plain = path.is_file() and not path.is_symlink()
+        if not is_plain or name.startswith(".") or name in ("config.json", INDEX):
+            continue
+        if name.endswith(_WEIGHTS) or path.stat().st_size > CARRIED_BYTES:
+            continue
+        shutil.copyfile(path, out / name)
+        copied.append(name)
+    return copied
+
+
+def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
+    """Whether an earlier conversion has finished this file, with the same numbers."""
+    if not path.exists():
+        return False
+    expected = {
+        name: (DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape)
+        for name, tensor in part.items()
+    }
+    header = read_header(path).items()
+    if {name: (entry.dtype, entry.shape) for name, entry in header} != expected:
+        raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
+    # Names and shapes are also those of another run, and of another step of the same one.
+    with reading(path) as file:
+        if not all(_follows(file, chunk) for chunk in safetensors_bytes(part, _METADATA)):
+            raise CheckpointError(
+                f"{path}: holds other weights, of another source or of an earlier step: choose an "
+                "empty folder, or remove this one first"
+            )
+    return True
+
+
+def _follows(file: BinaryIO, expected: bytes | memoryview) -> bool:
+    """Whether the next bytes of `file` are those."""
+    place = 0
+    for chunk in read_chunks(file, len(expected)):
+        if chunk != expected[place : place + len(chunk)]:
+            return False
+        place += len(chunk)
+    return place == len(expected)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value`, by a rename when it is whole."""
+    replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])
 
 
 # The tensors of a run that trained, as a folder of their own, and a base folder with them.
@@ -230,7 +316,7 @@ def fingerprint(folder: WeightFolder) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(folder.tensors):
         stored = folder.tensors[name]
-        digest.update(f"{name} {stored.dtype} {list(stored.shape)}\n".encode())
+        digest.update(f"{name} torch.{stored.dtype} {list(stored.shape)}\n".encode())
         if all(stored.shape):
             *outer, inner = stored.shape or (1,)
             box = [*(range(size // 2, size // 2 + 1) for size in outer), range(min(inner, _SAMPLE))]
@@ -262,23 +348,8 @@ class Delta:
         except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
-        self.tensors = {
-            name: DeferredTensor(
-                stored.dtype,
-                stored.shape,
-                partial(folder.read, name, [range(size) for size in stored.shape]),
-            )
-            for name, stored in folder.tensors.items()
-        }
-
-    def onto(self, whole: Mapping[str, DeferredTensor]) -> dict[str, DeferredTensor]:
-        """The tensors of a folder with those of the delta in their places. Raises CheckpointError
-        for one that the folder does not have, or has in another shape."""
-        for name, tensor in self.tensors.items():
-            there = whole.get(name)
-            if there is None or there.shape != tensor.shape:
-                has = "no such tensor" if there is None else f"{list(there.shape)}"
-                raise CheckpointError(
-                    f"{self.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
-                )
-        return {name: self.tensors.get(name, tensor) for name, tensor in whole.items()}
+        self.tensors: dict[str, DeferredTensor] = {}
+        for name, stored in folder.tensors.items():
+            dtype = torch_dtype(stored.dtype)
+            make = partial(_whole, folder.read, name, stored.shape, dtype)
+            self.tensors[name] = DeferredTensor(dtype, stored.shape, make)

@@ -55,20 +55,25 @@ class LogicalTensor(NamedTuple):
         return table.reshape(-1)[start : start + len(wanted)]
 
 
+def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter and buffer of a model by its name without "model.", but for adapters, which
+    have folders of their own."""
+    whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
+    shapes = {tensor.name: tensor.shape for tensor in whole_model}
+    if config.router_selection_bias:
+        routers = [name for name in shapes if name.endswith(".router.weight")]
+        biases = [f"{name.removesuffix('weight')}selection_bias" for name in routers]
+        shapes |= dict.fromkeys(biases, (config.num_experts,))
+    return shapes
+
+
 def logical_tensors(
     config: ModelConfig, kind: str, *, fused: bool = False
 ) -> dict[str, LogicalTensor]:
-    """Every parameter and buffer of a model of the family `kind`, by its name without "model."; of
-    a folder with `fused` experts (:mod:`moemesh.checkpoint.huggingface.names`)."""
-    # Adapters have folders of their own.
-    whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
-    shapes = [(tensor.name, tensor.shape) for tensor in whole_model]
-    if config.router_selection_bias:
-        routers = [name for name, _ in shapes if name.endswith(".router.weight")]
-        biases = (f"{name.removesuffix('weight')}selection_bias" for name in routers)
-        shapes += [(name, (config.num_experts,)) for name in biases]
+    """The :func:`logical_shapes` of a model in folders of the family `kind`, with `fused` experts
+    or without (:mod:`moemesh.checkpoint.huggingface.names`)."""
     found: dict[str, LogicalTensor] = {}
-    for name, shape in shapes:
+    for name, shape in logical_shapes(config).items():
         view = view_of(name, shape, config)
         try:
             found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))

@@ -8,7 +8,7 @@ shard, and the stored tensor that an export must write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,22 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Read(Protocol):
-    """(name of a stored tensor, a range of each of its dims) -> these numbers."""
-
-    def __call__(self, name: str, box: Sequence[range], /) -> Tensor: ...
+#: (name of a tensor, a range of each of its dims) -> these numbers. Of stored tensors by the names
+#: of a folder, or of weights by their logical names, any part of any of them.
+Read = Callable[[str, Sequence[range]], "Tensor"]
 
 
 class StoredSource(Protocol):
     """Stored tensors, read by parts."""
 
-    def read(self, name: str, box: Sequence[range], /) -> Tensor:
-        """The part `box` of a tensor."""
-        ...
-
-    def read_into(self, name: str, box: Sequence[range], out: Tensor, /) -> None:
-        """Read the part `box` into memory that is there."""
-        ...
+    def read(self, name: str, box: Sequence[range], /) -> Tensor: ...
+    def read_into(self, name: str, box: Sequence[range], out: Tensor, /) -> None: ...
 
 
 class TensorPiece(NamedTuple):

@@ -1,28 +1,38 @@
-"""A folder of weights in the layout of transformers, opened with care and read by slices."""
+"""A folder of weights in the layout of transformers, opened with care and read by slices, and its
+weights under the logical names of our checkpoints.
+
+A rank reads the slices of its shards and nothing else; no rank ever holds the model.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.contents import FolderContents, plain_file
-from moemesh.checkpoint.huggingface.packed import (
-    BLOCKS,
+from moemesh.checkpoint.huggingface.contents import (
     GROUP,
     GROUP_BYTES,
-    SCALE,
-    SCALES,
-    Fp8Blocks,
-    Mxfp4,
+    FolderContents,
+    Packed,
+    StoredTensor,
+    plain_file,
 )
-from moemesh.config.huggingface.model import Quantization
+from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
+from moemesh.checkpoint.load import Shard
+from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.keys import first
+from moemesh.config.huggingface.model import Quantization, family_of, quantization_of
+from moemesh.config.lora import is_adapter
+from moemesh.config.model import ModelConfig
 
 # Parts of tensors from files, straight into the memory where they are needed.
 #
@@ -38,14 +48,6 @@ _BUFFER_BYTES = 1 << 20
 _SHORTEST_RUN_BYTES = 4096
 
 
-class Place(NamedTuple):
-    """The place of a tensor: its first byte in the file, its dtype and shape."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class SliceReader:
     """Opened files; not for several threads."""
 
@@ -54,20 +56,25 @@ class SliceReader:
         self.bytes_read = 0
         self._handles: dict[Path, int] = {}
         self._buffer: Tensor | None = None
+        #: The file, and the dtype, of the tensor that is being read.
+        self._path, self._dtype = Path(), torch.float32
 
-    def read_into(self, path: Path, place: Place, box: Sequence[range], out: Tensor) -> None:
-        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
+    def read_into(
+        self, path: Path, tensor: StoredTensor, box: Sequence[range], out: Tensor
+    ) -> None:
+        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor of the file
+        `path`."""
         if 0 not in out.shape:
             if path not in self._handles:
                 try:
                     self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 except OSError as error:
                     raise CheckpointError(f"{path}: {error.strerror}") from error
-            source = _Source(path, self._handles[path], place.dtype)
-            if not place.shape:
-                self._run(source, place.start, out.view(1))
+            self._path, self._dtype = path, torch_dtype(tensor.dtype)
+            if not tensor.shape:
+                self._run(tensor.start, out.view(1))
             else:
-                self._fill(source, place.start, place.shape, box, out)
+                self._fill(tensor.start, tensor.shape, box, out)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -77,72 +84,59 @@ class SliceReader:
     def __del__(self) -> None:
         self.close()
 
-    def _fill(
-        self,
-        source: _Source,
-        start: int,
-        shape: Sequence[int],
-        box: Sequence[range],
-        out: Tensor,
-    ) -> None:
+    def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
         rows, *rest = box
-        row_bytes = prod(shape[1:]) * source.dtype.itemsize
+        row_bytes = prod(shape[1:]) * self._dtype.itemsize
         start += rows.start * row_bytes
         if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
-            self._run(source, start, out)
+            self._run(start, out)
             return
         at_once = _BUFFER_BYTES // row_bytes
         if (
             at_once
             and len(rows) > 1
-            and _run_length(shape[1:], rest) * source.dtype.itemsize < _SHORTEST_RUN_BYTES
+            and _run_length(shape[1:], rest) * self._dtype.itemsize < _SHORTEST_RUN_BYTES
         ):
             inner = tuple(slice(part.start, part.stop) for part in rest)
-            for first in range(0, len(rows), at_once):
-                part = out[first : first + at_once]
-                whole = self._numbers(source, start + first * row_bytes, (len(part), *shape[1:]))
+            for row in range(0, len(rows), at_once):
+                part = out[row : row + at_once]
+                whole = self._numbers(start + row * row_bytes, (len(part), *shape[1:]))
                 part.copy_(whole[(slice(None), *inner)])
             return
         for index in range(len(rows)):
-            self._fill(source, start + index * row_bytes, shape[1:], rest, out[index])
+            self._fill(start + index * row_bytes, shape[1:], rest, out[index])
 
-    def _run(self, source: _Source, start: int, out: Tensor) -> None:
+    def _run(self, start: int, out: Tensor) -> None:
         """Numbers that lie one behind the other in the file."""
-        if out.dtype == source.dtype and out.device.type == "cpu" and out.is_contiguous():
+        if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
             flat = out.detach().reshape(-1).view(torch.uint8)
-            self._read(source, start, memoryview(flat.numpy()))
+            self._read(start, memoryview(flat.numpy()))
             return
-        row_bytes = prod(out.shape[1:]) * source.dtype.itemsize
+        row_bytes = prod(out.shape[1:]) * self._dtype.itemsize
         at_once = _BUFFER_BYTES // row_bytes
         if not at_once:
             for index in range(len(out)):
-                self._run(source, start + index * row_bytes, out[index])
+                self._run(start + index * row_bytes, out[index])
             return
-        for first in range(0, len(out), at_once):
-            part = out[first : first + at_once]
-            part.copy_(self._numbers(source, start + first * row_bytes, tuple(part.shape)))
+        for row in range(0, len(out), at_once):
+            part = out[row : row + at_once]
+            part.copy_(self._numbers(start + row * row_bytes, tuple(part.shape)))
 
-    def _numbers(self, source: _Source, start: int, shape: tuple[int, ...]) -> Tensor:
+    def _numbers(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """Numbers that fit the buffer, valid until the next are read."""
         if self._buffer is None:
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        raw = self._buffer[: prod(shape) * source.dtype.itemsize]
-        self._read(source, start, memoryview(raw.numpy()))
-        return raw.view(source.dtype).view(shape)
+        raw = self._buffer[: prod(shape) * self._dtype.itemsize]
+        self._read(start, memoryview(raw.numpy()))
+        return raw.view(self._dtype).view(shape)
 
-    def _read(self, source: _Source, start: int, into: memoryview) -> None:
+    def _read(self, start: int, into: memoryview) -> None:
         self.bytes_read += len(into)
         while into:
-            count = os.preadv(source.handle, [into], start)
+            count = os.preadv(self._handles[self._path], [into], start)
             if not count:
-                raise CheckpointError(f"{source.path}: became shorter while it was read")
+                raise CheckpointError(f"{self._path}: became shorter while it was read")
             into, start = into[count:], start + count
-
-
-class _Source(NamedTuple):
-    path: Path
-    handle: int
-    dtype: torch.dtype
 
 
 def _run_length(shape: Sequence[int], box: Sequence[range]) -> int:
@@ -157,42 +151,39 @@ def _run_length(shape: Sequence[int], box: Sequence[range]) -> int:
 
 # Stored tensors of fewer bits, turned into numbers slice by slice.
 #
-# Only the blocks that a slice touches are read. :mod:`moemesh.checkpoint.huggingface.packed` has
-# the formats.
+# Only the blocks that a slice touches are read. :mod:`moemesh.checkpoint.huggingface.contents`
+# has the formats.
 
 
-#: (name of a stored tensor, a range of each of its dims) -> these numbers, as stored.
-Read = Callable[[str, Sequence[range]], Tensor]
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 #: The two numbers of every byte; the scale of every exponent, of which the last is not a number.
 _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
 
 
-def _fp8(tensor: Fp8Blocks, box: Sequence[range], read: Read) -> Tensor:
+def _unpacked(tensor: Packed, box: Sequence[range], read: Read) -> Tensor:
+    """The part `box` of a packed tensor in float32; `read` gives stored numbers."""
+    numbers, scales_of = tensor.sources
+    if tensor.block is None:
+        stack, columns, rows = box
+        groups = _blocks(columns, GROUP)
+        packed = read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
+        exponents = read(scales_of, [stack, rows, groups])
+        found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
+        found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
+        start = columns.start - groups.start * GROUP
+        return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
     *stack, rows, columns = box
-    found = read(tensor.weight, box).float()
+    found = read(numbers, box).float()
     blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
-    scales = read(tensor.weight + SCALE, [*stack, *blocks]).float()
+    scales = read(scales_of, [*stack, *blocks]).float()
     of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
     # Block by block of rows, so that no second tensor of this size is made.
     for index, block in enumerate(blocks[0]):
-        first = max(block * tensor.block[0], rows.start) - rows.start
+        start = max(block * tensor.block[0], rows.start) - rows.start
         last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
-        found[..., first:last, :] *= scales[..., index : index + 1, :][..., of_column]
+        found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
     return found
-
-
-def _mxfp4(tensor: Mxfp4, box: Sequence[range], read: Read) -> Tensor:
-    stack, columns, rows = box
-    groups = _blocks(columns, GROUP)
-    packed = read(tensor.name + BLOCKS, [stack, rows, groups, range(GROUP_BYTES)])
-    exponents = read(tensor.name + SCALES, [stack, rows, groups])
-    found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
-    found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
-    found = found.flatten(2)
-    start = columns.start - groups.start * GROUP
-    return found[..., start : start + len(columns)].transpose(1, 2)
 
 
 def _blocks(part: range, size: int) -> range:
@@ -200,33 +191,18 @@ def _blocks(part: range, size: int) -> range:
     return range(part.start // size, -(-part.stop // size))
 
 
-class FolderTensor(NamedTuple):
-    """A tensor of a folder as torch knows it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class WeightFolder:
-    """The tensors of a folder. Raises CheckpointError as :class:`FolderContents`.
-
-    With `quantization`, `tensors` are those that stored ones of fewer bits stand for, and all are
-    read as float32.
-    """
+class WeightFolder(FolderContents):
+    """The tensors of a folder, and their numbers, with `quantization` all in float32. Raises
+    CheckpointError as :class:`FolderContents`."""
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
-        self.contents = FolderContents(path, quantization)
-        self.path = path
+        super().__init__(path, quantization)
         self._reader = SliceReader()
-        self.tensors = {
-            name: FolderTensor(_dtype(tensor.dtype), tensor.shape)
-            for name, tensor in self.contents.tensors.items()
-        }
 
     @property
     def is_quantized(self) -> bool:
         """Whether tensors are stored in fewer bits than they are read as."""
-        return bool(self.contents.packed)
+        return bool(self.packed)
 
     @property
     def bytes_read(self) -> int:
@@ -238,35 +214,104 @@ class WeightFolder:
         tensors in float32)."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
-        if (packed := self.contents.packed.get(name)) is not None:
-            if isinstance(packed, Fp8Blocks):
-                return _fp8(packed, box, self._read)
-            return _mxfp4(packed, box, self._read)
+        if (packed := self.packed.get(name)) is not None:
+            return _unpacked(packed, box, self._read)
         found = self._read(name, box)
         return found.float() if self.is_quantized else found
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
-        if name in self.contents.packed or name not in self.contents.stored:
+        if name in self.packed or name not in self.stored:
             out.copy_(self.read(name, box))
         else:
             self._fill(name, box, out)
 
     def _read(self, name: str, box: Sequence[range]) -> Tensor:
-        dtype = _dtype(self.contents.stored[name].dtype)
-        found = torch.empty([len(part) for part in box], dtype=dtype)
+        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
         self._fill(name, box, found)
         return found
 
     def _fill(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        stored = self.contents.stored[name]
-        place = Place(stored.start, _dtype(stored.dtype), stored.shape)
-        self._reader.read_into(plain_file(self.path, stored.file), place, box, out)
+        stored = self.stored[name]
+        self._reader.read_into(plain_file(self.path, stored.file), stored, box, out)
 
     def close(self) -> None:
         """Let go of the files; a later read opens them again."""
         self._reader.close()
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch's name."""
     return cast("torch.dtype", getattr(torch, name))
+
+
+#: A name of one expert of a stack: ``...experts.17.gate_up``.
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+
+
+class HuggingFaceWeights:
+    """An opened folder. Raises CheckpointError unless it holds the tensors of the model `config`
+    and no others, before any is read."""
+
+    def __init__(
+        self, path: Path, config: ModelConfig, given: Mapping[str, Any] | None = None
+    ) -> None:
+        """`given`: the content of its ``config.json``, which names the family, the format of the
+        weights and the prediction layers; None: read it."""
+        given = read_config(path) if given is None else given
+        self.quantization = quantization_of(given)
+        self.folder = WeightFolder(path, self.quantization)
+        self._experts: dict[str, list[LogicalTensor]] = {}
+        num_ahead = first(given, "num_mtp_layers", 0)
+        self.tensors = checked_tensors(self.folder, config, family_of(given), num_ahead)
+
+    @property
+    def note(self) -> str | None:
+        """A note to read before the weights are; None where they are stored as usual."""
+        if not self.folder.is_quantized:
+            return None
+        return (
+            f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "
+            "while they are read, and are not quantized again"
+        )
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
+        checkpoint, with "model." in front. Adapters stay as they are."""
+        with torch.no_grad():
+            for shard in (one for one in shards if not is_adapter(one.name)):
+                ends = zip(shard.offset, shard.tensor.shape, strict=True)
+                box = [range(start, start + size) for start, size in ends]
+                tensor, box, is_one = self._located(shard.name.removeprefix("model."), box)
+                out = shard.tensor[None] if is_one else shard.tensor
+                if tensor.view == tensor.shape:
+                    for piece in tensor.pieces:
+                        if (common := piece.overlap(box)) is not None:
+                            piece.read_into(common, out[slices(common, box)], self.folder)
+                else:
+                    out.copy_(tensor.read(box, self.folder.read))
+        self.folder.close()
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
+        tensor, box, is_one = self._located(name, box)
+        found = tensor.read(box, self.folder.read)
+        return found[0] if is_one else found
+
+    def _located(
+        self, name: str, box: Sequence[range]
+    ) -> tuple[LogicalTensor, Sequence[range], bool]:
+        """The tensor of a name, the part of it that `box` is, and whether the name is that of one
+        expert, which is the stack with its pieces alone. Those of all are found once."""
+        if (match := EXPERT.fullmatch(name)) is None:
+            return self.tensors[name], box, False
+        stack, expert = f"{match[1]}.{match[3]}", int(match[2])
+        if stack not in self._experts:
+            tensor = self.tensors[stack]
+            by_expert: list[list[TensorPiece]] = [[] for _ in range(tensor.shape[0])]
+            for piece in tensor.pieces:
+                start = piece.offset[0]
+                for index in range(start, start + piece.shape[0]):
+                    by_expert[index].append(piece)
+            self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
+        return self._experts[stack][expert], [range(expert, expert + 1), *box], True

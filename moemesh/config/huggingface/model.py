@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 
 from moemesh.config.huggingface.keys import Config, first, known_families, real, table, wrong
-from moemesh.config.huggingface.sizes import Sizes, read_sizes
+from moemesh.config.huggingface.sizes import read_sizes
 
 #: Fields of a planner's shape that say nothing new to a trained model, with the value that it has.
 _FIXED: dict[str, object] = {
@@ -107,6 +107,10 @@ def quantization_of(config: Config) -> Quantization | None:
     return Quantization("fp8", (numbers[0], numbers[1]))
 
 
+#: Keys that every family reads.
+_FOR_ALL = ("norm_eps", "init_std", "max_position_embeddings")
+
+
 @cache
 def trained_families() -> dict[str, Any]:
     """``presets/huggingface/trained.toml``."""
@@ -147,7 +151,22 @@ def model_values(config: Config) -> dict[str, object]:
     found: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
     # A size of 0 stands for a part that the model does not have.
     found |= {name: fields[name] for name in _SAME if fields.get(name) not in (None, 0)}
-    found |= _layers(fields) | _shared(sizes)
+    # Layers with experts: all but the first ones, or a list.
+    layers, moe = fields["num_layers"], fields["moe_layers"]
+    if not moe:
+        found["num_experts"] = 0
+    elif moe == tuple(range(moe[0], layers)):
+        found["first_dense_layers"] = moe[0]
+    else:
+        found |= {"moe_layers": list(moe), "first_dense_layers": None}
+    # Shared experts by number and, where it is not their number times an expert's, by width.
+    if width := fields["shared_intermediate_size"]:
+        count = first(sizes.values, "num_shared", 1) or 1
+        found["num_shared_experts"] = count
+        if width != count * fields["expert_intermediate_size"]:
+            found["shared_intermediate_size"] = width
+        if fields.get("shared_gate"):
+            found["shared_gate"] = True
     norm, windows = fields.get("qk_norm", "none"), fields["windows"]
     if norm != "none":
         found |= {"qk_norm": True, "qk_norm_over": "projection" if norm == "full" else "head"}
@@ -176,33 +195,6 @@ def model_values(config: Config) -> dict[str, object]:
             balancing["aux_loss_probabilities"] = "softmax"
     found |= balancing
     return {name: value for name, value in found.items() if value is not None}
-
-
-_FOR_ALL = ("norm_eps", "init_std", "max_position_embeddings")
-
-
-def _layers(fields: Mapping[str, Any]) -> dict[str, object]:
-    """Which layers have experts: all but the first ones, or a list."""
-    layers, moe = fields["num_layers"], fields["moe_layers"]
-    if not moe:
-        return {"num_experts": 0}
-    if moe != tuple(range(moe[0], layers)):
-        return {"moe_layers": list(moe), "first_dense_layers": None}
-    return {"first_dense_layers": moe[0]}
-
-
-def _shared(sizes: Sizes) -> dict[str, object]:
-    """Shared experts by number and, where it is not their number times an expert's, by width."""
-    width = sizes.fields["shared_intermediate_size"]
-    if not width:
-        return {}
-    count = first(sizes.values, "num_shared", 1) or 1
-    found: dict[str, object] = {"num_shared_experts": count}
-    if width != count * sizes.fields["expert_intermediate_size"]:
-        found["shared_intermediate_size"] = width
-    if sizes.fields.get("shared_gate"):
-        found["shared_gate"] = True
-    return found
 
 
 def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, object]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock
-from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.messages import Message, messages, successor
+from moemesh.schedule.action import Message, Op, Schedule, messages, successor
 
 #: Receives posted beyond the one that is waited for. None by NCCL: on a device they would wait for
 #: what this rank may not have launched yet, and a first use of a kernel, or memory, for them.

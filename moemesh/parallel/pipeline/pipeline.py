@@ -33,9 +33,8 @@ from moemesh.parallel.pipeline.program import (
     Program,
     TensorSpec,
 )
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Op, Schedule, messages
 from moemesh.schedule.generators import forward_only
-from moemesh.schedule.messages import messages
 from moemesh.schedule.text import digest
 from moemesh.sharding.stages import cut_layers
 from moemesh.trace.timeline import TimelineRecorder

@@ -36,6 +36,8 @@ from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 # ``presets/calibration/rows.toml`` turns it into columns, which any table may have itself.
 
 
+#: The software of runs whose table names none: that of whoever wrote the table.
+OWN_STACK = "own"
 _BLANK = "|-|--|n/a|na|nan|null|none|unknown|\\?"
 _COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
 _COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*([kK]?)")
@@ -98,7 +100,7 @@ def told_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
         when = rule.get("when", {}).items()
         if all(re.search(pattern, found.get(name, ""), flags) for name, pattern in when):
             found |= {name: word for name, word in rule["set"].items() if not found.get(name)}
-    found["stack"] = found.get("stack") or row.get("src", "")
+    found["stack"] = found.get("stack") or row.get("src") or OWN_STACK
     return found
 
 

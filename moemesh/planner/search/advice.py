@@ -137,11 +137,12 @@ def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
     for more in MORE_MEMORY:
         first = found.fitting(found.capacity + more * GIB, 1)[0]
         sensitivity.append((more * GIB, min(found.seconds(first), seconds)))
+    whose = "" if best == fastest else f" of the fastest ({seconds:.3f} s)"
     if helps := [(more, then) for more, then in sensitivity if then < seconds * 0.999]:
         more, then = helps[0]
         binding = (
-            f"memory of pipeline rank {memory.rank}: +{more // GIB} GiB a device would make a "
-            f"step {1 - then / seconds:.1%} faster"
+            f"memory of pipeline rank {memory.rank}{whose}: +{more // GIB} GiB a device would make "
+            f"a step {1 - then / seconds:.1%} faster"
         )
     else:
         parts = found.breakdown(fastest)

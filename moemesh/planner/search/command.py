@@ -385,14 +385,14 @@ def plan_file(planned: PlannedAnswer) -> str:
 def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
     """Keys that an answer leaves at defaults which are made for a first run."""
     train, tokens = TrainConfig(), planned.tokens
-    steps = f"train.steps (now {train.steps})"
+    steps = f"train.steps (now {train.steps}), "
     if tokens is not None:
-        steps = f"train.steps ({_steps(tokens, best.layout)} for the tokens)"
+        steps = ""  # those of the tokens are set
     model = planned.model
     data = "data.path, data.tokenizer" if model.path is None else "data.path"
     if model.path is None and model.run is not None and model.run.lora.rank:
         data += ", model.path in place of model.preset (adapters need trained weights)"
-    return f"{steps}, train.lr (now {train.lr:g}), {data}"
+    return f"{steps}train.lr (now {train.lr:g}), {data}"
 
 
 def _steps(tokens: float, layout: PlannedLayout) -> int:

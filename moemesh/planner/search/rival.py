@@ -14,6 +14,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
@@ -38,35 +40,24 @@ from moemesh.schedule.build import is_defined
 MOST_CHANGES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nearest:
-    """A layout that fits near one that does not. `change`: what differs ("recompute none ->
-    full"); `needed` bytes of the worst rank; `seconds` of a step."""
-
-    change: str
-    layout: PlannedLayout
-    needed: float
-    seconds: float
-
-
-def nearest_that_fits(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | None:
+def nearest_that_fits(
+    shape: ModelShape, cluster: Cluster, layout: PlannedLayout
+) -> Candidate | None:
     """The fastest of the smallest changes that fit; None when no change of two keys does."""
     known = pricing(cluster)
     for count in range(1, MOST_CHANGES + 1):
-        found: list[Nearest] = []
+        found: list[Candidate] = []
         for other in edits(shape, layout, count, node_size=cluster.gpus_per_node):
             memory = known.memory(shape, other)
             if memory.fits(cluster.memory_bytes, known.usable_share):
-                change, seconds = difference(layout, other), known.seconds(shape, other)["total"]
-                found.append(
-                    Nearest(change=change, layout=other, needed=memory.needed, seconds=seconds)
-                )
+                change, parts = difference(layout, other), known.seconds(shape, other)
+                found.append(Candidate.of(other, memory, parts, change))
         if found:
             return min(found, key=lambda near: near.seconds)
     return None
 
 
-def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | str:
+def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candidate | str:
     """The layout to run in place of one that does not fit: the nearest; where none is near, the
     fastest that fits at all; else a sentence about what there is."""
     if (near := nearest_that_fits(shape, cluster, layout)) is not None:
@@ -85,12 +76,7 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Neare
         return "no change of two keys makes it fit"
     if best := found.fitting(found.capacity, 1):
         other = found.candidate(best[0])
-        return Nearest(
-            change=difference(layout, other.layout),
-            layout=other.layout,
-            needed=other.memory.needed,
-            seconds=other.seconds,
-        )
+        return replace(other, change=difference(layout, other.layout))
     return f"no layout of {layout.world_size} such devices fits: {what_would_fit(found)}"
 
 
@@ -197,7 +183,7 @@ class Rival:
     slower: float = 0.0
     parts: tuple[tuple[str, float], ...] = ()
     memory: tuple[tuple[str, float], ...] = ()
-    nearest: Nearest | None = None
+    nearest: Candidate | None = None
     beyond: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -272,10 +258,7 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
             global_batch=layout.global_batch,
             model=model,
         ).layout
-        memory, breakdown = found.pricing.price(found.shape, changed)
-        candidate = Candidate(
-            layout=changed, seconds=breakdown["total"], breakdown=breakdown, memory=memory
-        )
+        candidate = Candidate.of(changed, *found.pricing.price(found.shape, changed))
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
     if candidate.layout.microbatch > space.largest_microbatch:
         beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
@@ -343,7 +326,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
             if hasattr(family.columns, key):
-                legal.update(int(value) for value in set(getattr(family.columns, key).tolist()))
+                columns = family.columns.where(family.legal.any(axis=(0, 1, 2)))
+                legal.update(map(int, np.unique(getattr(columns, key))))
             else:
                 legal.add(int(getattr(family, key)))
         wanted = table[key]

@@ -14,6 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.memory import PeakMemory, needed_bytes
+from moemesh.planner.memory import PeakMemory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
@@ -37,7 +38,8 @@ _FIRST = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout with its price."""
+    """One layout with its price; `change`: what differs from the one that it is named beside
+    ("recompute none -> full")."""
 
     layout: PlannedLayout
     seconds: float
@@ -46,6 +48,21 @@ class Candidate:
     #: Answers that it is, of :mod:`moemesh.planner.search.advice`, and its near-copies.
     roles: tuple[str, ...] = ()
     alike: int = 0
+    change: str = ""
+
+    @classmethod
+    def of(
+        cls, layout: PlannedLayout, memory: PeakMemory, parts: dict[str, float], change: str = ""
+    ) -> Candidate:
+        """A layout with its peak and the parts of its step, `total` among them."""
+        return cls(
+            layout=layout, seconds=parts["total"], breakdown=parts, memory=memory, change=change
+        )
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a device must have."""
+        return self.memory.needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +106,11 @@ class SearchSpace:
         mechanisms: list[NDArray[np.int8]] = []
         for family in families(shape, space, self.rejected):
             self._families.append(family)
-            rows, size = family.rows(space), (len(family.columns),)
-            bytes_needed = needed_bytes(shape, rows, self.pricing.allocation_of(rows))
-            needed.append(np.broadcast_to(np.asarray(bytes_needed, dtype=np.float64), size))
-            columns = family.time_columns(shape, space)
-            bound = self.pricing.bound(shape, columns, precision_of(rows))
-            bounds.append(np.broadcast_to(np.asarray(bound, dtype=np.float64), size))
-            self.examined += size[0]
+            needed.append(family.memory_bytes(shape, self.pricing))
+            bounds.append(family.seconds_bound(shape, self.pricing))
+            mechanisms.append(family.mechanisms)
+            self.examined += family.size
             tell(f"{self.examined:,} layouts")
-            mechanisms.append(family.mechanisms(space).astype(np.int8))
         if not bounds:
             batch = space.global_batch
             told = counted(dict(self.rejected.most_common(3)))
@@ -118,7 +131,7 @@ class SearchSpace:
     def layout(self, index: int) -> PlannedLayout:
         """Layout number `index` of the enumeration."""
         family = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._families[family].layout(self.space, index - int(self._starts[family]))
+        return self._families[family].layout(index - int(self._starts[family]))
 
     def memory(self, index: int) -> PeakMemory:
         """Its peak on the worst rank, in parts."""
@@ -140,12 +153,30 @@ class SearchSpace:
 
         Layouts of equal time under the model follow by memory, smallest first.
         """
-        return self.fastest(np.flatnonzero(self.needed <= capacity), count)
+        return self._fastest(self._in_order(self.needed <= capacity), count)
 
     def fastest(self, numbers: IntArray, count: int) -> list[int]:
         """The `count` fastest of layouts, as :meth:`fitting`."""
+        return self._fastest(_ascending(numbers, self.bounds), count)
+
+    @cached_property
+    def _lowest(self) -> IntArray:
+        """The first layouts by their bound: no question looks at many more of them."""
+        return np.fromiter(
+            islice(_ascending(np.arange(len(self.bounds)), self.bounds), _FIRST), int
+        )
+
+    def _in_order(self, allowed: NDArray[np.bool_]) -> Iterator[int]:
+        """The layouts of a mask by their bound."""
+        first = self._lowest
+        yield from first[allowed[first]].tolist()
+        rest = allowed.copy()
+        rest[first] = False
+        yield from _ascending(np.flatnonzero(rest), self.bounds)
+
+    def _fastest(self, order: Iterator[int], count: int) -> list[int]:
         found: list[tuple[float, float, int]] = []
-        for index in _ascending(numbers, self.bounds):
+        for index in order:
             if len(found) >= count and self.bounds[index] > found[count - 1][0] * (1 + _ROUNDING):
                 break
             insort(found, (self.seconds(index), float(self.needed[index]), index))
@@ -164,13 +195,7 @@ class SearchSpace:
 
     def candidate(self, index: int) -> Candidate:
         """One layout with its price in full."""
-        breakdown = self.breakdown(index)
-        return Candidate(
-            layout=self.layout(index),
-            seconds=breakdown["total"],
-            breakdown=breakdown,
-            memory=self.memory(index),
-        )
+        return Candidate.of(self.layout(index), self.memory(index), self.breakdown(index))
 
     def certificate(self, best: float) -> Certificate:
         """The proof for an incumbent of `best` seconds."""

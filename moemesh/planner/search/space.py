@@ -1,28 +1,30 @@
 """The search space: every legal combination of degrees and strategies, in numpy columns.
 
-A :class:`Family` fixes what is a word or decides what a rank holds (pipeline degree, schedule,
-chunks, recomputation, ZeRO, attention exit); its columns are all combinations of the other degrees
-and of the microbatch. One formula call prices a family.
+A :class:`Family` fixes the pipeline: degree, schedule, chunks. Its arrays are all combinations of
+strategies, of the other degrees and of the microbatch; one formula call prices a family.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
 from moemesh.config.suggest import divisors
+from moemesh.planner.arithmetic import FloatArray, Number
+from moemesh.planner.memory import needed_bytes
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
-from moemesh.planner.timing.columns import LayoutColumns, layout_row
-from moemesh.planner.timing.price import software_of
+from moemesh.planner.timing.columns import LayoutColumns, layout_row, precision_of
+from moemesh.planner.timing.price import Pricing, software_of
 from moemesh.schedule.build import is_defined
 
 IntArray = NDArray[np.int64]
@@ -76,81 +78,131 @@ class Space:
 
 
 class Columns(NamedTuple):
-    """Degrees and batch of many layouts, one row each."""
+    """Degrees and batch of many layouts: every cut of the dense weights and of the batch (columns
+    of shape [cuts, 1]) with every cut of the experts ([expert cuts])."""
 
     tp: IntArray
     cp: IntArray
     dp: IntArray
-    ep: IntArray
-    etp: IntArray
     microbatch: IntArray
     microbatches: IntArray
+    ep: IntArray
+    etp: IntArray
 
-    def __len__(self) -> int:
-        return len(self[0])
+    @property
+    def size(self) -> int:
+        return self.tp.size * self.ep.size
 
-    def where(self, mask: NDArray[np.bool_]) -> Columns:
-        return Columns(*(column[mask] for column in self))
+    def where(self, cuts: NDArray[np.bool_]) -> Columns:
+        """Those of some of the cuts."""
+        return Columns(*(column[cuts] for column in self[:-2]), self.ep, self.etp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Layouts that share pp, schedule, chunks, recomputation, ZeRO and attention exit."""
+    """Layouts that share pp, schedule and chunks: every strategy with every cut.
+
+    A number of each of them is an array [ZeRO, attention exit, recomputation, cut, expert cut],
+    and a formula of what varies along some of these axes is worked out along them alone. `legal`
+    tells the strategies and cuts that may be together; layouts are numbered along these.
+    """
 
     pp: int
     schedule: ScheduleName
     stages_per_rank: int
-    recompute: str
-    zero: int
-    attention_exit: AttentionExit
+    zero: tuple[int, ...]
     columns: Columns = field(repr=False)
+    legal: NDArray[np.bool_] = field(repr=False)
+    space: Space = field(repr=False)
 
-    def layout(self, space: Space, row: int) -> PlannedLayout:
-        """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
-        values: dict[str, Any] = dict(space.trained)
-        for name in _DEGREES:
-            values[name] = int(getattr(self.columns, name)[row])
-        is_wide = values["ep"] * values["etp"] > space.node_size
+    @cached_property
+    def size(self) -> int:
+        return int(self.legal.sum()) * self.columns.ep.size
+
+    @cached_property
+    def _places(self) -> IntArray:
+        return np.flatnonzero(self.legal)
+
+    def layout(self, number: int) -> PlannedLayout:
+        """Layout `number`. Experts that span nodes are reached by the node-aware exchange."""
+        place, expert_cut = divmod(number, self.columns.ep.size)
+        *strategy, cut = np.unravel_index(self._places[place], self.legal.shape)
+        return self._layout(*map(int, (*strategy, cut, expert_cut)))
+
+    def _layout(
+        self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
+    ) -> PlannedLayout:
+        space, columns = self.space, self.columns
+        ep, etp = int(columns.ep[expert_cut]), int(columns.etp[expert_cut])
         return PlannedLayout(
-            **values,
+            **dict(space.trained),
+            **{name: int(getattr(columns, name)[cut, 0]) for name in _CUTS},
+            ep=ep,
+            etp=etp,
             pp=self.pp,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
-            recompute=RECOMPUTED[self.recompute],
-            zero=self.zero,
-            attention_exit=self.attention_exit,
-            dispatcher="hierarchical" if is_wide else "all_to_all",
+            recompute=RECOMPUTED[space.recompute[recompute]],
+            zero=self.zero[zero],
+            attention_exit=space.exits[attention_exit],
+            dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
             seq_len=space.seq_len,
             global_batch=space.global_batch,
             precision=space.precision,
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 
-    def rows(self, space: Space) -> PlannedLayout:
-        """All rows at once: a layout whose degrees are columns, for formulas that take them."""
-        degrees = {name: getattr(self.columns, name) for name in _DEGREES}
-        return with_values(self.layout(space, 0), **degrees)
+    def flat(self, number: Number, kind: DTypeLike = np.float64) -> NDArray[Any]:
+        """A number of each layout, as a formula made it, in the order of the layouts."""
+        shape = *self.legal.shape, self.columns.ep.size
+        return np.broadcast_to(np.asarray(number, dtype=kind), shape)[self.legal].ravel()
 
-    def mechanisms(self, space: Space) -> IntArray:
-        """Number of mechanisms of each row, which can go wrong or must be understood: axes above 1,
-        the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
-        words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
-        found = np.full(len(self.columns), (self.pp > 1) + words + (self.recompute != "none"))
+    @property
+    def mechanisms(self) -> NDArray[np.int8]:
+        """Number of mechanisms of each layout, which can go wrong or must be understood: axes above
+        1, the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
+        columns, found = self.columns, np.zeros((1, 1), dtype=np.int8)
         for axis in ("tp", "cp", "dp", "ep", "etp"):
-            found += getattr(self.columns, axis) > 1
-        return found + (self.columns.ep * self.columns.etp > space.node_size)
+            found = found + (getattr(columns, axis) > 1)
+        found = found + (columns.ep * columns.etp > self.space.node_size)
+        words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
+        again = np.array([word != "none" for word in self.space.recompute])[:, None, None]
+        return self.flat(found + (self.pp > 1) + words + again, np.int8)
 
-    def time_columns(self, shape: ModelShape, space: Space) -> LayoutColumns:
-        """The same for the time model."""
-        example = self.layout(space, 0)
-        row = layout_row(shape, example, software_of(example))
-        degrees = {name: getattr(self.columns, name) for name in Columns._fields}
-        spans_nodes = self.columns.ep * self.columns.etp > space.node_size
-        return replace(row, deduplicated=spans_nodes, **degrees)
+    def memory_bytes(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
+        """Bytes that a device must have, of each layout."""
+        degrees = {name: getattr(self.columns, name) for name in (*_CUTS, "ep", "etp")}
+        found = np.empty((*self.legal.shape, self.columns.ep.size))
+        places = list(np.ndindex(*self.legal.shape[:3]))
+        rows = [with_values(self._layout(*place), **degrees) for place in places]
+        needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
+        for place, number in zip(places, needed, strict=True):
+            found[place] = number
+        return self.flat(found)
+
+    def seconds_bound(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
+        """Seconds of a step that each layout takes at least."""
+        strategies = self.legal.shape[:3]
+        layouts = [self._layout(*place) for place in np.ndindex(*strategies)]
+        rows = [layout_row(shape, one, software_of(one)) for one in layouts]
+        varied: dict[str, Any] = {}
+        for item in fields(LayoutColumns):
+            if isinstance(getattr(rows[0], item.name), tuple):
+                continue  # of the ranks, which are those of the schedule
+            values = np.array([getattr(row, item.name) for row in rows]).reshape(strategies)
+            for axis in range(3):
+                if (values == (first := values.take([0], axis))).all():
+                    values = first
+            if values.size > 1:
+                varied[item.name] = values[..., None, None]
+        spans_nodes = self.columns.ep * self.columns.etp > self.space.node_size
+        varied |= {"deduplicated": spans_nodes, **self.columns._asdict()}
+        columns = replace(rows[0], **varied)
+        return self.flat(pricing.bound(shape, columns, precision_of(layouts[0])))
 
 
-#: Columns that a layout has by the same names.
-_DEGREES = ("tp", "cp", "dp", "ep", "etp", "microbatch")
+#: Columns of cuts that a layout has by the same names.
+_CUTS = ("tp", "cp", "dp", "microbatch")
 
 
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
@@ -162,36 +214,39 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             rejected["more stages than layers"] += 1
             continue
         columns = _columns(shape, space, pp, rejected)
-        if not len(columns):
+        if not columns.size:
             continue
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
-            allowed = columns.where(runs(schedule, pp, columns.microbatches))
-            rejected[f"microbatches do not fit {schedule}"] += len(columns) - len(allowed)
-            if not len(allowed):
+            allowed = columns.where(runs(schedule, pp, columns.microbatches[:, 0]))
+            rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
+            if not allowed.size:
                 continue
+            # Nothing to shard where no rank holds the same weights.
+            sharded = (allowed.dp * allowed.cp > 1)[:, 0]
+            kept: list[int] = []
             for zero in space.zero:
-                # Nothing to shard where no rank holds the same weights.
-                own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
                 if zero >= 2 and pp > 1 and not space.sharded_pipelines:
                     # Gradients (and weights) would travel again for every microbatch.
-                    rejected["ZeRO-2 or 3 with a pipeline"] += len(own) * len(space.recompute)
-                    continue
-                for attention_exit in space.exits:
-                    if attention_exit != space.exits[0]:
-                        own = own.where(own.tp > 1)
-                    for recompute in space.recompute:
-                        if len(own):
-                            yield Family(
-                                pp=pp,
-                                schedule=schedule,
-                                stages_per_rank=chunks,
-                                recompute=recompute,
-                                zero=zero,
-                                attention_exit=attention_exit,
-                                columns=own,
-                            )
+                    count = int(sharded.sum()) * allowed.ep.size * len(space.recompute)
+                    rejected["ZeRO-2 or 3 with a pipeline"] += count
+                else:
+                    kept.append(zero)
+            has_zero = np.array(kept, dtype=np.int64)[:, None, None, None] > 0
+            has_exit = np.arange(len(space.exits))[:, None, None] > 0
+            legal = (sharded | ~has_zero) & ((allowed.tp > 1)[:, 0] | ~has_exit)
+            legal = np.repeat(legal, len(space.recompute), axis=2)
+            if legal.any():
+                yield Family(
+                    pp=pp,
+                    schedule=schedule,
+                    stages_per_rank=chunks,
+                    zero=tuple(kept),
+                    columns=allowed,
+                    legal=legal,
+                    space=space,
+                )
 
 
 def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:
@@ -218,18 +273,19 @@ def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.
 
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
-    """All legal (tp, cp, dp, ep, etp, microbatch) of one pipeline degree."""
-    rows: list[tuple[int, ...]] = []
+    """All legal degrees and microbatches of one pipeline degree."""
+    cuts: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
-    expert_degrees = [(1, 1)]
+    expert_cuts = [(1, 1)]
     if shape.is_moe:
-        expert_degrees = [
+        expert_cuts = [
             (ep, etp)
             for ep in divisors(shape.num_experts)
             for etp in divisors(stage)
             if etp <= (space.node_size if space.tensor_inside_node else stage)
             and experts_fit(shape.sizes, stage, ep, etp)
         ]
+    expert_cuts = [(ep, etp) for ep, etp in expert_cuts if space.allows(ep=ep, etp=etp)]
     for tp in divisors(stage):
         if uncut_by_tensor(shape.sizes, tp, copied_kv_heads=not space.trainable):
             rejected["tp does not divide the heads or widths"] += 1
@@ -246,15 +302,10 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                 rejected["dp does not divide the batch"] += 1
                 continue
             share = space.global_batch // dp
-            batches = [size for size in divisors(share) if size <= space.largest_microbatch]
-            for ep, etp in expert_degrees:
-                rows += [
-                    (tp, cp, dp, ep, etp, size, share // size)
-                    for size in batches
-                    if space.allows(
-                        tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, microbatch=size,
-                        microbatches=share // size,
-                    )
-                ]  # fmt: skip
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(Columns._fields))
-    return Columns(*(np.ascontiguousarray(column) for column in table.T))
+            for size in divisors(share):
+                batch = {"microbatch": size, "microbatches": share // size}
+                if size <= space.largest_microbatch and space.allows(tp=tp, cp=cp, dp=dp, **batch):
+                    cuts.append((tp, cp, dp, *batch.values()))
+    dense = np.array(cuts, dtype=np.int64).reshape(-1, 5).T
+    experts = np.array(expert_cuts, dtype=np.int64).reshape(-1, 2).T
+    return Columns(*(np.ascontiguousarray(column)[:, None] for column in dense), *experts)

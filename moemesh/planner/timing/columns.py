@@ -68,7 +68,7 @@ class Software:
     recomputed_share: float = 0.0
 
 
-def made(of: str | Callable[[Any], Any]) -> Any:
+def column(of: str | Callable[[Any], Any]) -> Any:
     """A column that is an attribute of another name, or what a function makes of its source."""
     return field(metadata={"of": of})
 
@@ -77,38 +77,38 @@ def made(of: str | Callable[[Any], Any]) -> Any:
 class ModelColumns:
     """Sizes of models; 0 where a model has none of a thing."""
 
-    layers: Number = made(lambda shape: shape.num_layers + shape.num_mtp_layers)
-    hidden: Number = made("hidden_size")
-    vocab: Number = made("vocab_size")
-    heads: Number = made("num_heads")
-    kv_heads: Number = made("num_kv_heads")
+    layers: Number = column(lambda shape: shape.num_layers + shape.num_mtp_layers)
+    hidden: Number = column("hidden_size")
+    vocab: Number = column("vocab_size")
+    heads: Number = column("num_heads")
+    kv_heads: Number = column("num_kv_heads")
     #: Head sizes in the attention product (d_qk) and of values (d_v); the part without position.
-    query_dim: Number = made("query_head_dim")
-    value_dim: Number = made("value_head_dim")
-    nope_dim: Number = made(lambda shape: shape.qk_nope_head_dim or shape.head_dim)
+    query_dim: Number = column("query_head_dim")
+    value_dim: Number = column("value_head_dim")
+    nope_dim: Number = column(lambda shape: shape.qk_nope_head_dim or shape.head_dim)
     #: 1 for latent attention, its ranks and the width of the shared rotary key.
-    latent: Number = made(lambda shape: shape.attention == "mla")
-    query_rank: Number = made("q_lora_rank")
-    query_inner: Number = made(lambda shape: shape.q_lora_rank or shape.hidden_size)
-    kv_rank: Number = made("kv_lora_rank")
-    rotary_dim: Number = made("qk_rotary_head_dim")
-    mlp_width: Number = made("intermediate_size")
+    latent: Number = column(lambda shape: shape.attention == "mla")
+    query_rank: Number = column("q_lora_rank")
+    query_inner: Number = column(lambda shape: shape.q_lora_rank or shape.hidden_size)
+    kv_rank: Number = column("kv_lora_rank")
+    rotary_dim: Number = column("qk_rotary_head_dim")
+    mlp_width: Number = column("intermediate_size")
     #: 3 with a gate, else 2.
-    mlp_matrices: Number = made(lambda shape: 2 + shape.gated)
-    moe_layers: Number = made(
+    mlp_matrices: Number = column(lambda shape: 2 + shape.gated)
+    moe_layers: Number = column(
         lambda shape: shape.num_moe_layers + shape.is_moe * shape.num_mtp_layers
     )
-    experts: Number = made("num_experts")
-    top_k: Number = made("experts_per_token")
-    expert_width: Number = made("expert_intermediate_size")
-    shared_width: Number = made("shared_intermediate_size")
-    tied: Number = made("tied_embeddings")
+    experts: Number = column("num_experts")
+    top_k: Number = column("experts_per_token")
+    expert_width: Number = column("expert_intermediate_size")
+    shared_width: Number = column("shared_intermediate_size")
+    tied: Number = column("tied_embeddings")
     #: Window in tokens and the share of layers that have one.
-    window: Number = made(lambda shape: max(shape.windows, default=0))
-    window_share: Number = made(lambda shape: sum(map(bool, shape.windows)) / shape.num_layers)
+    window: Number = column(lambda shape: max(shape.windows, default=0))
+    window_share: Number = column(lambda shape: sum(map(bool, shape.windows)) / shape.num_layers)
     #: Router groups and how many of them a token may use (1 and 1: no limit).
-    groups: Number = made("router_groups")
-    groups_kept: Number = made("router_groups_kept")
+    groups: Number = column("router_groups")
+    groups_kept: Number = column("router_groups_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,23 +137,23 @@ class LayoutColumns(Software):
     tp: Number
     pp: Number
     #: 1 where weight gradients may follow everything else; where steps do not wait for their end.
-    splits_backward: Number = made(lambda row: row.stages.step.splits_backward)
-    is_stream: Number = made(lambda row: row.stages.step.is_stream)
+    splits_backward: Number = column(lambda row: row.stages.step.splits_backward)
+    is_stream: Number = column(lambda row: row.stages.step.is_stream)
     #: Microbatches that enter at the first stage, over all (half with two pipes).
-    pipe_share: Number = made(lambda row: row.stages.step.share)
+    pipe_share: Number = column(lambda row: row.stages.step.share)
     #: First, last and heaviest inner pipeline rank.
-    ranks: tuple[RankColumns, ...] = made("ranks")
+    ranks: tuple[RankColumns, ...] = column("ranks")
     #: Number of the last stage, and its layers by kind.
-    last_stage: Number = made(lambda row: row.stages.last)
-    last_dense: Number = made(lambda row: row.stages.layers[-1][0])
-    last_routed: Number = made(lambda row: row.stages.layers[-1][1])
+    last_stage: Number = column(lambda row: row.stages.last)
+    last_dense: Number = column(lambda row: row.stages.layers[-1][0])
+    last_routed: Number = column(lambda row: row.stages.layers[-1][1])
     dp: Number
     cp: Number
     ep: Number
     etp: Number
     sequence_parallel: Number
     #: 1 where attention leaves its block by an all-to-all.
-    all_to_all_exit: Number = made(lambda row: row.layout.attention_exit == "all_to_all")
+    all_to_all_exit: Number = column(lambda row: row.layout.attention_exit == "all_to_all")
     zero: Number
     zero_group: Number
     parameter_server: Number
@@ -161,21 +161,23 @@ class LayoutColumns(Software):
     microbatch: Number
     microbatches: Number
     #: Pieces of a sequence that pass the pipeline one after the other.
-    slices: Number = made(lambda row: row.stages.step.slices)
+    slices: Number = column(lambda row: row.stages.step.slices)
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
-    precision: Number = made(lambda row: precision_of(row.layout))
+    precision: Number = column(lambda row: precision_of(row.layout))
     #: 1 where that is computed again in the backward; the share of layers that are as a whole.
-    again_full: Number = made(lambda row: 1.0 if row.again("full") else row.traits.recomputed_share)
-    again_attention: Number = made(lambda row: row.again("attention"))
-    again_norm: Number = made(lambda row: row.again("norm", "activation", "operators", "mla_up"))
-    again_moe: Number = made(lambda row: row.again("moe"))
-    again_experts: Number = made(lambda row: row.again("experts"))
-    again_shared: Number = made(lambda row: row.again("shared_expert"))
+    again_full: Number = column(
+        lambda row: 1.0 if row.again("full") else row.traits.recomputed_share
+    )
+    again_attention: Number = column(lambda row: row.again("attention"))
+    again_norm: Number = column(lambda row: row.again("norm", "activation", "operators", "mla_up"))
+    again_moe: Number = column(lambda row: row.again("moe"))
+    again_experts: Number = column(lambda row: row.again("experts"))
+    again_shared: Number = column(lambda row: row.again("shared_expert"))
     #: Place among :data:`KERNELS`.
-    kernel: Number = made("kernel")
-    fused_norm: Number = made(lambda row: row.traits.fused_norm and row.layout.fused_norm)
-    fsdp: Number = made(lambda row: row.traits.fsdp or row.layout.zero == 3)
+    kernel: Number = column("kernel")
+    fused_norm: Number = column(lambda row: row.traits.fused_norm and row.layout.fused_norm)
+    fsdp: Number = column(lambda row: row.traits.fsdp or row.layout.zero == 3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from moemesh.planner.timing.columns import (
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.own_runs import OwnRuns
-from moemesh.planner.timing.step_time import compute_floor, step_time
+from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
 from moemesh.trace.memory_profile import format_bytes
 
 # Quantities as users write them: memory to leave free ("10%", "6GiB").
@@ -126,7 +126,7 @@ class Pricing:
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
         """Seconds of a step that the layouts of `columns` take at least."""
         model, hardware = model_row(shape), hardware_row(self.device, precision)
-        total = step_time(model, columns, hardware, self.constants, table=self.table).total
+        total = step_seconds(model, columns, hardware, self.constants, table=self.table)
         return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
 
     def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:

@@ -273,6 +273,38 @@ def step_time(
     a lower bound, and so is the total. Raises ValueError for `stages` of a schedule that cannot be
     made.
     """
+    return _in_parts(*_timed(model, layout, hardware, constants, table, stages))
+
+
+def step_seconds(
+    model: ModelColumns,
+    layout: LayoutColumns,
+    hardware: HardwareColumns,
+    constants: Constants,
+    *,
+    table: LinkTable | None = None,
+) -> Number:
+    """A lower bound of the time of one step of every row, without its parts."""
+    return _timed(model, layout, hardware, constants, table, None)[-1]["total"]
+
+
+def _timed(
+    model: ModelColumns,
+    layout: LayoutColumns,
+    hardware: HardwareColumns,
+    constants: Constants,
+    table: LinkTable | None,
+    stages: Sequence[Stages] | None,
+) -> tuple[
+    PricedStep,
+    _PassTimes,
+    Number | RankColumns,
+    tuple[BlockTime, BlockTime, ExpertTime],
+    LayerTransfers,
+    dict[str, Number],
+]:
+    """(work, passes, busiest rank or which of the layout's ranks it is, blocks, transfers) of every
+    row, and what a step consists of on the outside."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
@@ -289,23 +321,26 @@ def step_time(
         ends=ends,
         message=_message(work, links),
     )
-    busiest, waiting = _bound(work, times) if stages is None else _simulated(work, times, stages)
+    rank: Number | RankColumns
+    if stages is None:
+        rank, busiest, waiting = _bound(work, times)
+    else:
+        rank, waiting = _simulated(work, times, stages)
+        busiest = times.busy(rank)
     startup = where(
         (layout.pp > 1) & (layout.slow_startup == 1),
-        constants.startup_microbatches * 2 / layout.pp * layout.slices * times.busy(busiest),
+        constants.startup_microbatches * 2 / layout.pp * layout.slices * busiest,
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
-    return _in_parts(
-        work,
-        times,
-        busiest,
-        waiting + startup,
-        blocks,
-        transfers,
-        data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights),
-        where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm),
-    )
+    data = data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights)
+    optimizer = where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm)
+    busy, waiting = work.passes * busiest, waiting + startup
+    # A span that is summed in another order than the work in it is no waiting.
+    waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
+    total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
+    outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
+    return work, times, rank, blocks, transfers, outside
 
 
 class _PassTimes(NamedTuple):
@@ -348,28 +383,27 @@ def _message(work: PricedStep, links: Links) -> Number:
     return where(layout.pp > 1, closed, 0.0)
 
 
-def _bound(work: PricedStep, times: _PassTimes) -> tuple[RankColumns, Number]:
-    """(busiest of the first, last and heaviest inner rank, seconds that it waits at least)."""
+def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]:
+    """(which of the first, last and heaviest inner rank is busiest, its seconds for one pass,
+    seconds that it waits at least)."""
     layout, model, ends = work.layout, work.model, times.ends
-    busiest = layout.ranks[0]
-    for rank in layout.ranks[1:]:
-        is_busier = times.busy(rank) > times.busy(busiest)
-        busiest = RankColumns(
-            **{
-                item.name: where(is_busier, getattr(rank, item.name), getattr(busiest, item.name))
-                for item in fields(RankColumns)
-            }
-        )
+    each = [times.busy(rank) for rank in layout.ranks]
+    place, busiest = 0, each[0]
+    for number, busy in enumerate(each[1:], 1):
+        is_busier = busy > busiest
+        place, busiest = where(is_busier, number, place), where(is_busier, busy, busiest)
     passes, split = work.passes, layout.splits_backward
-    longest = work.passes * times.busy(busiest)
-    for rank in layout.ranks:
+    longest = passes * busiest
+    for rank, busy in zip(layout.ranks, each, strict=True):
         before = rank.dense_before, rank.routed_before
         embedded = where(rank.stages_before > 0, ends.embedding, 0)
         there = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
-        # The first message of the way back is among those that the rank itself sends.
-        back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
-        own = passes * times.busy(rank) - where(rank.sends > 0, times.message, 0)
-        path = there + own + where(split == 1, 0, back)
+        own = passes * busy - where(rank.sends > 0, times.message, 0)
+        path = there + own
+        if not np.all(split == 1):
+            # The first message of the way back is among those that the rank itself sends.
+            back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
+            path = path + where(split == 1, 0, back)
         longest = maximum(longest, path)
     num_dense = model.layers - model.moe_layers
     early = num_dense - layout.last_dense, model.moe_layers - layout.last_routed
@@ -385,8 +419,8 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[RankColumns, Number]:
     once = once - where(split == 1, put_off, 0)
     path = there + passes * layout.pipe_share * once + back
     longest = where(layout.pp > 1, maximum(longest, path), longest)
-    waiting = longest - passes * times.busy(busiest)
-    return busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
+    waiting = longest - passes * busiest
+    return place, busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
 
 
 def _simulated(
@@ -436,16 +470,22 @@ def _stage_times(
 def _in_parts(
     work: PricedStep,
     times: _PassTimes,
-    rank: RankColumns,
-    waiting: Number,
+    rank: Number | RankColumns,
     blocks: tuple[BlockTime, BlockTime, ExpertTime],
     transfers: LayerTransfers,
-    data: Number,
-    optimizer: Number,
+    outside: dict[str, Number],
 ) -> StepTime:
     """The step in parts, those of the rank that is busiest."""
     attention, mlp, experts = blocks
     layout, constants, passes = work.layout, work.constants, work.passes
+    if not isinstance(rank, RankColumns):
+        first, last, inner = (vars(one) for one in layout.ranks)
+        rank = RankColumns(
+            **{
+                name: where(rank == 2, inner[name], where(rank == 1, last[name], first[name]))
+                for name in first
+            }
+        )
     dense, routed = rank.dense, rank.routed
     both = dense + routed
     again = layout.again_full
@@ -470,20 +510,15 @@ def _in_parts(
         "experts": passes * routed * exchanged * (1 + again / 2),
         "pipeline": passes * rank.sends * times.message,
     }
-    busy = passes * times.busy(rank)
-    # A span that is summed in another order than the work in it is no waiting.
-    waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
-    rest = busy
+    rest = passes * times.busy(rank)
     for seconds in parts.values():
         rest = rest - seconds
     # Of an FSDP unit the rest is waiting for its weights.
     is_units = layout.fsdp == 1
-    overhead = constants.step_overhead_ms * 1e-3
     parts["elementwise"] = parts["elementwise"] + where(is_units, 0, rest)
-    parts["launches"] = parts["launches"] + overhead
-    parts["data"] = data + where(is_units, rest, 0)
-    total = busy + waiting + data + optimizer + overhead
-    return StepTime(total=total, bubble=waiting, optimizer=optimizer, **parts)
+    parts["launches"] = parts["launches"] + constants.step_overhead_ms * 1e-3
+    parts["data"] = outside["data"] + where(is_units, rest, 0)
+    return StepTime(**{**outside, **parts})
 
 
 def compute_floor(

@@ -234,7 +234,7 @@ class DispatchTraffic:
         # A row that stands for a token has the ids and weights of all its slots.
         peers = lines.members("ep" if name == "hierarchical" else "ep_etp")
         slots = max(self.sent_by(peer).slots for peer in peers)
-        yield from self._announced(name, hops, slots)
+        yield from self._plan_messages(name, hops, slots)
         callers = (_WEIGHTS, _DISPATCH, _COMBINE)
         entries = [(caller, hop) for caller in callers for hop in hops]
         if name == "hierarchical":
@@ -243,13 +243,13 @@ class DispatchTraffic:
         for caller, hop in entries:
             if caller == _WEIGHTS:
                 width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
-                yield self._there(hop, width, "forward", caller)
-                yield self._back(hop, width, "backward", caller)
+                yield self._to_experts(hop, width, "forward", caller)
+                yield self._from_experts(hop, width, "backward", caller)
             elif caller == _DISPATCH:
                 width = self.plain if hop.axis == "etp" else self.coded
-                yield self._there(hop, width, "forward", caller)
+                yield self._to_experts(hop, width, "forward", caller)
                 if not exact:
-                    yield self._back(hop, self.plain, "backward", caller)
+                    yield self._from_experts(hop, self.plain, "backward", caller)
             elif exact:
                 continue
             elif hop.axis == "ep_etp" and not self._sums_densely(sent, slots):
@@ -260,24 +260,24 @@ class DispatchTraffic:
                 yield RowExchange(*uneven, "forward", caller, both, self.plain)
                 yield RowExchange(*uneven, "backward", caller, both[::-1], self.plain)
             else:
-                yield self._back(hop, self.plain, "forward", caller)
-                yield self._there(hop, self.plain, "backward", caller)
+                yield self._from_experts(hop, self.plain, "forward", caller)
+                yield self._to_experts(hop, self.plain, "backward", caller)
         if exact:
             # Every (token, expert) row by itself: sums over etp, then over ep.
             home = HOPS["all_to_all"][::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
-                    yield self._back(hop, self.plain, phase, caller)
+                    yield self._from_experts(hop, self.plain, phase, caller)
             for hop in home:
-                yield self._there(hop, self.plain, "backward", _COMBINE)
+                yield self._to_experts(hop, self.plain, "backward", _COMBINE)
 
-    def _announced(self, name: str, hops: tuple[Hop, ...], slots: int) -> Iterator[RowExchange]:
+    def _plan_messages(self, name: str, hops: tuple[Hop, ...], slots: int) -> Iterator[RowExchange]:
         """Messages that say which rows come."""
         plan, counts = self.plan, ("forward", _COUNTS)
         if name == "all_gather":
             each = [1.0] * plan.ep * plan.etp
             yield RowExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
-            yield self._there(hops[0], slots * _INT64, *counts)
+            yield self._to_experts(hops[0], slots * _INT64, *counts)
         if name not in ("all_to_all", "hierarchical"):
             return
         # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
@@ -293,7 +293,7 @@ class DispatchTraffic:
             elif self.counts:
                 yield RowExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
             if hop.is_of_tokens:
-                yield self._there(hop, _INT32 * (slots + 1), *counts)
+                yield self._to_experts(hop, _INT32 * (slots + 1), *counts)
 
     def _sums_densely(self, sent: list[SentRows], slots: int) -> bool:
         # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
@@ -301,12 +301,12 @@ class DispatchTraffic:
         visited = self.plan.etp * sum(sum(item.visits) for item in sent)
         return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
 
-    def _there(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+    def _to_experts(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
         """Rows of `width` bytes towards the experts."""
         op = "all_gather" if hop.is_gathered else "all_to_all"
         return RowExchange(hop.axis, op, phase, caller, self._rows(hop), width)
 
-    def _back(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+    def _from_experts(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
         """Rows of `width` bytes from the experts."""
         op = "reduce_scatter" if hop.is_gathered else "all_to_all"
         return RowExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)

@@ -51,7 +51,7 @@ from moemesh.planner.traffic.tensors import (
     data_buckets,
     owned,
 )
-from moemesh.schedule.messages import messages
+from moemesh.schedule.action import messages
 from moemesh.sharding.context import context_sizes, head_share
 from moemesh.sharding.dispatchers import spare_rows
 from moemesh.trace.ledger import Ledger

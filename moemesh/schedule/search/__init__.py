@@ -11,9 +11,9 @@ Pipeline Parallelism", arXiv:2401.10241, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from moemesh.config.errors import UserError
 from moemesh.config.shown import Shown
@@ -70,6 +70,14 @@ class SearchResult(Shown):
     def gap(self) -> float:
         """The most by which `cost` exceeds the optimum, as a share of the lower bound."""
         return self.cost / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+class _Fitting(NamedTuple):
+    """A schedule that fits, and where it comes from."""
+
+    cost: float
+    schedule: Schedule
+    origin: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +156,16 @@ def search(
         )
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
-    found = [
-        _FittingSchedule(cost=question.cost(schedule), schedule=schedule, origin=schedule.name)
-        for schedule in _hand_made(question, fitting)
-    ]
+    found: list[_Fitting] = []
+    for name, given in HAND_MADE:
+        for count in [n for n in fitting if n == given or (given is None and n > 1)]:
+            told = count if given is None else 1
+            try:
+                schedule = build(name, num_ranks, num_microbatches, stages_per_rank=told)
+            except ValueError:
+                continue  # Its conditions on ranks and microbatches do not hold.
+            if question.fits(schedule):
+                found.append(_Fitting(question.cost(schedule), schedule, schedule.name))
     hand_made = {one.schedule.name: one.cost for one in found}
     bounds: list[float] = []
     for problem in problems:
@@ -174,18 +188,9 @@ def search(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FittingSchedule:
-    """A schedule that fits, and where it comes from."""
-
-    cost: float
-    schedule: Schedule
-    origin: str
-
-
 def _search_placement(
-    question: _Question, problem: SearchProblem, known: Sequence[_FittingSchedule], effort: float
-) -> tuple[_FittingSchedule | None, float]:
+    question: _Question, problem: SearchProblem, known: Sequence[_Fitting], effort: float
+) -> tuple[_Fitting | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
     # Shortest times, with the full backwards and blocks that hand-made schedules may use.
     costs = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
@@ -238,7 +243,7 @@ def _search_placement(
             if exact.complete and question.costs.backward is None:
                 bound = exact.cost
     schedule = problem.schedule("searched", best.letters)
-    return _FittingSchedule(cost=question.cost(schedule), schedule=schedule, origin=origin), bound
+    return _Fitting(question.cost(schedule), schedule, origin), bound
 
 
 def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]:
@@ -284,19 +289,3 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
                 f"(nearest: {cap * need / pieces if pieces else need:g})"
             )
     return problems
-
-
-def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]:
-    """Every hand-made schedule that exists for these numbers, costs and memory."""
-    for name, stages_per_rank in HAND_MADE:
-        counts = [n for n in chunks if n == stages_per_rank or (stages_per_rank is None and n > 1)]
-        for count in counts:
-            told = count if stages_per_rank is None else 1
-            try:
-                schedule = build(
-                    name, question.num_ranks, question.num_microbatches, stages_per_rank=told
-                )
-            except ValueError:
-                continue  # Its conditions on ranks and microbatches do not hold.
-            if question.fits(schedule):
-                yield schedule

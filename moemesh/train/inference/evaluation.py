@@ -79,19 +79,23 @@ _LINE_SECONDS = 30.0
 
 class Evaluation(NamedTuple):
     """Mean negative log-likelihood, its exponential, the tokens predicted, and the unit of the
-    loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte"."""
+    loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte".
+
+    Losses of two models compare where `seq_len` is the same: longer sequences give more context,
+    and cut fewer conversations."""
 
     loss: float
     perplexity: float
     tokens: int
     unit: str = "nats a token"
+    seq_len: int = 0
 
     def text(self) -> str:
         """For a person."""
         return (
             f"loss        {self.loss:.6f} {self.unit}\n"
             f"perplexity  {self.perplexity:.4f}\n"
-            f"tokens      {self.tokens:,}"
+            f"tokens      {self.tokens:,} in sequences of up to {self.seq_len:,}"
         )
 
 
@@ -140,7 +144,8 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
     loss = total / max(count, 1)
     if not math.isfinite(loss):
         raise UserError(f"the loss of {source} is {loss}: its weights are not all finite numbers")
-    return Evaluation(loss, math.exp(min(loss, 700.0)), int(count), config.data.loss_unit)
+    perplexity, data = math.exp(min(loss, 700.0)), config.data
+    return Evaluation(loss, perplexity, int(count), data.loss_unit, data.seq_len)
 
 
 def in_batches(number: int, size: int, *, is_silent: bool = False) -> Iterator[int]:

@@ -28,6 +28,7 @@ from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import was_tuned_on_conversations
+from moemesh.train.weights.conversion import to_stderr
 from moemesh.train.weights.weight_sources import config_of
 
 _SETTINGS = ("generation_config.json", "config.json")
@@ -211,6 +212,8 @@ def generate(
                     break
             text = tokenizer.decode(found).removesuffix(stop)
             say(text[len(told) :])
+            if not text and mesh.rank == 0:
+                to_stderr("note: the answer is empty: the model ends the text at once")
             return text, found
 
         if prompt is None:

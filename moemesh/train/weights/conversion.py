@@ -12,11 +12,10 @@ import torch
 
 from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
-    CheckpointWeights,
     Delta,
     Description,
-    LogicalWeights,
-    NamedWeights,
+    carry_along,
+    checkpoint_weights,
     fingerprint,
     newest,
     stored_tensors,
@@ -25,17 +24,11 @@ from moemesh.checkpoint.huggingface.convert import (
     write_delta,
     write_huggingface,
 )
-from moemesh.checkpoint.huggingface.derived import (
-    EquivalentWeights,
-    MergedWeights,
-    UpcycledWeights,
-    Upcycling,
-)
+from moemesh.checkpoint.huggingface.derived import equivalent, merged, upcycled
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
-from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
-from moemesh.checkpoint.huggingface.write import carry_along
+from moemesh.checkpoint.huggingface.pieces import Read
+from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
@@ -74,7 +67,7 @@ def open_weights(
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
-    weights = HuggingFaceWeights.open(Path(config.model_path), config.model)
+    weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.note is not None:
         say(weights.note)
     return weights
@@ -102,7 +95,7 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
         raise refused("--adapter", str(source), message, "leave --adapter out: all is merged")
     base = None if config.model_path is None else str(Path(config.model_path).resolve())
     write_adapters(
-        CheckpointWeights(checkpoint),
+        checkpoint_weights(checkpoint),
         config.model,
         _kind(config),
         out,
@@ -140,7 +133,7 @@ def convert(
     if to == "moemesh":
         given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
         run = load_run([], given, {}).config
-        write_run(open_weights(run, to_stderr), run, out)
+        write_run(open_weights(run, to_stderr).read, run, out)
     elif (source / CONFIG).exists():
         _to_another(source, out, dtype, expert_layout, on_file)
     else:
@@ -156,11 +149,11 @@ def convert(
         weights: WeightFolder | None = None
         if origin is not None and has_weights(origin):
             weights = WeightFolder(origin, quantization_of(read_config(origin)))
-        own: LogicalWeights = CheckpointWeights(checkpoint)
+        own = checkpoint_weights(checkpoint)
         if config.lora.rank:
-            own = MergedWeights(own, config.model)
+            own = merged(own, config.model)
         if origin is None:
-            own = EquivalentWeights(own, config.model, model)
+            own = equivalent(own, config.model, model)
         _write(
             own,
             model,
@@ -188,7 +181,7 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
     kind = _kind(config)
     logical = logical_tensors(config.model, kind)
     sources = trained_sources(logical, config.tuning.trains)
-    whole = stored_tensors(CheckpointWeights(checkpoint), logical, getattr(torch, wanted))
+    whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
     description = Description(kind, wanted, fingerprint(open_weights(config).folder), str(base))
     write_delta(out, {name: whole[name] for name in whole if name in sources}, description)
 
@@ -211,13 +204,13 @@ def apply_delta(
     _to_another(source, out, delta.description.dtype, None, on_file, delta)
 
 
-def write_run(weights: NamedWeights, config: RunConfig, out: Path) -> None:
+def write_run(weights: Read, config: RunConfig, out: Path) -> None:
     """Write a run of `config` before its first step: no sample was read, and the optimizer has no
     state."""
     folder = RunFolder.open(out, "never")
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
-    write_checkpoint(weights, folder.checkpoints, state, getattr(torch, dtype))
+    write_checkpoint(weights, config.model, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
 
 
@@ -239,7 +232,7 @@ def _to_another(
         raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
     weights = open_weights(config, to_stderr)
     _write(
-        weights,
+        weights.read,
         config.model,
         out,
         dtype=wanted,
@@ -252,7 +245,7 @@ def _to_another(
 
 
 def _write(
-    weights: LogicalWeights,
+    weights: Read,
     model: ModelConfig,
     out: Path,
     *,
@@ -358,9 +351,8 @@ def upcycle(
     model = upcycled_model(dense, recipe)
     kind = family_or_refusal(model) if to == "huggingface" else None
     wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
-    weights = UpcycledWeights(
-        open_weights(config), model, Upcycling(recipe.noise, recipe.drop, recipe.seed)
-    )
+    dense_weights = open_weights(config).read
+    weights = upcycled(dense_weights, model, noise=recipe.noise, drop=recipe.drop, seed=recipe.seed)
     if kind is None:
         train = config.train.model_copy(update={"dtype": wanted})
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)

@@ -21,8 +21,7 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
-from moemesh.checkpoint.tree import Sharded, shard_of
+from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, file_size
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.huggingface.logical import check_model_folder
@@ -74,7 +74,8 @@ def check_weights(source: Path) -> None:
         raise neither(source)
     elif not candidates(checkpoints_of(source)):
         raise CheckpointError(
-            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet"
+            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet, or what it "
+            "saved is gone"
         )
 
 
@@ -145,7 +146,7 @@ def written_text(out: Path, kind: Written) -> str:
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
         names = {name: key for key, name in DTYPES.items()}
-        found = read_header(file, file_size(file)).values()
+        found = read_header(file).values()
         held += [(names[entry.dtype], entry.num_bytes) for entry in found]
     else:
         for tensor in FolderContents(out).stored.values():
