@@ -189,7 +189,7 @@ def test_releases_multiply_and_unknown_ones_take_after_the_last():
 def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
     rows = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
     table = write_table(tmp_path, [one | {"src": ""} for one in rows])
-    calibrate(runs=table, out=tmp_path / "mine.toml")
+    calibrate(runs=[table], out=tmp_path / "mine.toml")
     assert load_cluster(str(tmp_path / "mine.toml")).name == "own/A100-80G"
 
 
