@@ -81,6 +81,7 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     points = places(features(*unknowns.columns[:2]))
     alike = covariance(points, points)
     unknown, trust = prior.copy(), np.ones(len(filled))
+    weights = left_out = np.zeros(len(filled))
     for _ in range(_ROUNDS):
         errors = unknowns.errors(unknown)
         slopes = unknowns.slopes(unknown, errors)
@@ -89,11 +90,11 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         known = spread @ slopes.T + alike
         matrix = known + np.diag(NOISE**2 / (unknowns.weights * trust))
         weights = np.linalg.solve(matrix, wanted)
+        left_out = weights / np.diag(np.linalg.inv(matrix))
         unknown = prior + spread.T @ weights
         rest = (wanted - known @ weights) / NOISE
         trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + rest**2), 1.0)
     found = unknowns.calibration(unknown, start, share=False)
-    left_out = weights / np.diag(np.linalg.inv(matrix))
     columns = features(*unknowns.columns[:2])
     own = tuple(
         OwnRun(
@@ -226,7 +227,7 @@ def lessons(
             errors: list[tuple[float, float, float]] = []
             first: tuple[Prediction, ...] = ()
             for draw in range(draws if count else 1):
-                order = np.random.default_rng(draw).permutation(len(members))
+                order: list[int] = np.random.default_rng(draw).permutation(len(members)).tolist()
                 own = [members[place] for place in order[:count]]
                 rest = [members[place] for place in order[count:]]
                 if len(rest) < _FEWEST:
