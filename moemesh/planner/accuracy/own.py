@@ -94,6 +94,9 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         unknown = prior + spread.T @ weights
         rest = (wanted - known @ weights) / NOISE
         trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + rest**2), 1.0)
+    if filled[0].cluster in start.clusters and _size(simulated) < _size(left_out):
+        # A known cluster that foretells each run better without the others is not spoilt.
+        unknown, weights, left_out = prior, np.zeros(len(filled)), -simulated
     found = unknowns.calibration(unknown, start, share=False)
     columns = features(*unknowns.columns[:2])
     own = tuple(
@@ -110,6 +113,11 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     )
     found = replace(found, own={filled[0].cluster: OwnRuns(own)})
     return Learned(found, own, tuple(_doubts(filled, trust, left_out, distances(points, points))))
+
+
+def _size(errors: FloatArray) -> float:
+    """The mean size of errors; that of one by a factor of ten counts as one by half."""
+    return float(np.mean(np.minimum(np.abs(errors), 0.5)))
 
 
 def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
