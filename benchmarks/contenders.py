@@ -24,7 +24,7 @@ from moemesh.model.moe import MoE, PlainExchange, Runner
 from moemesh.model.router import Routing
 from moemesh.model.seams import PLAIN_FLOW
 from moemesh.ops.permute import gather_rows, identity, permute
-from moemesh.parallel.expert.overlapped import overlapped
+from moemesh.parallel.expert.build import overlapped
 
 
 @dataclass(frozen=True, kw_only=True)

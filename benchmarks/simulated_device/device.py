@@ -22,7 +22,7 @@ from benchmarks.simulated_device.exchanges import Exchanges
 from benchmarks.simulated_device.streams import Event, Stream
 from benchmarks.simulated_device.tensor import DeviceTensor, Factories, make_device_grads
 from moemesh.comm.mesh import Axis
-from moemesh.ops import fusion
+from moemesh.ops import swiglu
 
 _run_thread = threading.Thread.run
 
@@ -44,7 +44,7 @@ class SimulatedDevice(Counts):
         fuses: bool = True,
     ) -> None:
         """`capability` and `num_devices` are what ``torch.cuda`` answers. `fuses`: what torch would
-        compile (:mod:`moemesh.ops.fusion`) counts as one kernel that reads its arguments and writes
+        compile (:mod:`moemesh.ops.swiglu`) counts as one kernel that reads its arguments and writes
         its results, else operation by operation."""
         super().__init__()
         self.fuses, self.capability, self.num_devices = fuses, capability, num_devices
@@ -107,7 +107,7 @@ class SimulatedDevice(Counts):
             (cuda, "Stream", Stream),
             (cuda, "stream", lambda stream: contextlib.nullcontext()),
             (cuda, "Event", Event),
-            (fusion, "compiled", self.compiled),
+            (swiglu, "compiled", self.compiled),
             # As NCCL moves them: what is sent is the same on gloo.
             (Axis, "backend", property(lambda axis: "nccl")),
             *Exchanges(self).answers(),

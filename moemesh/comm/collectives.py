@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import all_reduce_
+from moemesh.ops.permute import linear_map
 from moemesh.watch import progress_words
 
 __all__ = [
@@ -123,20 +123,9 @@ def all_to_all(
     None for equal splits. Where receivers do not know their splits, :func:`exchange_counts` comes
     first (the two-phase all-to-all).
     """
-    run = partial(
-        transfers.all_to_all,
-        axis=axis,
-        input_splits=input_splits,
-        output_splits=output_splits,
-        caller=caller,
-    )
-    pair = partial(
-        transfers.all_to_all,
-        axis=axis,
-        input_splits=output_splits,
-        output_splits=input_splits,
-        caller=caller,
-    )
+    begin = partial(transfers.all_to_all, axis=axis, caller=caller)
+    run = partial(begin, input_splits=input_splits, output_splits=output_splits)
+    pair = partial(begin, input_splits=output_splits, output_splits=input_splits)
     return _pair(x, axis, run, pair)
 
 
@@ -175,21 +164,7 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
     return [json.loads(part.cpu().numpy().tobytes()) for part in data.split(sizes)]
 
 
-class _Pair(torch.autograd.Function):
-    """A transfer and the transfer that carries its gradient back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, run: Callable[..., Tensor], pair: Callable[..., Tensor]
-    ) -> Tensor:
-        ctx.pair = pair
-        return run(x, phase="forward")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.pair(gradient, phase="backward"), None, None
-
-
 def _pair(x: Tensor, axis: Axis, run: Callable[..., Tensor], pair: Callable[..., Tensor]) -> Tensor:
-    return x if axis.size == 1 else _Pair.apply(x, run, pair)
+    if axis.size == 1:
+        return x
+    return linear_map(x, partial(run, phase="forward"), partial(pair, phase="backward"))

@@ -136,9 +136,13 @@ def attach() -> None:
         if joined():  # nobody looks; the rank itself asks how long it has waited
             progress_words.attach_memory(bytearray(RANK_BYTES), 0)
         return
-    folder, rank = _launcher(), own_rank()
+    _die_with_the_launcher(_launcher())
+    _show(_launcher(), own_rank())
+
+
+def _show(folder: Path, rank: int) -> None:
+    """Let those who look into `folder` see the exceptions, stacks and progress of this rank."""
     sys.excepthook = _report_and_print
-    _die_with_the_launcher(folder)
     # Kept open: the handler writes into it.
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
     progress_words.attach(folder / WORDS, rank)
@@ -159,9 +163,8 @@ def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
             return
         report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         torchrun_file(folder, rank).write_text(report)
-        faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
-        progress_words.attach(folder / WORDS, rank)
-        _watched, sys.excepthook = folder, _report_and_print
+        _show(folder, rank)
+        _watched = folder
 
 
 def watched() -> bool:

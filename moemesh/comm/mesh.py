@@ -7,7 +7,7 @@ all ranks has the group that the mesh was made of, and an axis of size 1 has no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moemesh.comm.groups import new_group
 from moemesh.config.errors import UserError, check_kind
 from moemesh.config.layout import AXES, Layout
 from moemesh.config.shown import Shown
@@ -226,6 +225,41 @@ class Mesh(Shown):
             return axis
         ranks = self.layout.group_of(name, self.rank)
         return replace(axis, group=self._host_groups[ranks], device=torch.device("cpu"))
+
+
+def new_group(
+    ranks: Sequence[int],
+    *,
+    name: str,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    is_local: bool = False,
+) -> ProcessGroup:
+    """The group of the global `ranks`; `backend` None is that of the world.
+
+    All ranks of the world call this in one order; with `is_local` the members alone do.
+
+    torch makes a group by splitting the communicator of a world that is bound to a device
+    (``init_process_group(device_id=...)``), and ``ncclCommSplit`` is collective over the whole
+    world. Two kinds of groups would wait in it for ever: those of gloo, whose members do not call
+    it while the others do, and those that their members make among themselves. For them the binding
+    is hidden; NCCL then connects them through the store, at their first use.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "groups need a process group of all ranks"
+    device = world.bound_device_id
+    if is_local or backend == "gloo":
+        world.bound_device_id = None
+    try:
+        return dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=is_local,
+            group_desc=name,
+        )
+    finally:
+        world.bound_device_id = device
 
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,74 +27,67 @@ from moemesh.comm.mesh import Axis
 from moemesh.ops.pending import Pending, Started
 
 
-class Codec(Protocol):
-    """Rows to bytes and back, without gradient."""
+class Codec(NamedTuple):
+    """Rows to bytes, and back from (bytes, width, dtype); without gradient."""
 
-    def encode(self, x_RH: Tensor) -> Tensor: ...
-
-    def decode(self, packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor: ...
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor, int, torch.dtype], Tensor]
 
 
 class RowExchange(Protocol):
-    """One direction of a linear exchange: it starts, and ends with the rows. May be repeated."""
+    """One direction of a linear exchange: the call starts it, what it returns ends it with the
+    rows. May be repeated."""
 
-    def start(self, x: Tensor, phase: str) -> None: ...
+    def __call__(self, x: Tensor, /, *, phase: str) -> Callable[[], Tensor]: ...
 
-    def finish(self) -> Tensor: ...
+
+#: The ends of what has started and was not waited for: of one exchange, one at most.
+Ends = list[Callable[[], Tensor]]
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: RowExchange, back: RowExchange) -> Tensor:
-        ctx.back = back
-        there.start(x, "forward")
-        return x.new_empty(0)  # the rows are with `there`
+    def forward(ctx: Any, x: Tensor, there: RowExchange, ends: Ends) -> Tensor:
+        ctx.ends = ends
+        ends.append(there(x, phase="forward"))
+        return x.new_empty(0)  # the rows come with the end
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back.finish(), None, None
+        return ctx.ends.pop()(), None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, place: Tensor, there: RowExchange, back: RowExchange) -> Tensor:
+    def forward(ctx: Any, place: Tensor, back: RowExchange, ends: Ends) -> Tensor:
         # A leaf where the graph was cut (moemesh.ops.pending): no one reads its gradient.
-        ctx.back, ctx.is_cut = back, place.is_leaf
-        return there.finish()
+        ctx.back, ctx.ends, ctx.is_cut = back, ends, place.is_leaf
+        return ends.pop()()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        ctx.back.start(gradient, "backward")
+        ctx.ends.append(ctx.back(gradient, phase="backward"))
         return None if ctx.is_cut else gradient.new_zeros(0), None, None
 
 
-def overlapped_exchange(x: Tensor, there: RowExchange, back: RowExchange) -> Pending[Tensor]:
+def overlapped_exchange(
+    x: Tensor, there: RowExchange, back: RowExchange, codec: Codec | None = None
+) -> Pending[Tensor]:
     """Start `there`; `wait()` returns the rows. Backward: `back`, its transpose, also asynchronous.
 
     The value must be waited for exactly once, and all ranks must start and wait in the same order.
     """
-    started = Started(_Start.apply(x, there, back))
-    return Pending(lambda: _Finish.apply(started.take(), there, back), (started,))
 
+    def coded(x: Tensor, /, *, phase: str) -> Callable[[], Tensor]:
+        assert codec is not None
+        end, width, dtype = there(codec.encode(x), phase=phase), x.shape[-1], x.dtype
+        return lambda: codec.decode(end(), width, dtype)
 
-class _Collective:
-    """One direction of a collective; `begin` starts it and returns how to end it."""
-
-    def __init__(
-        self, begin: Callable[..., Callable[[], Tensor]], codec: Codec | None = None
-    ) -> None:
-        self.begin, self.codec = begin, codec
-
-    def start(self, x: Tensor, phase: str) -> None:
-        self._shape = x.shape[-1], x.dtype
-        self._end = self.begin(x if self.codec is None else self.codec.encode(x), phase=phase)
-
-    def finish(self) -> Tensor:
-        rows = self._end()
-        del self._end
-        return rows if self.codec is None else self.codec.decode(rows, *self._shape)
+    ends: Ends = []
+    started = Started(_Start.apply(x, there if codec is None else coded, ends))
+    return Pending(lambda: _Finish.apply(started.take(), back, ends), (started,))
 
 
 def overlapped_all_to_all(
@@ -116,7 +109,7 @@ def overlapped_all_to_all(
     begin = partial(transfers.all_to_all_start, axis=axis, caller=caller)
     there = partial(begin, input_splits=input_splits, output_splits=output_splits)
     back = partial(begin, input_splits=output_splits, output_splits=input_splits)
-    return overlapped_exchange(x, _Collective(there, codec), _Collective(back))
+    return overlapped_exchange(x, there, back, codec)
 
 
 def overlapped_all_gather(
@@ -133,4 +126,4 @@ def overlapped_all_gather(
         return Pending.ready(x_TH)
     there = partial(transfers.all_gather_start, axis=axis, sizes=sizes, caller=caller)
     back = partial(transfers.reduce_scatter_start, axis=axis, sizes=sizes, caller=caller)
-    return overlapped_exchange(x_TH, _Collective(there, codec), _Collective(back))
+    return overlapped_exchange(x_TH, there, back, codec)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moemesh.comm.groups import new_group, watched
-from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.transfers import pair_of, record
+from moemesh.comm.mesh import Axis, Mesh, new_group
+from moemesh.comm.transfers import pair_of, record, watched
 from moemesh.trace import wire
 from moemesh.watch.progress_words import Ticket
 
@@ -39,43 +39,28 @@ def receive(
     return into
 
 
-def start_send(
+def _start(
+    operation: Callable[..., dist.Work | None],
     x: Tensor,
     axis: Axis,
-    destination_index: int,
+    index: int,
     *,
     phase: str,
     caller: str,
     tag: int = 0,
     group: ProcessGroup | None = None,
 ) -> dist.Work:
-    """As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``.
-    `group`: the one that carries it, None that of the axis."""
-    _check(x, axis, destination_index)
-    pair = pair_of(axis.ranks[axis.index], axis.ranks[destination_index])
-    ticket = record(axis, "send_receive", phase, caller, wire.send(_num_bytes(x)), pair=pair)
-    work = dist.isend(x, axis.ranks[destination_index], group=group or axis.group, tag=tag)
+    ticket = _enter(operation, x, axis, index, phase, caller)
+    work = operation(x, axis.ranks[index], group=group or axis.group, tag=tag)
     assert work is not None
     return watched(work, ticket)
 
 
-def start_receive(
-    into: Tensor,
-    axis: Axis,
-    source_index: int,
-    *,
-    phase: str,
-    caller: str,
-    tag: int = 0,
-    group: ProcessGroup | None = None,
-) -> dist.Work:
-    """As :func:`receive`, but returns at once: `into` is filled after ``wait()``."""
-    _check(into, axis, source_index)
-    pair = pair_of(axis.ranks[source_index], axis.ranks[axis.index])
-    ticket = record(axis, "send_receive", phase, caller, wire.receive(_num_bytes(into)), pair=pair)
-    work = dist.irecv(into, axis.ranks[source_index], group=group or axis.group, tag=tag)
-    assert work is not None
-    return watched(work, ticket)
+#: As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``. `group`:
+#: the one that carries it, None that of the axis.
+start_send = partial(_start, dist.isend)
+#: As :func:`receive`, but returns at once: `into` is filled after ``wait()``.
+start_receive = partial(_start, dist.irecv)
 
 
 def exchange(
@@ -93,29 +78,32 @@ def exchange(
     """
     operations: list[dist.P2POp] = []
     tickets: list[Ticket | None] = []
-    own = axis.ranks[axis.index]
-    for tensor, index in sends:
-        _check(tensor, axis, index)
-        pair, moved = pair_of(own, axis.ranks[index]), wire.send(_num_bytes(tensor))
-        tickets.append(record(axis, "send_receive", phase, caller, moved, pair=pair))
-        operations.append(dist.P2POp(dist.isend, tensor, axis.ranks[index], axis.group, tag))
-    for tensor, index in receives:
-        _check(tensor, axis, index)
-        pair, moved = pair_of(axis.ranks[index], own), wire.receive(_num_bytes(tensor))
-        tickets.append(record(axis, "send_receive", phase, caller, moved, pair=pair))
-        operations.append(dist.P2POp(dist.irecv, tensor, axis.ranks[index], axis.group, tag))
+    for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        for x, index in messages:
+            tickets.append(_enter(operation, x, axis, index, phase, caller))
+            operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
     # NCCL answers with one work for all of them.
     return [watched(work, ticket) for work, ticket in zip(works, tickets, strict=False)]
 
 
-def _check(x: Tensor, axis: Axis, index: int) -> None:
+def _enter(
+    operation: Callable[..., dist.Work | None],
+    x: Tensor,
+    axis: Axis,
+    index: int,
+    phase: str,
+    caller: str,
+) -> Ticket | None:
+    """Enter a message between this rank and rank `index` of the axis."""
     assert index != axis.index, f"rank {index} of {axis.name} sends to itself"
     assert x.is_contiguous(), "messages are contiguous tensors"
-
-
-def _num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+    own, other, num_bytes = axis.ranks[axis.index], axis.ranks[index], x.numel() * x.element_size()
+    if operation is dist.isend:
+        pair, moved = pair_of(own, other), wire.send(num_bytes)
+    else:
+        pair, moved = pair_of(other, own), wire.receive(num_bytes)
+    return record(axis, "send_receive", phase, caller, moved, pair=pair)
 
 
 # Queues of messages between pairs of ranks of an axis, for traffic known beforehand.
@@ -180,29 +168,17 @@ class Channels:
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
         """Start the next message to index `destination`; keep `x` (contiguous) as it is until the
         returned work has been waited for."""
-        self._num_sent[destination] += 1
-        return start_send(
-            x,
-            self.axis,
-            destination,
-            phase=phase,
-            caller=caller,
-            tag=self._tag(self._num_sent[destination]),
-            group=self._groups[self.axis.index, destination],
-        )
+        tag, group = self._next(self._num_sent, destination), (self.axis.index, destination)
+        labels = {"phase": phase, "caller": caller}
+        return start_send(x, self.axis, destination, **labels, tag=tag, group=self._groups[group])
 
     def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
         """Start to receive the next message of index `source`; filled after ``wait()``."""
-        self._num_received[source] += 1
-        return start_receive(
-            into,
-            self.axis,
-            source,
-            phase=phase,
-            caller=caller,
-            tag=self._tag(self._num_received[source]),
-            group=self._groups[source, self.axis.index],
-        )
+        tag, group = self._next(self._num_received, source), (source, self.axis.index)
+        labels = {"phase": phase, "caller": caller}
+        return start_receive(into, self.axis, source, **labels, tag=tag, group=self._groups[group])
 
-    def _tag(self, number: int) -> int:
-        return number % _NUM_TAGS if self.tagged else 0
+    def _next(self, numbers: Counter[int], other: int) -> int:
+        """The tag of the next message."""
+        numbers[other] += 1
+        return numbers[other] % _NUM_TAGS if self.tagged else 0

@@ -21,20 +21,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moemesh.comm.groups import watched
 from moemesh.comm.mesh import Axis
 from moemesh.config.layout import shard_sizes
-from moemesh.ops.exact_gemm import tree_sum
+from moemesh.ops.exact_experts import tree_sum
 from moemesh.trace import wire
 from moemesh.trace.wire import WireBytes
 from moemesh.watch import progress_words
 from moemesh.watch.progress_words import Ticket
+
+# Work of the backend whose waits are shown in the rank's progress word.
+
+
+class WatchedWork:
+    """As the work it wraps; :meth:`wait` says in the progress word what is waited for."""
+
+    def __init__(self, work: Any, ticket: Ticket) -> None:
+        self._work, self._ticket = work, ticket
+
+    def wait(self) -> None:
+        """Wait for the end of the operation."""
+        progress_words.waiting(self._ticket)
+        self._work.wait()
+        progress_words.left()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over."""
+        return self._work.is_completed()
+
+
+def watched(work: Any, ticket: Ticket | None) -> Any:
+    """`work` itself where no progress word is written, or where there is no work."""
+    return work if ticket is None or work is None else WatchedWork(work, ticket)
+
 
 # All-gather and all-to-all from single messages, so that both directions of a link are used.
 
@@ -84,13 +108,6 @@ _all_gather_nccl = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_nccl = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
 # gloo's own all_to_all up to these sizes, which every rank must know alike: bytes of all rows where
 # all blocks are known, else bytes of one row (weights and ids, whatever their number).
 _FEW_BYTES = 1 << 16
@@ -421,7 +438,7 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
 
 def _raw(x: Tensor) -> Tensor:
     """`x` as the backends accept it: float8 travels as bytes."""
-    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
+    return x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
 
 
 def _row_bytes(x: Tensor) -> int:

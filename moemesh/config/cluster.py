@@ -157,10 +157,9 @@ class Cluster(Section):
                 message = f"the measured {curve.operation} of {curve.ranks} ranks: {mistake}"
                 fix = "measure again with `moemesh bench links`, or leave it out"
                 found.append((f"links.{number}", None, message, fix))
-        return [
-            *problems,
-            *(Problem.of("out-of-range", f"cluster.{key}", *rest) for key, *rest in found),
-        ]
+        for key, value, message, fix in found:
+            problems.append(Problem.of("out-of-range", f"cluster.{key}", value, message, fix))
+        return problems
 
     def to_toml(self, heading: str, *, explained: bool = False) -> str:
         """The file that :func:`load_cluster` reads; `heading` becomes a comment, and so do, where

@@ -18,10 +18,7 @@ from moemesh.model.layers import AdaptedModule, RMSNorm
 from moemesh.model.rope import rotate
 from moemesh.model.seams import (
     Boundary,
-    KeepAll,
     KeyValues,
-    LocalBoundary,
-    LocalKeyValues,
     Memory,
 )
 from moemesh.ops.linear import linear
@@ -58,9 +55,9 @@ class Attention(AdaptedModule):
         self.query_norm, self.key_norm = (
             query_key_norm(config, number) for number in (config.num_heads, heads)
         )
-        self.boundary: Boundary = LocalBoundary()
-        self.key_values: KeyValues = LocalKeyValues()
-        self.memory: Memory = KeepAll()
+        self.boundary = Boundary()
+        self.key_values = KeyValues()
+        self.memory = Memory()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
@@ -147,9 +144,9 @@ class LatentAttention(AdaptedModule):
         if rank:
             self.query_latent_norm = RMSNorm(rank, config.latent_norm_eps)
         self.key_value_latent_norm = RMSNorm(latent, config.latent_norm_eps)
-        self.boundary: Boundary = LocalBoundary()
-        self.key_values: KeyValues = LocalKeyValues()
-        self.memory: Memory = KeepAll()
+        self.boundary = Boundary()
+        self.key_values = KeyValues()
+        self.memory = Memory()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         config, enter = self.config, self.boundary.enter

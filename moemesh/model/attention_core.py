@@ -102,12 +102,10 @@ class _Attention(torch.autograd.Function):
             partial = packed_forward(*inputs, own, visible.window, scale=scale)
         else:
             partial = attend_to(*inputs, visible, scale=scale)
-        whole = with_sinks(partial, sinks_N)
-        y_BNSD = output_of(whole, query_BNSD.dtype)
-        ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.visible, ctx.scale = visible, scale
-        ctx.mark_non_differentiable(whole.lse_BNS)
-        return y_BNSD, whole.lse_BNS
+        y_BNSD, lse_BNS = kept_output(ctx, inputs, sinks_N, partial)
+        ctx.mark_non_differentiable(lse_BNS)
+        return y_BNSD, lse_BNS
 
     @staticmethod
     @once_differentiable
@@ -196,13 +194,19 @@ def gradients_of(
     return total._replace(value_BMCD=total.value_BMCD[..., :value_size])
 
 
-def with_sinks(partial: Partial, sinks_N: Tensor | None) -> Partial:
-    """A sink takes its share of the weights and adds nothing to the output."""
-    if sinks_N is None:
-        return partial
-    lse_BNS = torch.logaddexp(partial.lse_BNS, sinks_N.to(partial.lse_BNS.dtype)[:, None])
-    share_BNS = torch.exp(partial.lse_BNS - lse_BNS)
-    return Partial(partial.y_BNSD * share_BNS[..., None], lse_BNS)
+def kept_output(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], sinks_N: Tensor | None, partial: Partial
+) -> Partial:
+    """The attention with its sinks, saved with its inputs (query, key, value) for the backward. A
+    sink takes its share of the weights and adds nothing to the output."""
+    y_BNSD, lse_BNS = partial
+    if sinks_N is not None:
+        lse_BNS = torch.logaddexp(partial.lse_BNS, sinks_N.to(partial.lse_BNS.dtype)[:, None])
+        y_BNSD = y_BNSD * torch.exp(partial.lse_BNS - lse_BNS)[..., None]
+    # Laid out by token: what comes next reads it so, without a copy.
+    y_BNSD = y_BNSD.transpose(1, 2).to(inputs[0].dtype).contiguous().transpose(1, 2)
+    ctx.save_for_backward(*inputs, sinks_N, y_BNSD, lse_BNS)
+    return Partial(y_BNSD, lse_BNS)
 
 
 def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None) -> Tensor | None:
@@ -213,11 +217,6 @@ def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None)
     weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)
     mean_BNS = (gradient_BNSD.to(lse_BNS.dtype) * whole.y_BNSD).sum(-1)
     return -(weight_BNS * mean_BNS).sum((0, 2)).to(sinks_N.dtype)
-
-
-def output_of(whole: Partial, dtype: torch.dtype) -> Tensor:
-    """The output in `dtype`, laid out by token: what comes next reads it so, without a copy."""
-    return whole.y_BNSD.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
 
 
 def _padded(x: Tensor, query_BNSD: Tensor) -> Tensor:

@@ -18,84 +18,54 @@ Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from moemesh.ops.expert_mlp import DeferredProducts, expert_mlp
+from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
+from moemesh.ops.permute import RowMap, SortedByExpert, unpermute
 
 
 class ExpertRows(Protocol):
-    """Rows of the local experts, copied by `map` from `source_NH` and grouped by expert, with the
-    router's weights (fp32 or fp64) and the number of rows of each expert (int64)."""
-
-    @property
-    def source_NH(self) -> Tensor: ...
+    """Rows of the local experts, copied by `map` and grouped by expert."""
 
     @property
     def map(self) -> RowMap: ...
 
-    @property
-    def weights_R(self) -> Tensor: ...
-
-    @property
-    def counts_L(self) -> Tensor: ...
-
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """The experts' weighted outputs [R, H]; see :func:`~moemesh.ops.expert_mlp.expert_mlp`."""
         ...
 
 
 class DispatchedRows(NamedTuple):
-    """The :class:`ExpertRows` of most dispatchers."""
+    """The :class:`ExpertRows` of most dispatchers, copied from `source_NH`, with the router's
+    weights (fp32 or fp64) and the number of rows of each expert (int64)."""
 
     source_NH: Tensor
     map: RowMap
     weights_R: Tensor
     counts_L: Tensor
 
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
-        return expert_mlp(
-            self.source_NH,
-            self.map,
-            self.weights_R,
-            self.counts_L,
-            experts,
-            deferred,
-            max_rows,
-            recomputes,
-        )
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
+        return expert_mlp(*self, experts, **options)
 
 
 class Dispatcher(Protocol):
-    """See the table above. The type of a plan is the dispatcher's own business."""
+    """See the table above. The type of a plan is the dispatcher's own business. It defines `plan`,
+    or `plan_chunks` where it can make all plans in one exchange, and one wait."""
 
-    def plan(self, experts_TK: Tensor) -> Any: ...
+    def plan(self, experts_TK: Tensor) -> Any:
+        return self.plan_chunks([experts_TK])[0]
 
     def plan_complete(self, experts_TK: Tensor) -> Any:
         """:meth:`plan` where the caller knows, on the host, that there is no -1."""
         return self.plan(experts_TK)
 
     def plan_chunks(self, chunks: Sequence[Tensor], *, is_complete: bool = False) -> list[Any]:
-        """:meth:`plan` of each chunk of the tokens. A dispatcher that can make all in one exchange,
-        and one wait, does."""
+        """:meth:`plan` of each chunk of the tokens."""
         plan = self.plan_complete if is_complete else self.plan
         return [plan(experts_TK) for experts_TK in chunks]
 
@@ -107,8 +77,7 @@ class Dispatcher(Protocol):
         """Free what is held outside of torch; all ranks call it, at the end. Default: nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalPlan:
+class LocalPlan(NamedTuple):
     """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert; ``none_TK``: pairs without
     an expert, where rows of the map have none."""
 
@@ -129,21 +98,16 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def plan(self, experts_TK: Tensor) -> LocalPlan:
-        if experts_TK.device.type == "cpu":
-            tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
-            return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
         found = SortedByExpert(experts_TK, self.num_experts)
-        tokens, slot_R = found.rows_and_rest()
-        return LocalPlan(
-            tokens=tokens, slot_R=slot_R, counts_L=found.counts_E, none_TK=experts_TK < 0
-        )
+        if experts_TK.device.type == "cpu":
+            return LocalPlan(*found.rows(int(found.counts_E.sum())), found.counts_E)
+        return LocalPlan(*found.rows_and_rest(), found.counts_E, experts_TK < 0)
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
             return self.plan(experts_TK)
         found = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        tokens, slot_R = found.rows(experts_TK.numel())
-        return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=found.counts_E)
+        return LocalPlan(*found.rows(experts_TK.numel()), found.counts_E)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan

@@ -62,7 +62,9 @@ class Experts(AdaptedModule):
         max_rows = None if rows.map.has_rest else self.max_rows
         if max_rows is not None and rows.map.num_rows > max_rows:
             self.num_bounded += 1
-        return rows.compute(self.weights, deferred, max_rows, self.recomputes)
+        return rows.compute(
+            self.weights, deferred=deferred, max_rows=max_rows, recomputes=self.recomputes
+        )
 
     @torch.no_grad()
     def split(self, own: Sequence[int], others: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from moemesh.config.lora import (
     factors_of,
     parts_of,
 )
-from moemesh.model.seams import Boundary, LocalBoundary
+from moemesh.model.seams import Boundary
 from moemesh.ops.linear import Adapted, Adapter, Operand, Weight, linear, swiglu
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 
@@ -98,7 +98,7 @@ class MLP(AdaptedModule):
         self.down = nn.Parameter(torch.empty(hidden, width))
         self.add_adapters(lora, "gate_up", "down")
         self.form = form
-        self.boundary: Boundary = LocalBoundary()
+        self.boundary = Boundary()
         self.activate: Callable[[Tensor], Operand] = partial(swiglu, form=form)
 
     def forward(self, x_TH: Tensor, num_tokens: int) -> Tensor:

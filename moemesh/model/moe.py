@@ -18,7 +18,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
-from moemesh.model.seams import NO_SLICES, Flow, LocalTokens, Tokens
+from moemesh.model.seams import NO_SLICES, Flow, Tokens
 from moemesh.ops.expert_mlp import expert_mlp_of_few
 from moemesh.ops.linear import linear
 from moemesh.ops.permute import count_ids
@@ -79,31 +79,17 @@ class PlainExchange:
         return self.dispatcher.combine(results, self.plan).wait()
 
 
-class DirectExchange:
-    """The experts of a few tokens of generated text, where they lie: nothing is sorted or sent."""
-
-    @staticmethod
-    def suits(moe: MoE, routing: Routing, context: Context) -> bool:
-        """Whether all experts are here, on a CPU, and rows so few that they hardly share any."""
-        return (
-            not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
-            and isinstance(moe.dispatcher, LocalDispatcher)
-            and routing.is_complete
-            and routing.experts_TK.device.type == "cpu"
-            and routing.experts_TK.numel() <= moe.config.num_experts
-            and moe.experts.rest is None
-        )
-
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return x_TH, weights_TK, experts_TK
-
-    def compute(self, experts: Experts, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return expert_mlp_of_few(*rows, experts.weights)
-
-    def combine(self, results: Tensor) -> Tensor:
-        return results
+def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
+    """Whether experts of a few tokens of generated text are computed where they lie, and nothing is
+    sorted or sent: all are here, on a CPU, and rows so few that they hardly share any."""
+    return (
+        not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
+        and isinstance(moe.dispatcher, LocalDispatcher)
+        and routing.is_complete
+        and routing.experts_TK.device.type == "cpu"
+        and routing.experts_TK.numel() <= moe.config.num_experts
+        and moe.experts.rest is None
+    )
 
 
 #: Made once a forward.
@@ -136,7 +122,7 @@ class MoE(nn.Module):
         self.runner: Runner = PlainExchange
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
         self.place_E: Tensor | None = None
-        self.tokens: Tokens = LocalTokens()
+        self.tokens = Tokens()
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)
@@ -157,20 +143,20 @@ class MoE(nn.Module):
             # From logical ids, which the router and its losses know, to the dispatcher's.
             places_TK = self.place_E[experts_TK.clamp(min=0)]
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
-        if DirectExchange.suits(self, routing, context):
-            exchange: ExpertExchange = DirectExchange()
-        else:
-            exchange = self.runner(self.dispatcher, context.flow)
-        rows = exchange.dispatch(
-            x_TH, routing.weights_TK, experts_TK, is_complete=routing.is_complete
-        )
+        given, rows = (x_TH, routing.weights_TK, experts_TK), None
+        exchange = self.runner(self.dispatcher, context.flow)
+        if not (is_direct := computes_directly(self, routing, context)):
+            rows = exchange.dispatch(*given, is_complete=routing.is_complete)
         shared_TH = None
         if self.shared is not None:  # while rows are under way
             shared_TH = self.shared(x_TH, context.num_tokens)
             if self.shared_gate is not None:
                 shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
             shared_TH = context.flow.cut(shared_TH)
-        y_TH = exchange.combine(exchange.compute(self.experts, rows))
+        if is_direct:
+            y_TH = expert_mlp_of_few(*given, self.experts.weights)
+        else:
+            y_TH = exchange.combine(exchange.compute(self.experts, rows))
         if config.router_scale_on == "output":
             y_TH = y_TH * config.router_scale
         if shared_TH is None:

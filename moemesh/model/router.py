@@ -1,8 +1,10 @@
 """The router: scores, choice and weights, in fp32 whatever the model's dtype.
 
-Legend: T tokens, E experts, K slots per token, H hidden, B sequences, S positions.
+    logits -> scores -> choice -> weights -> capacity
 
-    logits -> scores -> choice (selection.py) -> weights -> capacity (capacity.py)
+Legend: T tokens held here, E experts, K slots per token, H hidden, B sequences, S positions, G
+groups of experts; N tokens of the microbatch on all ranks that share its sequences, or all choices
+of its tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +19,15 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.faults import first_fault
-from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, LocalTokens, Tokens
+from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, Tokens
 from moemesh.ops.linear import linear
 from moemesh.ops.permute import count_ids
 from moemesh.ops.uniform import uniform
 
-# Gather whole sequences from the ranks that share them, in the order of their positions.
-#
-# Legend: T tokens held here, N tokens of the microbatch on all ranks that share its sequences, B
-# sequences, S positions. For choices that compare the tokens of a sequence; without gradient.
-
 
 class WholeSequences:
-    """The microbatch as [B, S, ...]; ``valid_BS`` is False for padding."""
+    """The microbatch as [B, S, ...], gathered from the ranks that share its sequences, for choices
+    that compare the tokens of one; without gradient. ``valid_BS`` is False for padding."""
 
     def __init__(self, context: Context, tokens: Tokens) -> None:
         self._context, self._tokens = context, tokens
@@ -58,11 +56,8 @@ class WholeSequences:
         return x_BS.flatten(0, 1)[self._own_T]
 
 
-# The choice of experts: stable top-k, groups, expert choice, Sinkhorn.
-#
-# Legend: T tokens, B sequences, S positions, E experts, K experts per token, G groups of
-# experts. Everything here is without gradient: a choice has none, the weights of the chosen do.
-
+# The choice of experts: stable top-k, groups, expert choice, Sinkhorn. Everything here is without
+# gradient: a choice has none, the weights of the chosen do.
 
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
@@ -169,15 +164,11 @@ def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
     return log_BSE
 
 
-# Capacity: the choices that an expert keeps when more tokens of a sequence choose it than fit.
-#
-# Legend: B sequences, S positions, K slots of a token, N = B * S * K choices, E experts.
-
-
 def within_capacity(
     experts_BSK: Tensor, priority_BSK: Tensor | None, capacity_B: Tensor, num_experts: int
 ) -> Tensor:
-    """Mask of the choices that stay: bool [B, S, K], False for no choice (-1).
+    """Mask of the choices that an expert keeps when more tokens of a sequence choose it than fit:
+    bool [B, S, K], False for no choice (-1).
 
     Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, and
     among equals those of the lowest position (without priorities: the first). Counted over whole
@@ -202,8 +193,6 @@ def within_capacity(
     limit_N = capacity_B[:, None, None].expand_as(experts_BSK).flatten()
     return ((place_N < limit_N) & ~none_N).view_as(experts_BSK)
 
-
-__all__ = ["Router", "Routing", "route", "stable_top_k", "stable_top_k_sort"]
 
 #: Keys the random numbers of this purpose; changing it changes every run with jitter.
 JITTER_STREAM = 3
@@ -269,7 +258,7 @@ class Router(nn.Module):
         chosen_TK = given_TK
         if given_TK is None and context.training:
             chosen_TK = context.flow.once(
-                self._choose_together, logits_TE, context, tokens or LocalTokens()
+                self._choose_together, logits_TE, context, tokens or Tokens()
             )
         bias_E, flow = self.selection_bias, context.flow
         routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
@@ -277,7 +266,7 @@ class Router(nn.Module):
         # In generated text a token does not wait for those behind it, with which it would compete.
         is_whole = context.training or context.slices is NO_SLICES
         if config.capacity_factor and by_tokens and is_whole and given_TK is None:
-            routing = limit_to_capacity(routing, config, context, tokens or LocalTokens())
+            routing = limit_to_capacity(routing, config, context, tokens or Tokens())
         return routing
 
     def logits(self, x_TH: Tensor) -> Tensor:

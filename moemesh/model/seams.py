@@ -12,7 +12,7 @@
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
-objects and knows no rank; `parallel/` puts others in their place.
+objects and knows no rank; `parallel/` derives others, and puts them in their place.
 
 Legend: T tokens of the residual stream held here, A attention or MLP width held here, H hidden,
 V vocabulary; B sequences, N query heads and M key/value heads held here, S positions of a slice,
@@ -23,7 +23,7 @@ here" means all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,7 +41,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Boundary(Protocol):
+class Boundary:
     """Around a block whose weights may be sharded, in a residual stream that may be too. On one
     device there is nothing to gather and nothing to sum."""
 
@@ -59,7 +59,7 @@ class Boundary(Protocol):
         return sums_TX
 
 
-class Vocabulary(Protocol):
+class Vocabulary:
     """Embedding and loss over a vocabulary whose rows may be sharded."""
 
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Vocabulary(Protocol):
         return F.linear(x_TH, weight_VH)
 
 
-class Tokens(Protocol):
+class Tokens:
     """The tokens of a microbatch that this rank's residual stream holds: some positions of every
     sequence, and of these tokens some rows."""
 
@@ -106,7 +106,7 @@ class Tokens(Protocol):
         return number
 
 
-class KeyValues(Protocol):
+class KeyValues:
     """Attention where the positions of a sequence may be spread."""
 
     def attend(
@@ -133,7 +133,7 @@ class ScopeSums(NamedTuple):
     squares_Q: Tensor
 
 
-class SliceState(Protocol):
+class SliceState:
     """State carried between the slices of a sequence (TeraPipe): KV cache and partial sums of the
     auxiliary losses. A slice is a forward of its own; `layer` is the global index. `is_last`: no
     slice of these sequences follows."""
@@ -149,7 +149,7 @@ class SliceState(Protocol):
         return sums
 
 
-class Memory(Protocol):
+class Memory:
     """The choice of activations that a part of the model keeps for its backward."""
 
     def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
@@ -157,7 +157,7 @@ class Memory(Protocol):
         return part(x, context)
 
 
-class WeightGate(Protocol):
+class WeightGate:
     """The presence of a unit's weights; units are those of :mod:`moemesh.sharding.buckets`
     ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
 
@@ -175,7 +175,7 @@ class WeightGate(Protocol):
         return x
 
 
-class Flow(Protocol):
+class Flow:
     """The way one forward is carried out. The default: it is computed once, with its graph in one
     piece; siblings change some of it."""
 
@@ -203,37 +203,7 @@ class Flow(Protocol):
         """Exchanges are under way: something else may run now."""
 
 
-class LocalBoundary(Boundary):
-    """The boundary of one device."""
-
-
-class LocalVocabulary(Vocabulary):
-    """One device: the whole vocabulary."""
-
-
-class LocalTokens(Tokens):
-    """One device: all tokens."""
-
-
-class LocalKeyValues(KeyValues):
-    """One device: all positions."""
-
-
-class NoSlices(SliceState):
-    """Sequences are whole."""
-
-
-class KeepAll(Memory):
-    """Everything that autograd saves is kept."""
-
-
-class ResidentWeights(WeightGate):
-    """All weights are here all the time."""
-
-
-class PlainFlow(Flow):
-    """Computed once, in one piece."""
-
-
-NO_SLICES = NoSlices()
-PLAIN_FLOW = PlainFlow()
+#: Sequences are whole.
+NO_SLICES = SliceState()
+#: A forward that is computed once, in one piece.
+PLAIN_FLOW = Flow()

@@ -22,21 +22,13 @@ from moemesh.model.moe import MoE, MoEOutput, swiglu_form
 from moemesh.model.seams import (
     PLAIN_FLOW,
     Flow,
-    KeepAll,
-    LocalTokens,
-    LocalVocabulary,
     Memory,
-    ResidentWeights,
     Tokens,
     Vocabulary,
     WeightGate,
 )
 from moemesh.ops.linear import linear
 from moemesh.watch.progress_words import at_layer
-
-# One layer of the transformer: attention, then a dense MLP or a mixture of experts.
-#
-# Legend: T tokens of the residual stream held here, H hidden.
 
 
 class Layer(nn.Module):
@@ -78,8 +70,6 @@ class Layer(nn.Module):
 #
 # Embedding and head are the model's own. The order of the two halves of M_k is that of the
 # released weights, whose module has a final norm of its own, too.
-#
-# Legend: T tokens of the residual stream held here, H hidden.
 
 
 class PredictionLayer(Layer):
@@ -173,10 +163,10 @@ class Transformer(nn.Module):
                 if predicts and not tied
                 else None
             )
-        self.vocabulary: Vocabulary = LocalVocabulary()
-        self.tokens: Tokens = LocalTokens()
-        self.memory: Memory = KeepAll()
-        self.weights: WeightGate = ResidentWeights()
+        self.vocabulary = Vocabulary()
+        self.tokens = Tokens()
+        self.memory = Memory()
+        self.weights = WeightGate()
         #: The units ("embedding", "layers.3", "head") that no backward reaches.
         self.without_backward: Collection[str] = ()
 

@@ -24,7 +24,7 @@ sends, and when, must not depend on how many rows a rank has.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,14 @@ class DeferredProducts(NamedTuple):
 
     anchor: Tensor
     calls: list[list[WeightGradient]]
+
+
+class ExpertOptions(TypedDict, total=False):
+    """Options of :func:`expert_mlp`."""
+
+    deferred: DeferredProducts | None
+    max_rows: int | None
+    recomputes: bool
 
 
 def defer(experts: ExpertWeights) -> DeferredProducts:

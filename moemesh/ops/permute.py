@@ -8,12 +8,14 @@ source row (a token goes to K experts), and some source rows may have none.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,33 +236,34 @@ def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: rang
     return F.embedding_bag(copies_R, rows_RH, starts_N, mode="sum")
 
 
-class _SumRows(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return sum_rows(rows_RH, rows)
+    def forward(
+        ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return run(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(grad_NH, ctx.rows), None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source_NH: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return gather_rows(source_NH, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        return sum_rows(grad_RH.contiguous(), ctx.rows), None
+def linear_map(
+    x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``run(x)``, a linear function; `back`, its transpose, carries the gradient."""
+    return _LinearMap.apply(x, run, back)
 
 
 def unpermute(rows_RH: Tensor, rows: RowMap) -> Tensor:
     """Unweighted sum of each source row's copies, [N, H]; backward: :func:`permute`."""
-    return _SumRows.apply(rows_RH, rows)
+    return linear_map(rows_RH, lambda x: sum_rows(x, rows), lambda grad: gather_rows(grad, rows))
 
 
 def permute(source_NH: Tensor, rows: RowMap) -> Tensor:
     """Copy source rows into row order, [R, H]; backward: :func:`unpermute`."""
-    return _GatherRows.apply(source_NH, rows)
+    return linear_map(
+        source_NH, lambda x: gather_rows(x, rows), lambda g: sum_rows(g.contiguous(), rows)
+    )

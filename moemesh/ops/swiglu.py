@@ -11,14 +11,81 @@ loading the compiled code, and no more than :data:`MOST_THREADS` threads, since 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.fusion import fused
+# Pointwise functions as one kernel: by ``torch.compile`` where a device has it, else as written.
+#
+# On an accelerator every operation is a kernel, a launch of a few microseconds and a pass over the
+# numbers. A chain of pointwise operations, a sum over rows at its end included, compiles into one.
+# Needs Triton, which the CUDA builds of torch bring along. On a CPU nothing is compiled: it would
+# need a C++ compiler at run time, and seconds at every start.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of tensors, the first argument one of them, compiled where that is possible.
+
+    It must be functional: read its arguments, write none, and be the same for every number of rows.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        # For no row and for one, torch would compile once more, in the middle of a run.
+        if first.device.type == "cpu" or first.shape[0] < 2:
+            return function(*args, **kwargs)
+        return compiled(function)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` compiled at its first call; `function` itself, with one line in the log, where
+    that fails or there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        _log.warning("no Triton: %s runs operation by operation", function.__name__)
+        return function
+    return or_else(torch.compile(function, dynamic=True), function)
+
+
+def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
+    """`fast` until it fails for the first time, then `plain` for good."""
+    failed = False
+
+    @functools.wraps(plain)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(*args, **kwargs)
+            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not the compiler
+                raise
+            except Exception as error:
+                failed = True
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                _log.warning(
+                    "%s could not be compiled and runs operation by operation: %s",
+                    plain.__name__,
+                    reason,
+                )
+        return plain(*args, **kwargs)
+
+    return call
+
 
 #: A block with fewer numbers than this is left to torch.
 FEWEST_NUMBERS = 1 << 16

@@ -12,7 +12,8 @@ The steps of ``plan.context``; c ranks, N query heads; a block: keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -28,10 +29,10 @@ from moemesh.model.attention_core import (
     attend_to,
     attention,
     gradients_of,
-    output_of,
+    kept_output,
     sink_gradient,
-    with_sinks,
 )
+from moemesh.model.seams import KeyValues
 from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Partial, merge, nothing_seen, wide
 from moemesh.sharding.context import context_runs, context_sizes, head_share
@@ -61,11 +62,12 @@ def in_position_order(x_L: Tensor, ranks: int) -> Tensor:
 # Nothing of the other ranks is kept: the backward gathers again, then scatters the gradients.
 
 
-class GatheredKeyValues:
-    """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
+class SpreadKeyValues(KeyValues):
+    """:class:`~moemesh.model.seams.KeyValues` over `axis`, by an autograd Function that takes
+    queries, keys, values, sinks, what is visible, the scale and the axis."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, function: type[torch.autograd.Function], axis: Axis) -> None:
+        self.function, self.axis = function, axis
 
     def attend(
         self,
@@ -79,7 +81,7 @@ class GatheredKeyValues:
     ) -> Tensor:
         scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
         inputs = (query_BNSD, key_BMCD, value_BMCD)
-        return _GatheredAttention.apply(*inputs, sinks_N, visible, scale, self.axis)
+        return self.function.apply(*inputs, sinks_N, visible, scale, self.axis)
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -97,11 +99,8 @@ class _GatheredAttention(torch.autograd.Function):
         everywhere = visible.between(visible.queries, (range(visible.length),))
         pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "forward")
         part = attend_to(query_BNSD, *pair, everywhere, scale=scale)
-        whole = with_sinks(part, sinks_N)
-        y_BNSD = output_of(whole, query_BNSD.dtype)
-        ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.visible, ctx.scale, ctx.axis = everywhere, scale, axis
-        return y_BNSD
+        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, part).y_BNSD
 
     @staticmethod
     @once_differentiable
@@ -147,7 +146,7 @@ def _gather(
 # ranks read one key/value head, it goes to each of them: its gradient is the sum of theirs.
 
 
-class HeadShards:
+class HeadShards(KeyValues):
     """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
 
     def __init__(self, axis: Axis) -> None:
@@ -251,28 +250,6 @@ class HeadShards:
 _KEYS_TAG, _GRADIENTS_TAG = 1, 2
 
 
-class RingKeyValues:
-    """:class:`~moemesh.model.seams.KeyValues` over `axis`."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def attend(
-        self,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
-        visible: Visibility,
-        *,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
-        ring = _Ring(self.axis, visible, key_BMCD, value_BMCD)
-        inputs = (query_BNSD, key_BMCD, value_BMCD)
-        return _RingAttention.apply(*inputs, sinks_N, visible, scale, ring)
-
-
 class _Ring:
     """The messages of one attention: who holds which positions, and how large the blocks are."""
 
@@ -324,8 +301,9 @@ class _RingAttention(torch.autograd.Function):
         sinks_N: Tensor | None,
         visible: Visibility,
         scale: float,
-        ring: _Ring,
+        axis: Axis,
     ) -> Tensor:
+        ring = _Ring(axis, visible, key_BMCD, value_BMCD)
         found = nothing_seen(query_BNSD, ring.value_size)
         last = ring.axis.size - 1
         block = ring.pack(key_BMCD, value_BMCD)
@@ -340,11 +318,8 @@ class _RingAttention(torch.autograd.Function):
             for work in works:
                 work.wait()
             block = following
-        whole = with_sinks(found, sinks_N)
-        y_BNSD = output_of(whole, query_BNSD.dtype)
-        ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.scale, ctx.ring = scale, ring
-        return y_BNSD
+        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, found).y_BNSD
 
     @staticmethod
     @once_differentiable
@@ -399,3 +374,11 @@ class _RingAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+#: `plan.context` -> how queries reach the keys of positions that other ranks hold.
+CONTEXTS: dict[str, Callable[[Axis], KeyValues]] = {
+    "ring": partial(SpreadKeyValues, _RingAttention),
+    "all_gather": partial(SpreadKeyValues, _GatheredAttention),
+    "all_to_all": HeadShards,
+}

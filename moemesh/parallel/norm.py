@@ -12,8 +12,7 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.ops.host_copy import constant
-from moemesh.parallel.ownership import OwnRange, part_of, rows
-from moemesh.parallel.placement import Placement
+from moemesh.parallel.placement import OwnRange, Placement, part_of, rows
 
 #: Numbers of a gradient whose squares are added up in its own dtype.
 _SPAN = 1 << 14
@@ -46,24 +45,7 @@ def gradient_norm(
     not depend on which rank holds which expert. Norms are never averaged: sharded experts with
     norms a and b have the norm sqrt(a^2 + b^2). `others`: see :func:`gradient_squares`.
     """
-    return norm_of(summed_squares(gradients, placements, owned, mesh, axis=axis, others=others))
-
-
-@torch.no_grad()
-def summed_squares(
-    gradients: Mapping[str, Tensor],
-    placements: Mapping[str, Placement],
-    owned: Mapping[str, OwnRange],
-    mesh: Mesh,
-    *,
-    axis: str = "world",
-    others: Tensor | None = None,
-) -> Tensor:
-    """The float64 vector of :func:`gradient_norm`, summed over `axis`; the host has waited for
-    nothing."""
-    squares = gradient_squares(gradients, placements, owned, mesh, others)
-    all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
-    return squares
+    return norm_of(gradient_squares(gradients, placements, owned, mesh, others, axis=axis))
 
 
 @torch.no_grad()
@@ -73,10 +55,12 @@ def gradient_squares(
     owned: Mapping[str, OwnRange],
     mesh: Mesh,
     others: Tensor | None = None,
+    *,
+    axis: str | None = None,
 ) -> Tensor:
-    """This rank's addend to the float64 vector of :func:`gradient_norm`; zeros where it owns
-    nothing. The norm is not finite, either, if any of `others` on any rank (its losses, say) is
-    not: ranks agree on both in one sum."""
+    """The float64 vector of :func:`gradient_norm`, summed over `axis` (None: this rank's addend);
+    the host has waited for nothing. The norm is not finite, either, if any of `others` on any rank
+    (its losses, say) is not: ranks agree on both in one sum."""
     sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
     # The sums stay where the gradients are: no rank waits for its device, tensor by tensor.
     places: list[int] = []
@@ -97,6 +81,8 @@ def gradient_squares(
     if others is not None and len(squares):
         # Nothing is added for numbers that are finite: 0 x is 0, 0 NaN and 0 infinity are NaN.
         squares[:1] += (0.0 * others.double()).sum()
+    if axis is not None:
+        all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
     return squares
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 
 import torch
 
@@ -26,9 +27,9 @@ from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.context import GatheredKeyValues, HeadShards, RingKeyValues
+from moemesh.parallel.context import CONTEXTS
+from moemesh.parallel.data.buckets import GatheredBucket, GatheredWeights
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
@@ -64,34 +65,31 @@ def split_experts(
 ) -> None:
     """Split the stacks of every layer of which some experts train: the parameters held here, and
     the placements of all ranks. All weights have their values."""
-    whole = dict(placements)
+    whole = list(placements.values())
     placements.clear()
-    behind: dict[str, Placement] = {}
-    for name, where in whole.items():
-        module, _, leaf = name.rpartition(".")
-        if behind and not name.startswith(next(iter(behind)).partition("rest.")[0]):
-            placements |= behind
-            behind.clear()
-        chosen = None
-        if where.is_expert and leaf in STACKS:
-            chosen = tuning.chosen(int(module.split(".")[1]), where.shape[0])
-        if chosen is None:
-            placements[name] = where
-            continue
-        shares = places(chosen, where.shape[0], plan.ep)
-        rest = f"{module}.rest.{leaf}"
-        for index, part in enumerate((name, rest)):
-            lists = [share[index] for share in shares]
-            into = behind if index else placements
-            into[part] = replace(
-                where,
-                name=part,
-                shape=(sum(map(len, lists)), *where.shape[1:]),
-                places=tuple(expert for one in lists for expert in one),
-                per_rank=tuple(map(len, lists)),
-                trains=where.trains and not index,
-            )
-    placements |= behind
+    for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
+        behind: dict[str, Placement] = {}
+        for where in stacks:
+            leaf, chosen = where.name.rpartition(".")[2], None
+            if where.is_expert and leaf in STACKS:
+                chosen = tuning.chosen(int(module.split(".")[1]), where.shape[0])
+            if chosen is None:
+                placements[where.name] = where
+                continue
+            shares = places(chosen, where.shape[0], plan.ep)
+            for index, (name, into) in enumerate(
+                ((where.name, placements), (f"{module}.rest.{leaf}", behind))
+            ):
+                lists = [share[index] for share in shares]
+                into[name] = replace(
+                    where,
+                    name=name,
+                    shape=(sum(map(len, lists)), *where.shape[1:]),
+                    places=tuple(expert for one in lists for expert in one),
+                    per_rank=tuple(map(len, lists)),
+                    trains=where.trains and not index,
+                )
+        placements |= behind
     for layer, moe in model.moe_layers().items():
         chosen = tuning.chosen(layer, model.config.num_experts)
         if chosen is None:
@@ -102,14 +100,6 @@ def split_experts(
         mine, others = shares[mesh["ep"].index]
         first = min((*mine, *others))
         moe.experts.split([expert - first for expert in mine], [e - first for e in others])
-
-
-#: `plan.context` -> how queries reach the keys of positions that other ranks hold.
-CONTEXTS = {
-    "ring": RingKeyValues,
-    "all_gather": GatheredKeyValues,
-    "all_to_all": HeadShards,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.batch import Context
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
-from moemesh.model.seams import Flow
+from moemesh.model.seams import Flow, Memory
 from moemesh.model.transformer import Transformer
 from moemesh.ops.linear import SwigluOf
 from moemesh.ops.pending import Pending
@@ -76,7 +76,7 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
                         pass
 
 
-class Recomputation:
+class Recomputation(Memory):
     """Keeps the input of a part, and computes the part again in its backward."""
 
     def __init__(self, ledger: Ledger) -> None:

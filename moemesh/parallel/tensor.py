@@ -10,6 +10,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_gather, all_reduce, all_reduce_
 from moemesh.config.layout import shard_range, shard_sizes
+from moemesh.model.seams import Boundary, Tokens, Vocabulary
 from moemesh.model.visibility import Runs
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Weight, linear
@@ -17,7 +18,8 @@ from moemesh.sharding.context import context_runs, context_sizes
 
 # Between the token-sharded residual stream and head- or width-sharded blocks: three exits.
 #
-# Legend: N = tp, T all tokens of the microbatch, A attention (or MLP) width, H hidden. Every rank
+# Legend: N = tp, T all tokens of the microbatch, A attention (or MLP) width, H hidden,
+# V vocabulary. Every rank
 # holds about T/N rows of the stream; rows need not divide evenly, a rank may hold none.
 #
 # | step | in | out | forward comm | backward comm |
@@ -34,14 +36,16 @@ from moemesh.sharding.context import context_runs, context_sizes
 # tp. Per rank and direction they send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
 
 
-class ReduceScatterBoundary:
+class ReduceScatterBoundary(Boundary):
     """Megatron's sequence parallelism (Korthikanti et al., 2022). The default."""
 
     def __init__(self, axis: Axis, caller: str) -> None:
         self.axis, self.caller = axis, caller
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        return enter(x_TH, num_tokens, self.axis, self.caller)
+        """Own rows of the stream -> all rows; backward: partial gradients are reduce-scattered."""
+        sizes = shard_sizes(num_tokens, self.axis.size)
+        return collectives.all_gather(x_TH, self.axis, sizes, caller=f"{self.caller}.enter")
 
     def total(self, sums_TX: Tensor) -> Tensor:
         return collectives.all_reduce_both(sums_TX, self.axis, caller=f"{self.caller}.norm")
@@ -91,12 +95,6 @@ ATTENTION_BOUNDARIES = {
 }
 
 
-def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
-    """Own rows of the stream -> all rows. Backward: the partial gradients are reduce-scattered."""
-    sizes = shard_sizes(num_tokens, axis.size)
-    return collectives.all_gather(x_TH, axis, sizes, caller=f"{caller}.enter")
-
-
 # Context and sequence parallelism: the tokens of a microbatch that a rank holds.
 #
 # | call | in | out | forward comm | backward comm |
@@ -106,7 +104,7 @@ def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
 # | sum_over_ranks, max_over_ranks | counts | sums, maxima | all_reduce over stage | none |
 
 
-class ShardedTokens:
+class ShardedTokens(Tokens):
     """Positions are spread over cp (:mod:`moemesh.sharding.context`); the flattened tokens of a
     rank's positions are cut over tp in contiguous, balanced blocks, in rank order.
 
@@ -148,20 +146,19 @@ class ShardedTokens:
 
 # Embedding and loss with the vocabulary's rows sharded over tp: no rank ever holds full logits.
 #
-# Legend: T all tokens of the microbatch, N = tp, V vocabulary, H hidden.
-#
 # | step | in | out | forward comm | backward comm |
 # |---|---|---|---|---|
 # | embed | T ids | T/N x H | reduce_scatter of partial rows | all_gather |
 # | cross_entropy | T/N x H | T losses | all_gather, all_reduce (3 a token) | reduce_scatter |
 
 
-class ShardedVocabulary:
+class ShardedVocabulary(Vocabulary):
     """Rank i of the axis holds the i-th block of vocabulary rows; blocks may differ by one row, and
     are empty behind the end of a vocabulary smaller than the axis."""
 
     def __init__(self, axis: Axis, vocab_size: int) -> None:
         self.axis, self.vocab_size = axis, vocab_size
+        self.boundary = ReduceScatterBoundary(axis, "head")
         self.rows = shard_range(vocab_size, axis.size, axis.index)
 
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
@@ -176,14 +173,13 @@ class ShardedVocabulary:
         return collectives.reduce_scatter(partial_TH, self.axis, sizes, caller="embedding")
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        x_TH = enter(x_TH, len(targets_T), self.axis, "head")
+        x_TH = self.boundary.enter(x_TH, len(targets_T))
         return cross_entropy(
             x_TH, weight_VH, targets_T, first_row=self.rows.start, combine=self._combine
         )
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
-        x_TH = enter(x_TH, num_tokens, self.axis, "head")
-        rows_VT = F.linear(weight_VH, x_TH)
+        rows_VT = F.linear(weight_VH, self.boundary.enter(x_TH, num_tokens))
         sizes = shard_sizes(self.vocab_size, self.axis.size)
         return all_gather(rows_VT, self.axis, sizes, phase="forward", caller="head").T
 

@@ -148,7 +148,8 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     # Numbers of microbatches vary along the first axis alone.
     column = np.ravel(layout.microbatches)
     counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
+    shapes = map(np.shape, (layout.microbatches, *kept))
+    found = np.zeros(np.broadcast_shapes(*shapes))
     for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
         wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
         wanted[list(same)] = True

@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_path
@@ -62,7 +62,7 @@ def save(schedule: Schedule, path: Path) -> None:
 
 
 MAGIC = "pipeline-schedule v1"
-UPDATE_KINDS = ("stash", "two_versions", "newest")
+UPDATE_KINDS = get_args(get_type_hints(UpdateRule)["kind"])
 
 _OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:p(\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
 _BARE = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
@@ -241,11 +241,10 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
     slices = header.count("slices", 1)
     update = None
     if "update" in header.tokens:
-        kind = header.word("update", UPDATE_KINDS)
-        window = header.count("window", 1)
-        update = UpdateRule(
-            kind=cast(Literal["stash", "two_versions", "newest"], kind), window=window
-        )
+        index, kind = header.tokens["update"]
+        if kind not in UPDATE_KINDS:
+            raise lines[0].error(f"expected one of {', '.join(UPDATE_KINDS)}", index)
+        update = UpdateRule(kind=cast(Any, kind), window=header.count("window", 1))
     parts: dict[str, dict[int, _Line]] = {"place": {}, "rank": {}}
     for line in lines[1:]:
         word, _, number = line.label.partition(" ")
@@ -321,12 +320,6 @@ class _Header:
         if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
             raise self.line.error("expected a whole number of at least 1", index)
         return int(value)
-
-    def word(self, key: str, choices: Sequence[str]) -> str:
-        index, value = self.tokens[key]
-        if value not in choices:
-            raise self.line.error(f"expected one of {', '.join(choices)}", index)
-        return value
 
     def text(self, key: str) -> str:
         index, value = self.tokens[key]

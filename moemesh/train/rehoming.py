@@ -19,8 +19,8 @@ from moemesh.balance import rebalance_incremental
 from moemesh.balance.compiled import plain_loops
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
-from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.parallelize import RankModel
+from moemesh.parallel.placement import OwnRange
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.step import StepBoundary
 

@@ -28,7 +28,7 @@ from moemesh.model.faults import NO_FAULT, RoutingError, check_experts, describe
 from moemesh.model.transformer import ModelPart, Output
 from moemesh.ops.host_copy import HostCopy, constant, upload
 from moemesh.parallel.expert.replicas import take_rank_tokens
-from moemesh.parallel.norm import GradientNorm, clip_gradients, norm_of, summed_squares
+from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_squares, norm_of
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
@@ -342,9 +342,8 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        squares = summed_squares(
-            reducer.gradients, parallel.trained, reducer.owned, mesh, others=sums.losses
-        )
+        found = (reducer.gradients, parallel.trained, reducer.owned, mesh)
+        squares = gradient_squares(*found, sums.losses, axis="world")
         # All that the host has to know of the step, in one copy: it waits once.
         total = squares.sum(0, keepdim=True)
         copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moemesh.comm import collectives
 from moemesh.comm.consensus import run_with_consensus
-from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.point_to_point import new_group
+from moemesh.comm.mesh import Axis, Mesh, new_group
 from moemesh.config.layout import AXES, Layout
 from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
 

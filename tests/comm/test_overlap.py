@@ -9,7 +9,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import overlapped_all_to_all
 from moemesh.config.layout import Layout
-from moemesh.parallel.expert.build import Fp8Codec
+from moemesh.parallel.expert.build import FP8_CODEC
 from tests.ranks import mesh_on_ranks
 
 SPLITS = [[1, 0, 3], [2, 2, 0], [0, 4, 1]]
@@ -27,7 +27,7 @@ def exchanges_on_rank(mesh: Mesh, how: str) -> dict[str, Any]:
     if how == "blocking":
         ys = [collectives.all_to_all(x, axis, inputs, outputs, caller="test") for x in xs]
     else:
-        codec = Fp8Codec() if how == "coded" else None
+        codec = FP8_CODEC if how == "coded" else None
         pending = [
             overlapped_all_to_all(x, axis, inputs, outputs, caller="test", codec=codec) for x in xs
         ]

@@ -15,7 +15,7 @@ from moemesh.config.huggingface.model import model_values
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
-from moemesh.model.seams import LocalVocabulary
+from moemesh.model.seams import Vocabulary
 from moemesh.model.transformer import Transformer
 
 
@@ -52,7 +52,7 @@ def weights(model: Transformer) -> Read:
     return lambda name, box: named[name].detach()[slices(box)]
 
 
-class _Logits(LocalVocabulary):
+class _Logits(Vocabulary):
     """Keeps the logits that the loss is computed from."""
 
     logits_TV: Tensor

@@ -6,7 +6,7 @@ import torch
 
 from moemesh.model.balance_loss import auxiliary_loss, balance_loss, count, sum_by_scope
 from moemesh.model.router import Routing, route
-from moemesh.model.seams import LocalTokens
+from moemesh.model.seams import Tokens
 from tests.model.test_router import config_of, context_of
 
 NUM_EXPERTS, K = 8, 2
@@ -69,7 +69,7 @@ def routing_of(scope: str, num_sequences: int, padded: list[int] | None = None) 
     context = context_of(12 // num_sequences, num_sequences, padded)
     logits_TE = torch.from_numpy(np.random.default_rng(0).normal(size=(12, NUM_EXPERTS)))
     routing = route(logits_TE, config, None, context.valid_T)
-    return float(auxiliary_loss(routing, config, context, LocalTokens()))
+    return float(auxiliary_loss(routing, config, context, Tokens()))
 
 
 def by_definition(rows: list[int]) -> float:
@@ -113,6 +113,6 @@ def test_the_gradient_flows_through_probabilities_and_logits_only() -> None:
 
     def loss(logits_TE: torch.Tensor) -> torch.Tensor:
         routing: Routing = route(logits_TE, config, None, None)
-        return auxiliary_loss(routing, config, context_of(6, 2), LocalTokens())
+        return auxiliary_loss(routing, config, context_of(6, 2), Tokens())
 
     assert torch.autograd.gradcheck(loss, (logits_TE,))

@@ -1,5 +1,6 @@
 """The layer's last knobs: where the scale multiplies, how shared experts join."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
 from moemesh.model.moe import MoE
 from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
-from moemesh.parallel.expert.overlapped import overlapped
+from moemesh.parallel.expert.build import overlapped
 from tests.model.test_router import config_of, context_of
 
 
@@ -39,19 +40,10 @@ def test_shared_experts_are_added_or_averaged() -> None:
     assert torch.equal(routed, averaged)  # nothing to average with
 
 
-class _LoggedExchange:
+def _logged_exchange(x: Tensor, /, *, phase: str, name: str, log: list[str]) -> Any:
     """Carries rows to where they are, and says so."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def start(self, x: Tensor, phase: str) -> None:
-        self.log.append(f"{phase} {self.name} starts")
-        self.x = x
-
-    def finish(self) -> Tensor:
-        self.log.append(f"{self.name} ends")
-        return self.x.clone()
+    log.append(f"{phase} {name} starts")
+    return lambda: log.append(f"{name} ends") or x.clone()
 
 
 class _LoggedDispatcher:
@@ -67,7 +59,8 @@ class _LoggedDispatcher:
     ) -> Pending[DispatchedRows]:
         self.num_sent += 1
         there, back = (
-            _LoggedExchange(f"{way} {self.num_sent}", self.log) for way in ("there", "back")
+            partial(_logged_exchange, name=f"{way} {self.num_sent}", log=self.log)
+            for way in ("there", "back")
         )
         rows = self.local.dispatch(x_TH, weights_TK, plan).wait()
         return overlapped_exchange(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))

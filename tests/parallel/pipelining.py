@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels
-from moemesh.parallel.pipeline.executor import Executor
-from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec
-from moemesh.parallel.pipeline.virtual import VirtualClock
-from moemesh.schedule.action import Op, Schedule, messages
+from moemesh.parallel.pipeline.executor import Executor, record
+from moemesh.parallel.pipeline.messenger import OrderedMessenger, producer_of
+from moemesh.parallel.pipeline.program import BackwardState, Forward, Program, TensorSpec
+from moemesh.schedule.action import Entry, Op, Schedule, messages
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.trace.timeline import TimelineRecorder
@@ -44,17 +44,20 @@ def make(name: str, ranks: int) -> Schedule:
 @dataclass
 class Relay:
     """Messages of one number and one integer: who made them, and for whom. `busy` seconds pass in
-    every operation of the kinds it names; the operation `fails` raises."""
+    every operation of the kinds it names; the operation `fails` raises; `is_timed`: a messenger
+    adds a time to every message."""
 
     schedule: Schedule
     busy: dict[str, float] = field(default_factory=dict)
     fails: Op | None = None
+    is_timed: bool = False
     ran: list[Op] = field(default_factory=list)
 
     def output_specs(self, op: Op) -> list[TensorSpec]:
         if op.stage == self.schedule.num_stages - 1:
             return []
-        return [TensorSpec((2,), torch.float64), TensorSpec((1,), torch.int64)]
+        time = [TensorSpec((1,), torch.float64)] * self.is_timed
+        return [TensorSpec((2,), torch.float64), TensorSpec((1,), torch.int64), *time]
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         self._pass(op)
@@ -98,6 +101,49 @@ class Relay:
             )
 
 
+class VirtualClock(OrderedMessenger):
+    """A messenger whose messages carry simulated time: each brings the virtual end of its producer.
+
+    An entry starts when its rank is free and its inputs are there, and takes what the costs say.
+    The same maxima and sums as the simulator's, in the same order, so that both agree to the last
+    bit: what is executed is what was simulated. The program leaves a place for it in its specs.
+    """
+
+    def __init__(self, schedule: Schedule, channels: Channels, costs: Costs) -> None:
+        super().__init__(schedule, channels)
+        self._costs = costs.bind(schedule)
+        self._now: float = 0
+        self._ends: dict[Op, float] = {}
+        self._entry_of = {op: one for one in schedule.orders[self._rank] for op in one}
+        self.recorder = TimelineRecorder(self._rank, source="virtual", unit="ticks")
+
+    def take(self, program: Program, op: Op) -> list[Tensor]:
+        tensors = super().take(program, op)
+        if (producer := producer_of(self._schedule, op)) in self._messages:
+            self._ends[producer] = float(tensors.pop())
+        return tensors
+
+    def send(self, op: Op, tensors: list[Tensor]) -> None:
+        if op == self._entry_of[op][0]:  # all inputs of the entry are here
+            self._pass(self._entry_of[op])
+        if op in self._messages:
+            tensors = [*tensors, torch.tensor([self._ends[op]], dtype=torch.float64)]
+        super().send(op, tensors)
+
+    def _pass(self, entry: Entry) -> None:
+        start = self._now
+        for op in entry:
+            for needed in self._schedule.dependencies(op):
+                ready = self._ends[needed]
+                if self._schedule.rank_of(needed) != self._rank:
+                    ready = ready + self._costs.message(needed, op)
+                start = max(start, ready)
+        end = start + self._costs.entry(entry)
+        self._ends.update(dict.fromkeys(entry, end))
+        record(self.recorder, self._schedule, entry, start, end, wait=start - self._now)
+        self._now = end
+
+
 def relay(
     mesh: Mesh,
     schedules: list[Schedule],
@@ -112,16 +158,16 @@ def relay(
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
         channels = Channels.create(mesh, "pp", pairs)
         rank = mesh["pp"].index
-        clock = None if costs is None else VirtualClock(schedule, costs, rank)
-        program = Relay(schedule, busy or {}, fails)
-        executor = Executor(schedule, channels, clock=clock)
+        clock = None if costs is None else VirtualClock(schedule, channels, costs)
+        program = Relay(schedule, busy or {}, fails, is_timed=clock is not None)
+        executor = Executor(schedule, channels, clock)
         recorder = TimelineRecorder(rank)
         for _ in range(steps):
             executor.run(program, recorder)
         assert program.ran == list(schedule.ops(rank)) * steps
         found.append(
             {
-                "virtual": None if clock is None else clock.timeline().to_json(),
+                "virtual": None if clock is None else clock.recorder.timeline().to_json(),
                 "measured": recorder.timeline().to_json(),
             }
         )

@@ -12,8 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.model.attention_core import attention
 from moemesh.model.visibility import Visibility, document_starts
-from moemesh.parallel.context import in_position_order, in_rank_order
-from moemesh.parallel.parallelize import CONTEXTS
+from moemesh.parallel.context import CONTEXTS, in_position_order, in_rank_order
 from moemesh.sharding.context import context_runs, context_sizes, head_share
 from tests.ranks import mesh_on_ranks
 

@@ -12,7 +12,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
 from moemesh.ops.saved import SavedForBackward
-from moemesh.parallel.parallelize import CONTEXTS, parallelize
+from moemesh.parallel.context import CONTEXTS
+from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.ranks import mesh_on_ranks

@@ -12,7 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.ops.permute import permute
-from moemesh.parallel.expert.build import Fp8Codec
+from moemesh.parallel.expert.build import FP8_CODEC
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
 from moemesh.sharding.dispatchers import packed_bytes
 from tests.ranks import mesh_on_ranks
@@ -39,7 +39,7 @@ def train_once(mesh: Mesh, routing: str, fp8: bool, factor: float) -> dict[str, 
         experts_per_token=NUM_SLOTS,
         max_tokens=MAX_TOKENS,
         capacity_factor=factor,
-        codec=Fp8Codec() if fp8 else None,
+        codec=FP8_CODEC if fp8 else None,
     )
     experts_TK = choices(mesh.rank, routing)
     x_TH = torch.full((len(experts_TK), HIDDEN), float(mesh.rank + 1), requires_grad=True)

@@ -15,7 +15,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.model.experts import Experts
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
+from moemesh.parallel.pipeline.program import SteppedModelProgram, is_overlapped
 from moemesh.parallel.segments import SegmentTape
 from moemesh.schedule.build import build
 from tests.parity.test_parity import MODEL, MODELS, TRAIN

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
-from moemesh.parallel.data.units import GatheredBucket
+from moemesh.parallel.data.buckets import GatheredBucket
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step

@@ -20,12 +20,12 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.moe import MoE
-from moemesh.parallel import norm
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import rehoming
+from moemesh.train import step as step_module
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
@@ -217,10 +217,10 @@ def _gradients_of_fetched(change: Callable[[Tensor], Tensor]) -> Any:
 
 def norm_counts_replicas() -> Any:
     """As if replicas were parameters: the norm sees the gradients of busy experts twice."""
-    squares = norm.gradient_squares
+    squares = step_module.gradient_squares
 
-    def changed(gradients: Any, placements: Any, owned: Any, mesh: Mesh, *others: Any) -> Tensor:
-        found = squares(gradients, placements, owned, mesh, *others)
+    def changed(gradients: Any, placements: Any, *others: Any, axis: str) -> Tensor:
+        found = squares(gradients, placements, *others, axis=axis)
         experts = {name: where for name, where in placements.items() if where.is_expert}
         sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
         starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
@@ -228,7 +228,7 @@ def norm_counts_replicas() -> Any:
             found[starts[name] : starts[name] + where.shape[0]] *= 2
         return found
 
-    return mock.patch.object(norm, "gradient_squares", changed)
+    return mock.patch.object(step_module, "gradient_squares", changed)
 
 
 def moments_stay_behind() -> Any:

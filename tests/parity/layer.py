@@ -16,8 +16,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
 from moemesh.model.router import Routing
-from moemesh.parallel.expert.build import make_dispatcher
-from moemesh.parallel.expert.overlapped import overlapped
+from moemesh.parallel.expert.build import make_dispatcher, overlapped
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, SLOTS, GROUPS = 96, 16, 24, 16, 4, 8
 CONFIG = ModelConfig(

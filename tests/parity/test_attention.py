@@ -8,7 +8,6 @@ without a token.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
 from moemesh.sharding.parameters import tensors
-from tests.parity.test_parity import LONELY, MODEL, TRAIN, assert_same
-from tests.parity.training import PADDED, WHOLE, Shape, Trained, name_of, train
+from tests.parity.test_parity import LONELY, MODEL, TRAIN
+from tests.parity.training import PADDED, WHOLE, Shape, alone, assert_same, name_of, train
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -103,11 +102,6 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def one_device(model: str, shape: Shape, microbatches: int) -> Trained:
-    return train(MODELS[model], {"microbatches": microbatches}, TRAIN, shape)
-
-
 @pytest.mark.representative(
     "latent-tp=2-ep=2-attention_exit=reduce_scatter",
     "latent_plain-tp=2-ep=2-attention_exit=all_to_all",
@@ -121,8 +115,7 @@ def one_device(model: str, shape: Shape, microbatches: int) -> Trained:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
     model, plan, shape = case
-    alone = one_device(model, shape, 1)
-    assert_same(train(MODELS[model], plan, TRAIN, shape), alone)
+    assert_same(train(MODELS[model], plan, TRAIN, shape), alone(MODELS[model], TRAIN, shape))
 
 
 @pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])

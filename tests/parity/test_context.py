@@ -5,7 +5,6 @@ Float64 and SGD, as in `test_parity`. 13 positions cannot be cut evenly; of 5, s
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.train.step import evaluate
 from tests.parity.asynchronous import stream
 from tests.parity.test_attention import MODELS as KINDS
-from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, microbatches, name_of, train
+from tests.parity.test_parity import MODEL, MODELS, TRAIN
+from tests.parity.training import Shape, alone, assert_same, microbatches, name_of, train
 from tests.ranks import mesh_on_ranks
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2}
@@ -134,11 +133,6 @@ CASES: list[Case] = [
 ]
 
 
-@cache
-def one_device(model: str, microbatches: int, shape: Shape) -> Trained:
-    return train(DEEP[model], {"microbatches": microbatches}, TRAIN, shape)
-
-
 @pytest.mark.representative(
     "microbatch-cp=2-context=ring-padded-packed",
     "global-cp=4-context=all_gather-packed",
@@ -153,7 +147,7 @@ def one_device(model: str, microbatches: int, shape: Shape) -> Trained:
 @pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
 def test_context_parallel_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
     got = train(DEEP[model], plan, TRAIN, shape)
-    assert_same(got, one_device(model, plan.get("microbatches", 1), shape))
+    assert_same(got, alone(DEEP[model], TRAIN, shape, plan.get("microbatches", 1)))
 
 
 ASYNCHRONOUS: list[dict[str, Any]] = [
@@ -185,7 +179,7 @@ def losses_on_rank(mesh: Mesh, plan_keys: dict[str, Any], shape: Shape) -> float
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_evaluation_counts_every_token_once(context: str) -> None:
-    alone = losses_on_rank(Mesh.single("cpu"), {}, BOTH)
+    one = losses_on_rank(Mesh.single("cpu"), {}, BOTH)
     plan = {"dp": 2, "cp": 2, "context": context}
     for loss in mesh_on_ranks(Plan(**plan).layout, losses_on_rank, plan, BOTH):
-        assert loss == pytest.approx(alone, rel=1e-12)
+        assert loss == pytest.approx(one, rel=1e-12)

@@ -1,12 +1,11 @@
 """Every knob of experts and MLPs that published models have, under plans that cut what it adds."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.parity.test_parity import MODEL, TRAIN, assert_same
-from tests.parity.training import PADDED, Shape, Trained, name_of, train
+from tests.parity.test_parity import MODEL, TRAIN
+from tests.parity.training import PADDED, Shape, alone, assert_same, name_of, train
 
 OSS: dict[str, Any] = {"swiglu_limit": 0.3, "swiglu_alpha": 1.702, "swiglu_offset": 1.0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,11 +47,6 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def alone(name: str, shape: Shape, microbatches: int) -> Trained:
-    return train(MODELS[name], {"microbatches": microbatches}, TRAIN, shape)
-
-
 @pytest.mark.representative(
     "bias-tp=2-dp=2-ep=2-etp=2-padded",
     "bias-dp=2-ep=2-spare_slots=2-padded",
@@ -62,7 +56,7 @@ def alone(name: str, shape: Shape, microbatches: int) -> Trained:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_knob_under_a_plan(case: tuple[str, dict[str, Any], Shape]) -> None:
     name, plan, shape = case
-    expected = alone(name, shape, plan.get("microbatches", 1))
+    expected = alone(MODELS[name], TRAIN, shape, plan.get("microbatches", 1))
     assert_same(train(MODELS[name], plan, TRAIN, shape), expected)
     for leaf, weight in expected.weights.items():
         if leaf.endswith("_bias"):

@@ -1,6 +1,5 @@
 """Adapters in any plan equal those of one device; see :mod:`tests.parity.test_parity`."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
 from moemesh.sharding.parameters import tensors
-from tests.parity.test_parity import LONELY, MODELS, TRAIN, assert_same
-from tests.parity.training import PADDED, Shape, Trained, model_of, name_of, train
+from tests.parity.test_parity import LONELY, MODELS, TRAIN
+from tests.parity.training import PADDED, Shape, alone, assert_same, model_of, name_of, train
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6.0}
 LATENT = MODELS["moe"] | {
@@ -70,15 +69,10 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def one_device(model: str, shape: Shape) -> Trained:
-    return train(ADAPTED[model], {}, TRAIN, shape)
-
-
 @pytest.mark.representative("moe-tp=2-dp=2-ep=2-etp=2")
 @pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
 def test_adapters_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
-    assert_same(train(ADAPTED[model], plan, TRAIN, shape), one_device(model, shape))
+    assert_same(train(ADAPTED[model], plan, TRAIN, shape), alone(ADAPTED[model], TRAIN, shape))
 
 
 ALONE = TRAIN | {"train_only": LoraConfig(**LORA).trains}
@@ -95,15 +89,10 @@ ALONE_CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def one_device_alone(model: str, shape: Shape) -> Trained:
-    return train(ADAPTED[model], {}, ALONE, shape)
-
-
 @pytest.mark.representative("deep-pp=2-schedule=zb_h1-dp=2-ep=2-microbatches=4")
 @pytest.mark.parametrize(("model", "plan", "shape"), ALONE_CASES, ids=map(name_of, ALONE_CASES))
 def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
-    expected = one_device_alone(model, shape)
+    expected = alone(ADAPTED[model], ALONE, shape)
     assert_same(train(ADAPTED[model], plan, ALONE, shape), expected)
     assert expected.gradients and all(map(is_adapter, expected.gradients))
 
@@ -111,8 +100,8 @@ def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Sha
 def test_frozen_weights_give_adapters_the_same_gradients():
     """The first step, before any weight has moved."""
     everything = train(ADAPTED["moe"], {}, TRAIN | {"steps": 1, "clip": 0.0})
-    alone = train(ADAPTED["moe"], {}, ALONE | {"steps": 1, "clip": 0.0})
-    for name, gradient in alone.gradients.items():
+    adapters = train(ADAPTED["moe"], {}, ALONE | {"steps": 1, "clip": 0.0})
+    for name, gradient in adapters.gradients.items():
         torch.testing.assert_close(gradient, everything.gradients[name], rtol=1e-12, atol=1e-14)
 
 

@@ -14,8 +14,8 @@ from moemesh.model.faults import RoutingError
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
-from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, microbatches, name_of, train
+from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN
+from tests.parity.training import Shape, Trained, assert_same, microbatches, name_of, train
 from tests.ranks import mesh_on_ranks
 
 #: Stages with experts and one without, extra prediction layers among those with.

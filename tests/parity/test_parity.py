@@ -4,13 +4,11 @@ Float64 and SGD without momentum: Adam is invariant to a constant factor on the 
 hide exactly the mistakes that hybrid parallelism makes. Clipping is active in every run.
 """
 
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity.training import PADDED, Shape, Trained, name_of, train
+from tests.parity.training import PADDED, Shape, alone, assert_same, name_of, train
 
 MODEL: dict[str, Any] = {
     "vocab_size": 37,
@@ -104,29 +102,6 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def one_device(model: str, shape: Shape) -> Trained:
-    return train(MODELS[model], {}, TRAIN, shape)
-
-
-def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> None:
-    fields = ("losses", "aux", "norms", *(["mtp"] if expected.mtp[0] is not None else []))
-    for field in fields:
-        ours, theirs = (torch.tensor(getattr(t, field)).double() for t in (got, expected))
-        torch.testing.assert_close(
-            ours, theirs, rtol=tolerance, atol=0, msg=f"{field} {ours} {theirs}"
-        )
-    assert got.loads == expected.loads
-    for field in ("gradients", "weights"):
-        ours, theirs = getattr(got, field), getattr(expected, field)
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            worst = float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
-            assert worst <= tolerance, f"{field} of {name}: relative difference {worst:.2e}"
-    for ours, theirs in zip(got.biases, expected.biases, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-
-
 @pytest.mark.representative(
     "moe-tp=2-ep=2-attention_exit=reduce_scatter",
     "grouped-tp=2-ep=2-attention_exit=all_to_all",
@@ -140,7 +115,7 @@ def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> No
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
     model, plan, shape = case
-    assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
+    assert_same(train(MODELS[model], plan, TRAIN, shape), alone(MODELS[model], TRAIN, shape))
 
 
 @pytest.mark.representative("{'vocab_size': 3, 'tied_embeddings': True}-{'tp': 4, 'ep': 2}")
@@ -157,13 +132,13 @@ def test_a_vocabulary_smaller_than_tp_leaves_ranks_without_rows(
     model: dict[str, Any], plan: dict[str, Any]
 ) -> None:
     keys = MODEL | model
-    alone = train(keys, {"microbatches": plan.get("microbatches", 1)}, TRAIN, PADDED)
-    assert_same(train(keys, plan, TRAIN, PADDED), alone)
+    expected = alone(keys, TRAIN, PADDED, plan.get("microbatches", 1))
+    assert_same(train(keys, plan, TRAIN, PADDED), expected)
 
 
 def test_the_reference_does_something() -> None:
     """Clipping bites, experts differ in load, the auxiliary loss is there: nothing is vacuous."""
-    trained = one_device("moe", Shape())
+    trained = alone(MODELS["moe"], TRAIN)
     assert min(trained.norms) > TRAIN["clip"] and min(trained.aux) > 0
     assert len({count for step in trained.loads for layer in step for count in layer}) > 3
     assert trained.losses[0] != trained.losses[-1]
@@ -171,7 +146,7 @@ def test_the_reference_does_something() -> None:
 
 def test_float32_losses_stay_together_over_ten_steps() -> None:
     keys = TRAIN | {"dtype": "float32", "steps": 10, "lr": 0.05}
-    alone = train(MODELS["moe"], {}, keys)
+    one = alone(MODELS["moe"], keys)
     spread = train(MODELS["moe"], {"tp": 2, "dp": 2, "ep": 4}, keys)
-    worst = max(abs(a / b - 1) for a, b in zip(spread.losses, alone.losses, strict=True))
+    worst = max(abs(a / b - 1) for a, b in zip(spread.losses, one.losses, strict=True))
     assert worst <= 1e-5, f"relative difference of losses {worst:.2e}"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moemesh.schedule.text import save
-from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, name_of, train
+from tests.parity.test_parity import MODEL, MODELS, TRAIN
+from tests.parity.training import Shape, Trained, assert_same, name_of, train
 from tests.schedule.orders import random_schedule
 
 DEEP: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """Multi-token prediction under any plan gives one device's numbers; its objective by definition."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from moemesh.model.batch import Batch, make_context
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
-from tests.parity.test_parity import MODELS, TRAIN, assert_same
-from tests.parity.training import PADDED, WHOLE, Shape, Trained, name_of, train
+from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.training import PADDED, WHOLE, Shape, alone, assert_same, name_of, train
 
 ONE: dict[str, Any] = MODELS["moe"] | {"num_mtp_layers": 1}
 MTP: dict[str, dict[str, Any]] = {
@@ -80,11 +79,6 @@ DEEP_CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def alone(name: str, deep: bool, shape: Shape, microbatches: int) -> Trained:
-    return train((DEEP if deep else MTP)[name], {"microbatches": microbatches}, TRAIN, shape)
-
-
 @pytest.mark.representative(
     "two-dp=2-ep=2-microbatches=2-padded",
     "two-tp=2-ep=2-recompute=full-padded",
@@ -95,7 +89,7 @@ def alone(name: str, deep: bool, shape: Shape, microbatches: int) -> Trained:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prediction_layers_under_a_plan(case: tuple[str, dict[str, Any], Shape]) -> None:
     name, plan, shape = case
-    expected = alone(name, False, shape, plan.get("microbatches", 1))
+    expected = alone(MTP[name], TRAIN, shape, plan.get("microbatches", 1))
     assert_same(train(MTP[name], plan, TRAIN, shape), expected)
     assert all(loss is not None for loss in expected.mtp)
 
@@ -110,7 +104,7 @@ def test_prediction_layers_with_two_stages_a_rank(
     case: tuple[str, dict[str, Any], Shape],
 ) -> None:
     name, plan, shape = case
-    expected = alone(name, True, shape, plan.get("microbatches", 1))
+    expected = alone(DEEP[name], TRAIN, shape, plan.get("microbatches", 1))
     assert_same(train(DEEP[name], plan, TRAIN, shape), expected)
 
 

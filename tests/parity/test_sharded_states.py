@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from tests.parity.test_asynchronous import ADAMW, AMPNET, STREAM, TWO
 from tests.parity.test_asynchronous import DEEP as DEEP_MODEL
 from tests.parity.test_asynchronous import SHAPE as EIGHT
 from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
-from tests.parity.test_parity import LONELY, MODEL, MODELS, PADDED, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, name_of, train
+from tests.parity.test_parity import LONELY, MODEL, MODELS, PADDED, TRAIN
+from tests.parity.training import Shape, alone, assert_same, name_of, train
 
 STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
@@ -94,12 +93,6 @@ def _model(name: str, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return model, plan
 
 
-@cache
-def _alone(name: str, layers: int, shape: Shape, microbatches: int) -> Trained:
-    model = TRAINED[name] | {"num_layers": layers}
-    return train(model, {"microbatches": microbatches}, MOMENTUM, shape)
-
-
 def _skip_refused(plan: dict[str, Any], data: str) -> None:
     if data == "zero3" and plan.get("schedule") in DEFERRING_SCHEDULES:
         pytest.skip("refused")
@@ -118,8 +111,8 @@ def under(plan: dict[str, Any], data: str) -> dict[str, Any]:
 def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None:
     name, keys, shape = case
     model, plan = _model(name, keys)
-    alone = _alone(name, model["num_layers"], shape, plan.get("microbatches", 1))
-    assert_same(train(model, plan | data, MOMENTUM, shape), alone)
+    expected = alone(model, MOMENTUM, shape, plan.get("microbatches", 1))
+    assert_same(train(model, plan | data, MOMENTUM, shape), expected)
 
 
 @pytest.mark.representative(

@@ -6,14 +6,13 @@ sequence share its keys and values, its counts and its scope. Only the order of 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
+from tests.parity.test_parity import MODEL, MODELS, TRAIN
 from tests.parity.test_pipelines import worst_difference
-from tests.parity.training import Shape, Trained, name_of, train
+from tests.parity.training import Shape, alone, assert_same, name_of, train
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2, "num_layers": 4}
 DEEP: dict[str, dict[str, Any]] = {
@@ -49,11 +48,6 @@ MIXED: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-@cache
-def one_process(model: str, microbatches: int, shape: Shape, steps: int = 1) -> Trained:
-    return train(DEEP[model], {"microbatches": microbatches}, TRAIN | {"steps": steps}, shape)
-
-
 @pytest.mark.representative(
     "global-pp=4-microbatches=3",
     "microbatch-pp=2-slices=3-microbatches=2-recompute=selective-padded",
@@ -63,7 +57,7 @@ def test_slices_have_the_gradients_of_whole_sequences(
     model: str, plan: dict[str, Any], shape: Shape
 ) -> None:
     got = train(DEEP[model], plan | {"schedule": "terapipe"}, ONE_STEP, shape)
-    expected = one_process(model, plan.get("microbatches", 1), shape)
+    expected = alone(DEEP[model], ONE_STEP, shape, plan.get("microbatches", 1))
     assert worst_difference(got, expected) <= 1e-12
     assert got.loads == expected.loads
     assert got.losses + got.aux == pytest.approx(expected.losses + expected.aux, rel=1e-14)
@@ -72,5 +66,6 @@ def test_slices_have_the_gradients_of_whole_sequences(
 @pytest.mark.representative("sequence-pp=2-tp=2-ep=2-recompute=full-dispatch_chunks=2-padded")
 @pytest.mark.parametrize(("model", "plan", "shape"), MIXED, ids=map(name_of, MIXED))
 def test_slices_join_the_other_axes(model: str, plan: dict[str, Any], shape: Shape) -> None:
-    got = train(DEEP[model], plan | {"schedule": "terapipe"}, TRAIN | {"steps": 2}, shape)
-    assert_same(got, one_process(model, plan.get("microbatches", 1), shape, 2))
+    keys = TRAIN | {"steps": 2}
+    got = train(DEEP[model], plan | {"schedule": "terapipe"}, keys, shape)
+    assert_same(got, alone(DEEP[model], keys, shape, plan.get("microbatches", 1)))

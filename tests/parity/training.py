@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -19,14 +20,15 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
-from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.parallel.placement import Placement
+from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of, rows
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.records.artifacts import state_bytes
 from moemesh.train.step import gradients_of_step, update
 from tests.ranks import mesh_on_ranks
+from tests.twins.predictions import assert_predicted, recorded_choices
 
 
 class Shape(NamedTuple):
@@ -140,9 +142,12 @@ def train_on_rank(
     for step in range(1, train.steps + 1):
         batches = microbatches(config, plan, shape, step, mesh)
         recorder = TimelineRecorder(mesh.rank)
-        result = gradients_of_step(parallel, batches, recorder)
-        gradients = owned(parallel, parallel.reducer.gradients)
-        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        # The last step is measured.
+        ledger = mesh.ledger.paused() if step < train.steps else contextlib.nullcontext()
+        with ledger, recorded_choices() as choices:
+            result = gradients_of_step(parallel, batches, recorder)
+            gradients = owned(parallel, parallel.reducer.gradients)
+            update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
         steps.append(
             (
                 result.loss,
@@ -152,6 +157,10 @@ def train_on_rank(
                 result.mtp_loss,
             )
         )
+    memory = state_bytes(parallel, optimizer)
+    if plan.combine == "exact":
+        # Of several microbatches the order of gradients, and what waits, is autograd's choice.
+        del memory["buffers"]
     return {
         "steps": steps,
         "gradients": gradients,
@@ -159,6 +168,8 @@ def train_on_rank(
         "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "ledger": mesh.ledger,
+        "choices": choices,
+        "memory": memory,
     }
 
 
@@ -223,15 +234,28 @@ def assemble(parts: list[list[Part]], some: bool = False) -> dict[str, Tensor]:
 
 
 def train(
-    model: dict[str, Any], plan: dict[str, Any], train: dict[str, Any], shape: Shape = WHOLE
+    model: dict[str, Any],
+    plan: dict[str, Any],
+    train: dict[str, Any],
+    shape: Shape = WHOLE,
+    *,
+    predicts: bool = True,
 ) -> Trained:
-    """Train under `plan` on as many gloo ranks as it needs (in this process for one rank)."""
-    checked = Plan(**plan)
-    assert checked.check(model_of(model)) == []
+    """Train under `plan` on as many gloo ranks as it needs (in this process for one rank).
+
+    `predicts`: the planner has predicted traffic and model states of every rank, to the byte.
+    """
+    config, checked, keys = model_of(model), Plan(**plan), TrainConfig(**train)
+    assert checked.check(config) == []
     if checked.world_size == 1:
         ranks = [train_on_rank(Mesh.single("cpu"), model, plan, train, shape)]
     else:
         ranks = mesh_on_ranks(checked.layout, train_on_rank, model, plan, train, shape)
+    if predicts:
+        batch, seq_len, *_ = shape
+        tuning = Tuning(freeze=keys.freeze, train_only=keys.train_only)
+        sizes = {"batch": batch, "seq_len": seq_len}
+        assert_predicted(config, checked, ranks, keys, **sizes, activations=False, tuning=tuning)
     biases: dict[str, Tensor] = {}
     for rank in ranks:
         assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
@@ -249,3 +273,34 @@ def train(
         mtp=list(mtp),
         frozen=[assemble([rank["frozen"][i] for rank in ranks], some=True) for i in range(2)],
     )
+
+
+_ALONE: dict[str, Trained] = {}
+
+
+def alone(
+    model: dict[str, Any], keys: dict[str, Any], shape: Shape = WHOLE, microbatches: int = 1
+) -> Trained:
+    """The same on one device, trained once for all that is compared with it."""
+    name = repr((sorted(model.items()), sorted(keys.items()), shape, microbatches))
+    if name not in _ALONE:
+        _ALONE[name] = train(model, {"microbatches": microbatches}, keys, shape)
+    return _ALONE[name]
+
+
+def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> None:
+    fields = ("losses", "aux", "norms", *(["mtp"] if expected.mtp[0] is not None else []))
+    for field in fields:
+        ours, theirs = (torch.tensor(getattr(t, field)).double() for t in (got, expected))
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=0, msg=f"{field} {ours} {theirs}"
+        )
+    assert got.loads == expected.loads
+    for field in ("gradients", "weights"):
+        ours, theirs = getattr(got, field), getattr(expected, field)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            worst = float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+            assert worst <= tolerance, f"{field} of {name}: relative difference {worst:.2e}"
+    for ours, theirs in zip(got.biases, expected.biases, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)

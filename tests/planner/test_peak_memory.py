@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moemesh.planner import memory as module
-from moemesh.planner.memory import GIB, Allocation, estimate_memory, peak_memory, rank_memory
+from moemesh.planner.memory import (
+    GIB,
+    Allocation,
+    estimate_memory,
+    needed_bytes,
+    peak_memory,
+    rank_memory,
+)
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.load_shape import from_arch_entry, from_arch_table, load_model
+from moemesh.planner.shapes.load_shape import from_arch_entry, from_arch_table, gpt, load_model
+from moemesh.planner.stage_cut import with_values
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
@@ -136,3 +145,12 @@ def test_a_server_holds_its_share_of_the_optimizer(servers: int) -> None:
     saved -= peak_memory(LLAMA, server, Allocation()).states
     weights = count_parameters(LLAMA).total
     assert saved == pytest.approx(12 * weights * (1 - 1 / servers), rel=1e-12)
+
+
+def test_a_rank_may_have_more_chunks_than_numpy_takes_arrays() -> None:
+    shape = gpt(140, 64, 4)
+    one = layout(pp=2, stages_per_rank=70, schedule="interleaved_1f1b")
+    both = with_values(one, microbatch=np.array([1, 2]))
+    (columns,) = needed_bytes(shape, [both], Allocation())
+    each = [peak_memory(shape, one.changed(microbatch=n), Allocation()).needed for n in (1, 2)]
+    assert columns.tolist() == each

@@ -396,8 +396,7 @@ def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks
 def test_every_rank_reports_the_same_gradient_norm_and_skips_together() -> None:
     from moemesh.comm.mesh import Mesh
     from moemesh.parallel.norm import gradient_norm
-    from moemesh.parallel.ownership import OwnRange
-    from moemesh.parallel.placement import Placement
+    from moemesh.parallel.placement import OwnRange, Placement
 
     where = {"w": Placement(name="w", shape=(2,), shards={}, summed_over="stage")}
     own = {"w": OwnRange(numbers=range(2), is_first=True)}

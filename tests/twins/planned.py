@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.layout import shard_range
-from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
-from moemesh.model.router import Router, Routing
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.schedule.terapipe import slice_lengths
-from moemesh.sharding.context import context_runs
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer
@@ -31,6 +24,7 @@ from moemesh.train.records.artifacts import measure_saved, state_bytes
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches, model_of
 from tests.ranks import mesh_on_ranks
+from tests.twins.predictions import recorded_choices
 
 SEQ_LEN = 16
 
@@ -71,7 +65,7 @@ def step_on_rank(
             result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
             update(parallel, optimizer, result, lr=1e-3, clip=1.0)
     return {
-        "ledger": mesh.ledger.rows(),
+        "ledger": mesh.ledger,
         "choices": choices,
         "memory": state_bytes(parallel, optimizer)
         | {"activations": saved.peak_bytes, "kinds": saved.peak_by_kind},
@@ -121,60 +115,6 @@ def stream(
     executor.run(program, StreamRecorder(mesh.rank, first=1, num_microbatches=count))
     program.versions.close()
     steps.drain()
-
-
-@contextlib.contextmanager
-def recorded_choices() -> Iterator[dict[tuple[int, int], list[int]]]:
-    """(layer, global id of a token) -> its expert ids, of the tokens of this rank's stream."""
-    found: dict[tuple[int, int], list[int]] = {}
-    original = Router.forward
-
-    def recorded(self: Router, x_TH: Tensor, context: Any, tokens: Any) -> Routing:
-        routing = original(self, x_TH, context, tokens)
-        ids, layer = context.token_ids_T.tolist(), self.layer
-        for token, experts in zip(ids, routing.experts_TK.tolist(), strict=True):
-            # A forward that runs again chooses alike.
-            assert found.setdefault((layer, token), experts) == experts
-        return routing
-
-    Router.forward = recorded
-    try:
-        yield found
-    finally:
-        Router.forward = original
-
-
-def choices_of(
-    model: ModelConfig, plan: Plan, ranks: list[dict[str, Any]], batch: int, seq_len: int
-) -> dict[tuple[int, int, int], list[list[int]]]:
-    """(rank, forward of the step, layer) -> expert ids of each token, in the order of the stream.
-
-    Forwards are numbered by microbatch and, inside it, by slice.
-    """
-    lengths = slice_lengths(model, plan, seq_len) if plan.num_slices > 1 else (seq_len,)
-    found: dict[tuple[int, int, int], list[list[int]]] = {}
-    for rank, measured in enumerate(ranks):
-        at, chosen = plan.layout.coordinates(rank), measured["choices"]
-        own = shard_range(batch, plan.dp, at["dp"])
-        for number in range(plan.microbatches * len(lengths)):
-            microbatch, slice = divmod(number, len(lengths))
-            part = shard_range(len(own), plan.microbatches, microbatch)
-            start = sum(lengths[:slice])
-            runs = (range(start, start + lengths[slice]),)
-            if plan.cp > 1:
-                runs = context_runs(seq_len, plan.cp, at["cp"])
-            tokens = [
-                (own.start + sequence) * seq_len + position
-                for sequence in part
-                for run in runs
-                for position in run
-            ]
-            shard = shard_range(len(tokens), plan.tp, at["tp"])
-            local = tokens[shard.start : shard.stop]
-            for layer in model.routed_layers:
-                if all((layer, token) in chosen for token in local):
-                    found[rank, number, layer] = [chosen[layer, token] for token in local]
-    return found
 
 
 def measure(

@@ -61,18 +61,13 @@ AGAIN: list[Case] = [
 
 @pytest.mark.representative(
     name_of((LATENT | {"q_lora_rank": 0}, TWO | {"attention_exit": "all_to_all"}, "bfloat16", 3)),
-    name_of((WINDOWS, TWO | {"attention_exit": "all_reduce"}, "float32", 3)),
-    name_of((OVER_ALL, TWO | {"dp": 2}, "float32", 5)),
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_predicted_is_measured(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.representative(
-    name_of((LATENT, TWO | {"recompute": "full"}, "float32", 4)),
-    name_of((OVER_ALL, {"tp": 2, "cp": 2, "context": "all_to_all"}, "float32", 3)),
-)
+@pytest.mark.representative(name_of((LATENT, TWO | {"recompute": "full"}, "float32", 4)))
 @pytest.mark.parametrize("case", AGAIN, ids=name_of)
 def test_predicted_traffic_of_recomputation_and_slices_is_measured(case: Case) -> None:
     check(case, activations=False)

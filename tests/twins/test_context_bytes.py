@@ -40,11 +40,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.representative(
-    "cp=4-context=ring-dtype=float32",
-    "cp=2-tp=2-ep=4-context=all_gather-dtype=bfloat16",
-    "num_kv_heads=1-cp=4-context=all_to_all-dtype=float32",
-)
+@pytest.mark.representative("cp=2-tp=2-ep=4-context=all_gather-dtype=bfloat16")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_predicted_traffic_is_measured(case: Case) -> None:
     _, plan, *_ = case

@@ -64,11 +64,7 @@ CASES: list[Case] = [
 @pytest.mark.representative(
     "dp=4-ep=2-microbatches=2-data=zero1-dtype=bfloat16",
     "dp=4-ep=2-microbatches=2-data=parameter_server-servers=2-dtype=bfloat16",
-    "dp=2-tp=2-ep=2-etp=2-data=parameter_server-dtype=bfloat16",
-    "tied_embeddings=True-qk_norm=True-pp=2-microbatches=4-dp=2-data=zero1-dtype=bfloat16",
     "dp=4-ep=2-microbatches=2-data=zero3-reshard=step-dtype=bfloat16",
-    "tied_embeddings=True-qk_norm=True-pp=2-microbatches=4-dp=2-data=zero3-dtype=bfloat16",
-    "dp=2-tp=2-ep=2-etp=2-data=zero2-dtype=bfloat16",
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_predicted_is_measured_under_every_strategy(case: Case) -> None:

@@ -33,7 +33,6 @@ CASES: list[Case] = [
 
 
 @pytest.mark.representative(
-    "num_layers=4-first_dense_layers=1-lora={'rank': 4}-dp=2-tp=2-ep=2-etp=2-dtype=bfloat16",
     "num_layers=4-first_dense_layers=1-lora={'rank': 32}-pp=2-microbatches=4-dp=2-ep=2"
     "-schedule=zb_h1-dtype=float32",
 )

@@ -1,8 +1,6 @@
-"""The planner against real training steps of the tiny preset on gloo ranks, rank by rank.
-
-Predicted ledger = measured ledger and predicted weights, gradients and optimizer states = measured,
-to the byte; activations within 2 %. What depends on the routing is predicted
-from the choices that the run's routers made; everything else from model, plan and batch alone.
+"""The planner against real training steps of the tiny preset on gloo ranks, rank by rank: see
+:mod:`tests.twins.predictions`. By default those that no run of `tests/parity`, which are all held
+to the same predictions, stands for: activations, shorter numbers, other kinds of steps.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL as ALL
 from moemesh.config.tuning import Tuning
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_memory
-from moemesh.trace.ledger import Ledger
 from tests.parity.training import model_of
-from tests.twins.chosen_routing import chosen_routing
-from tests.twins.planned import SEQ_LEN, choices_of, measure
+from tests.twins.planned import SEQ_LEN, measure
+from tests.twins.predictions import assert_predicted
 
 #: (model keys over tiny, plan, dtype, global batch). Odd batches leave ranks with uneven shares.
 Case = tuple[dict[str, Any], dict[str, Any], str, int]
@@ -58,7 +55,7 @@ HALVES = {"pp": 2, "microbatches": 4}
 TOGETHER: dict[str, Any] = {"aux_loss_layers": "together", "aux_loss_scope": "global"}
 BIASES: dict[str, Any] = {"expert_bias": True, "router_logit_bias": True, "shared_gate": True}
 GATED: dict[str, Any] = {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-SLOW: list[Case] = [
+CASES += [
     ({"num_mtp_layers": 2}, {"tp": 2, "ep": 2}, "float32", 3),
     ({"num_mtp_layers": 1, "tied_embeddings": True}, {"pp": 2, "microbatches": 2}, "bfloat16", 4),
     (BIASES, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
@@ -99,7 +96,8 @@ SLOW: list[Case] = [
     ),
 ]
 #: Selections and schedules whose activations the planner does not count tensor by tensor (whole
-#: sequences that are compared; the weight gradients that a split backward still owes).
+#: sequences that are compared; the weight gradients that a split backward still owes); the other
+#: ends of a step, slices, forwards that run again, experts on several ranks.
 TRAFFIC_ONLY: list[Case] = [
     ({"router_selection": "expert_choice"}, {"dp": 2, "tp": 2, "ep": 2}, "float32", 4),
     ({"router_selection": "sinkhorn", "capacity_factor": 1.0}, {"tp": 2, "ep": 2}, "float32", 4),
@@ -115,8 +113,7 @@ SLICED: dict[str, Any] = {"pp": 2, "schedule": "terapipe", "slices": 3, "microba
 SPARE: dict[str, Any] = {"dp": 4, "ep": 4, "spare_slots": 1}
 STREAM: dict[str, Any] = {"pp": 2, "schedule": "pipedream", "microbatches": 4}
 MESSAGES: dict[str, Any] = {"pp": 2, "schedule": "ampnet", "microbatches": 3}
-#: The other ends of a step, slices, forwards that run again, experts on several ranks.
-ENDS: list[Case] = [
+TRAFFIC_ONLY += [
     ({}, FULL | {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
     ({"first_dense_layers": 2}, FULL | HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
     ({}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
@@ -125,8 +122,6 @@ ENDS: list[Case] = [
     ({}, STREAM | {"dp": 2, "ep": 2}, "float32", 5),
     ({}, MESSAGES | {"tp": 2, "ep": 2}, "float32", 4),
     (AHEAD, HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
-]
-MORE_ENDS: list[Case] = [
     *(({}, FULL | TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
     *(({}, FULL | EXACT | {"dispatcher": name}, "float64", 5) for name in DISPATCHERS),
     (
@@ -185,42 +180,19 @@ def check(
     model, plan, dtype, batch = case
     config, checked = model_of(model), Plan(**plan)
     ranks = measure(model, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
-    choices = choices_of(config, checked, ranks, batch, seq_len)
-    for rank, found in enumerate(ranks):
-        settings: dict[str, Any] = {
-            "seq_len": seq_len,
-            "global_batch": batch,
-            "dtype": dtype,
-            "rank": rank,
-            "routing": chosen_routing(config, checked.layout, choices),
-            "tuning": tuning,
-        }
-        predicted = predict_ledger(config, checked, **settings)
-        measured = Ledger.from_rows(found["ledger"])
-        assert predicted.difference(measured) == [], f"rank {rank} (here: predicted)"
-        memory = predict_memory(config, checked, **settings).to_json()
-        for part in found["memory"].keys() - {"activations", "kinds"}:
-            # Under zero3 gradients wait as they came, in an order that autograd chooses.
-            near = part == "buffers" and checked.data == "zero3"
-            expected = (
-                pytest.approx(found["memory"][part], rel=0.25) if near else found["memory"][part]
-            )
-            assert memory[part] == expected, f"rank {rank}: {part}"
-        if activations and not tuning.is_full:
-            # What only the gradients of weights that do not train would read is not kept.
-            kept = found["memory"]["activations"]
-            most = 1.02 * memory["activations"] + 1024
-            assert kept <= most, f"rank {rank}: activations"
-        elif activations:
-            error = memory["activations"] / found["memory"]["activations"] - 1
-            assert abs(error) <= 0.02, f"rank {rank}: activations {error:+.1%}"
+    assert_predicted(
+        config,
+        checked,
+        ranks,
+        TrainConfig(dtype=dtype),
+        batch=batch,
+        seq_len=seq_len,
+        activations=activations,
+        tuning=tuning,
+    )
 
 
 @pytest.mark.representative(
-    "dtype=float32",
-    "tp=2-etp=2-attention_exit=all_reduce-dtype=float32",
-    "tp=4-ep=4-attention_exit=all_to_all-dtype=float64",
-    "dp=4-ep=4-dispatcher=all_gather-dtype=float32",
     "dp=4-ep=4-dispatcher=hierarchical-ranks_per_node=2-dispatch_chunks=2-dtype=bfloat16",
     "dp=2-tp=2-ep=4-dispatcher=low_latency-dtype=float32",
     "dp=2-ep=2-payload=fp8-dispatch_chunks=3-dtype=bfloat16",
@@ -233,32 +205,14 @@ def test_predicted_is_measured(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=name_of)
-def test_predicted_is_measured_under_more_plans(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TRAFFIC_ONLY, ids=name_of)
-def test_predicted_traffic_is_measured(case: Case) -> None:
-    check(case, activations=False)
-
-
 @pytest.mark.representative(
     "first_dense_layers=2-recompute=full-pp=2-microbatches=4-tp=2-ep=2-dtype=bfloat16",
     "pp=2-microbatches=4-schedule=zb_h2-optimizer_validation=after-dp=2-ep=2-dtype=float32",
     "dp=4-ep=4-spare_slots=2-dtype=float32",
     "pp=2-schedule=ampnet-microbatches=3-tp=2-ep=2-dtype=float32",
 )
-@pytest.mark.parametrize("case", ENDS, ids=name_of)
-def test_predicted_traffic_of_other_ends_of_a_step_is_measured(case: Case) -> None:
-    check(case, activations=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_ENDS, ids=name_of)
-def test_predicted_traffic_of_more_ends_is_measured(case: Case) -> None:
+@pytest.mark.parametrize("case", TRAFFIC_ONLY, ids=name_of)
+def test_predicted_traffic_is_measured(case: Case) -> None:
     check(case, activations=False)
 
 
@@ -266,7 +220,7 @@ def test_uniform_routing_is_near_a_run() -> None:
     """Without the choices of a run, bytes are expected ones: the same lines, the same counts."""
     plan = {"dp": 2, "ep": 2}
     config, checked = ModelConfig(), Plan(**plan)
-    measured = Ledger.from_rows(measure({}, plan, batch=4)[0]["ledger"])
+    measured = measure({}, plan, batch=4)[0]["ledger"]
     expected = predict_ledger(
         config, checked, seq_len=SEQ_LEN, global_batch=4, dtype="float32", rank=0
     )

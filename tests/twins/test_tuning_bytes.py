@@ -42,8 +42,6 @@ def case_name(value: object) -> str:
 
 @pytest.mark.representative(
     "experts-num_layers=4-first_dense_layers=1-dp=2-ep=2-dtype=bfloat16",
-    "late-num_layers=4-first_dense_layers=1-pp=2-microbatches=4-tp=2-ep=2-dtype=bfloat16",
-    "late-num_layers=4-first_dense_layers=1-dp=4-ep=2-data=zero3-dtype=float32",
     "uneven_experts-num_layers=4-first_dense_layers=1-dp=4-ep=4-data=zero3-dtype=bfloat16",
 )
 @pytest.mark.parametrize(("tuning", "case"), CASES, ids=case_name)

@@ -17,7 +17,8 @@ tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,15 @@ from moemesh.comm.transfers import (
     all_reduce_in_tree_,
     reduce_scatter_start,
 )
-from moemesh.parallel.ownership import OwnRange
+from moemesh.config.plan import Reshard
+from moemesh.model.seams import WeightGate
+from moemesh.model.transformer import ModelPart
+from moemesh.ops.permute import linear_map
+from moemesh.parallel.placement import OwnRange
 from moemesh.sharding.buckets import Bucket, owned_sizes
 
 #: Waits for an exchange that has been started.
-Wait = Callable[[], None]
+Wait = Callable[[], object]
 
 
 class ReplicatedBucket:
@@ -56,6 +61,7 @@ class ReplicatedBucket:
         self.in_tree = exact and rule.axis == "edp"
         #: Members whose last gradient before the next sum over ranks has not come.
         self.waiting = 0
+        self.names = [member.name for member in rule.members]
         sizes = [member.numbers for member in rule.members]
         self.offsets = [sum(sizes[:place]) for place in range(len(sizes))]
         self.device = parameters[0].device
@@ -64,11 +70,10 @@ class ReplicatedBucket:
 
     def allocate(self) -> None:
         """Make the memory of gradients and weights."""
-        self.allocate_gradients()
         self._work: Wait | None = None
+        self.allocate_gradients()
 
     def allocate_gradients(self) -> None:
-        """Make the memory of gradients."""
         self.total = self.zeros(self.rule.numbers)
         self._views = self.views_of(self.total)
 
@@ -100,13 +105,11 @@ class ReplicatedBucket:
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Views of the gradients that this rank owns: complete when :meth:`wait` has returned."""
-        names = (member.name for member in self.rule.members)
-        return dict(zip(names, self._views.values(), strict=True))
+        return dict(zip(self.names, self._views.values(), strict=True))
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The weights that this rank owns, as what an optimizer steps."""
-        names = (member.name for member in self.rule.members)
-        return dict(zip(names, self.parameters, strict=True))
+        return dict(zip(self.names, self.parameters, strict=True))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """From the part that every rank owns of a state of a member to all of the local tensor, of
@@ -115,11 +118,7 @@ class ReplicatedBucket:
 
     def whole_weights(self, name: str) -> Tensor:
         """The whole local tensor of a member, as it is or put together by all ranks of the axis."""
-        return self.parameters[self.place(name)].detach()
-
-    def place(self, name: str) -> int:
-        """The place of a member in the bucket."""
-        return next(i for i, member in enumerate(self.rule.members) if member.name == name)
+        return self.parameters[self.names.index(name)].detach()
 
     @property
     def gradient_bytes(self) -> int:
@@ -155,7 +154,7 @@ class ReplicatedBucket:
         work = all_reduce_(
             self.total, self.axis, caller="gradients", phase="backward", async_op=True
         )
-        self._work = None if work is None else lambda: (work.wait(), None)[1]
+        self._work = None if work is None else work.wait
 
     def wait(self) -> None:
         """Sums that have started are complete."""
@@ -193,8 +192,7 @@ class ShardedBucket(ReplicatedBucket):
     def allocate(self) -> None:
         self.sizes = owned_sizes(self.rule.numbers, self.axis.size, self.owners)
         self.own = self._range(self.axis.index)
-        self._work: Wait | None = None
-        self.allocate_gradients()
+        super().allocate()
         self.weights = torch.empty(
             self.rule.numbers, dtype=self.parameters[0].dtype, device=self.device
         )
@@ -253,12 +251,12 @@ class ShardedBucket(ReplicatedBucket):
         wait = all_gather_start(
             part.view(-1), self.axis, sizes, phase="optimizer", caller="moe.homes"
         )
-        return wait().view(self.parameters[self.place(name)].shape)
+        return wait().view(self.parameters[self.names.index(name)].shape)
 
     def launch(self) -> None:
         if self.axis.size > 1:
             receive = self.scatter(self.total)
-            self._work = lambda: (self.own_sums().copy_(receive()), None)[1]
+            self._work = lambda: self.own_sums().copy_(receive())
 
     def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
         """Start the sum over ranks of this rank's range of `flat`."""
@@ -281,15 +279,14 @@ class ShardedBucket(ReplicatedBucket):
             self._own_parts[name].data = flat[place]
 
     def publish(self) -> Wait | None:
-        wait = all_gather_start(
-            self.own_flat_weights(),
-            self.axis,
-            self.sizes,
-            into=self.weights,
-            phase="optimizer",
-            caller="weights",
+        return self.gather_weights("optimizer")
+
+    def gather_weights(self, phase: str) -> Callable[[], Tensor]:
+        """Start to bring the weights that each rank owns to all of them."""
+        own, into = self.own_flat_weights(), self.weights
+        return all_gather_start(
+            own, self.axis, self.sizes, into=into, phase=phase, caller="weights"
         )
-        return lambda: (wait(), None)[1]
 
 
 class ScatteredBucket(ShardedBucket):
@@ -351,4 +348,203 @@ class ScatteredBucket(ShardedBucket):
         del flat
         self._views.clear()
         self._clear()
-        self._work = lambda: (self._sums.add_(receive()), None)[1]
+        self._work = lambda: self._sums.add_(receive())
+
+
+class GatheredBucket(ScatteredBucket):
+    """Weights are sharded, too: all of them are here only from :meth:`gather` to :meth:`free`.
+
+    Parameters stay views of one flat vector, whose memory comes and goes: what autograd has saved
+    of them finds it again in the backward.
+    """
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._own_weights = self.weights[self.own.start : self.own.stop]
+        self._bytes = self.weights.untyped_storage().nbytes()
+        #: Uses at this moment; the gather that has started and was not waited for.
+        self.users, self._arriving = 0, None
+        self.is_here = self.axis.size == 1
+        if not self.is_here:
+            self._own_weights = self._own_weights.clone()
+            self._release()
+
+    def _clear(self) -> None:
+        super()._clear()
+        #: Gradients as they came: the vector of all is made when it is sent, behind the sums of the
+        #: unit before. Two such vectors at once would be more memory than a rank's share.
+        self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self.axis.size == 1:
+            super().add(parameter, gradient)
+            return
+        before = self._waiting_gradients.get(parameter)
+        self._waiting_gradients[parameter] = (
+            gradient if before is None else before.to(self.dtype) + gradient
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        waiting = self._waiting_gradients.values()
+        return super().buffer_bytes + sum(one.numel() * one.element_size() for one in waiting)
+
+    def launch(self) -> None:
+        while self._waiting_gradients:
+            super().add(*self._waiting_gradients.popitem())
+        super().launch()
+
+    def own_flat_weights(self) -> Tensor:
+        return self._own_weights
+
+    def whole_weights(self, name: str) -> Tensor:
+        parts = {member: place for member, _, place in self.ranges(self.own)}
+        part = self._own_weights[parts[name]] if name in parts else self._own_weights[:0]
+        return self.whole(name, part)
+
+    @property
+    def kept_weights(self) -> range:
+        return self.own
+
+    def publish(self) -> Wait | None:
+        return None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that are here beside the own share."""
+        return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
+
+    def start_gather(self, phase: str) -> None:
+        """Start to gather the weights, unless they are here or on their way."""
+        if self.is_here or self._arriving is not None:
+            return
+        self.weights.untyped_storage().resize_(self._bytes)
+        self._arriving = self.gather_weights(phase)
+
+    def gather(self, phase: str) -> None:
+        """One more use of the weights begins: they are here when this returns."""
+        self.start_gather(phase)
+        self.users += 1
+        self._arrive()
+
+    def _arrive(self) -> None:
+        if self._arriving is not None:
+            self._arriving()
+            self._arriving, self.is_here = None, True
+
+    def free(self, *, keep: bool = False) -> None:
+        """A use ends; `keep`: the weights stay for others to come."""
+        self.users -= 1
+        if not keep:
+            self.free_unused()
+
+    def free_unused(self) -> None:
+        """Give the memory back if nobody uses the weights; a rank alone keeps them."""
+        if self.users == 0:
+            self._arrive()
+            if self.is_here and self.axis.size > 1:
+                self._release()
+
+    def _release(self) -> None:
+        self.weights.untyped_storage().resize_(0)
+        self.is_here = False
+
+
+class GatheredWeights(WeightGate):
+    """The weights of all units of one rank (ZeRO-3), each in one bucket a parameter class.
+
+    Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
+    gathered before its forward, freed behind it, and gathered once more for its backward; the next
+    unit in either direction is on its way meanwhile. A backward reaches the units through
+    identities in the autograd graph, on the residual stream in front of every unit and behind it.
+    An embedding's backward reads no weights: it is gathered for forwards only.
+
+    | plan.reshard | gathers of a step, M microbatches | held at once |
+    |---|---|---|
+    | always | 2 M (embedding: M) | the unit in use and the next one |
+    | step | 1 | every unit, from its first use to the end of the step |
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[GatheredBucket],
+        parts: Iterable[ModelPart],
+        *,
+        ahead: Sequence[int],
+        tied: bool,
+        reshard: Reshard,
+        without_backward: Collection[str] = (),
+    ) -> None:
+        """`parts`: those that this rank runs; `ahead`: extra prediction layers, which come behind
+        the head; `tied`: the head reads the embedding's weights; `without_backward`: units that no
+        backward reaches."""
+        self._keeps = reshard == "step"
+        #: The most bytes of weights that were here, or on their way, at once: of buckets that are
+        #: shared by several ranks.
+        self.most_bytes = 0
+        self._all = list(buckets)
+        by_unit: dict[str, list[GatheredBucket]] = {}
+        for bucket in self._all:
+            assert bucket.rule.unit is not None
+            by_unit.setdefault(bucket.rule.unit, []).append(bucket)
+        self._buckets = by_unit
+        if tied and "head" in by_unit:
+            by_unit["head"] = by_unit["head"] + by_unit["embedding"]
+        following: dict[tuple[str, str], set[str]] = {}
+        for part in parts:
+            # In the order of its forward; extra prediction layers apart, which not every one runs.
+            layers = [f"layers.{index}" for index in part.layers]
+            sequences = [["embedding"] * part.first + layers + ["head"] * part.last]
+            if part.last:
+                sequences += [["embedding", f"layers.{index}", "head"] for index in ahead]
+            for units in sequences:
+                for before, after in pairwise(units):
+                    following.setdefault(("forward", before), set()).add(after)
+                    if before != "embedding" and before not in without_backward:
+                        following.setdefault(("backward", after), set()).add(before)
+        #: The unit to gather ahead, where it is always the same one.
+        self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
+
+    def fetch(self, unit: str) -> None:
+        self._gather(unit, "forward")
+
+    def enter(self, unit: str, x: Tensor) -> Tensor:
+        self.fetch(unit)
+        if not torch.is_grad_enabled():
+            return x
+        return in_backward(x, lambda: self._free(unit, keep=self._keeps))
+
+    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+        self._free(unit, keep=self._keeps and torch.is_grad_enabled())
+        if not read_again or not torch.is_grad_enabled():
+            return x
+        return in_backward(x, lambda: self._gather(unit, "backward"))
+
+    def free_all(self) -> None:
+        """The step is over: give the memory of all weights back."""
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                bucket.free_unused()
+
+    def _gather(self, unit: str, phase: str) -> None:
+        for bucket in self._buckets[unit]:
+            bucket.gather(phase)
+        # Weights on their way are read soon; those that are kept are here after the first time.
+        for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
+            bucket.start_gather(phase)
+        held = sum(bucket.gathered_bytes for bucket in self._all)
+        self.most_bytes = max(self.most_bytes, held)
+
+    def _free(self, unit: str, *, keep: bool) -> None:
+        for bucket in self._buckets[unit]:
+            bucket.free(keep=keep)
+
+
+def in_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
+    """`x`; calls `function` when the backward comes by."""
+
+    def back(gradient: Tensor) -> Tensor:
+        function()
+        return gradient
+
+    return linear_map(x, lambda x: x.view_as(x), back)

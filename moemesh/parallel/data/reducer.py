@@ -18,10 +18,14 @@ from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import DataStrategy
-from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
-from moemesh.parallel.data.units import GatheredBucket, GatheredWeights
-from moemesh.parallel.ownership import OwnRange
-from moemesh.parallel.placement import Placement
+from moemesh.parallel.data.buckets import (
+    GatheredBucket,
+    GatheredWeights,
+    ReplicatedBucket,
+    ScatteredBucket,
+    ShardedBucket,
+)
+from moemesh.parallel.placement import OwnRange, Placement
 from moemesh.sharding.buckets import MOST_UNDER_WAY, Member, buckets
 
 #: `plan.data` -> how parameters are held.
@@ -103,15 +107,15 @@ class GradientReducer:
         #: The same of what does not train, without gradients.
         self.frozen_weights: dict[str, nn.Parameter] = {}
         self.frozen_owned: dict[str, OwnRange] = {}
+        for bucket in made:
+            self._by_name |= dict.fromkeys(bucket.names, bucket)
         for bucket in self.frozen:
             self.frozen_weights |= bucket.own_weights()
             self.frozen_owned |= bucket.owned()
-            self._by_name |= {member.name: bucket for member in bucket.rule.members}
         for bucket in self.buckets:
             self.gradients |= bucket.own_gradients()
             self.weights |= bucket.own_weights()
             self.owned |= bucket.owned()
-            self._by_name |= {member.name: bucket for member in bucket.rule.members}
             for parameter in bucket.parameters:
                 self._home[parameter] = bucket
                 parameter.grad_dtype = bucket.dtype

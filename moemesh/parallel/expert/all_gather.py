@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, overlapped_all_gather, overlapped_all_to_all
+from moemesh.comm.overlap import Codec, overlapped_all_gather
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_own_weights
 from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
@@ -43,17 +43,9 @@ from moemesh.ops.permute import (
     places_of_true,
     unpermute,
 )
+from moemesh.parallel.expert.all_to_all import Hop
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Return:
-    """The uneven way back: rows sent to each owner, rows that come from each rank, their tokens."""
-
-    input_splits: list[int]
-    output_splits: list[int]
-    tokens: RowMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +53,15 @@ class GatheredRows:
     """The rows that this rank computes, and how results return.
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
-    for the dense form, compressed to visited tokens for the uneven form (then `back` is set).
+    for the dense form, compressed to visited tokens for the uneven form. Then these are rows of the
+    hop `back`, which are sent back.
     `none_AK`: the pairs without a local expert, where they have rows, too.
     """
 
     tokens_A: RowMap
     slot_R: Tensor
     results: RowMap
-    back: Return | None = None
+    back: Hop | None = None
     none_AK: Tensor | None = None
 
 
@@ -153,13 +146,14 @@ class AllGatherDispatcher(Dispatcher):
                 start, size = sum(sizes[:index]), sizes[index]
                 own_GT = visits_AG[start : start + size].t()  # by source rank, then by token
                 places = places_of_true(own_GT.reshape(-1), sum(visits_GG[index]))
-                back = Return(
-                    input_splits=[visits[index] for visits in visits_GG],
-                    output_splits=visits_GG[index],
-                    tokens=map_from_sources(places % max(size, 1), size),
+                back = Hop(
+                    axis=self.group,
+                    rows=map_from_sources(places % max(size, 1), size),
+                    input_splits=visits_GG[index],
+                    output_splits=[visits[index] for visits in visits_GG],
                 )
                 place_A = visits_AG[:, self.group.index].cumsum(0) - 1
-                results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
+                results = map_from_sources(place_A[tokens_A.source_R], sum(back.output_splits))
             return GatheredRows(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
 
         return AllGatherPlan(sizes, found.counts_E, decide)
@@ -203,11 +197,4 @@ class AllGatherDispatcher(Dispatcher):
             return Pending.ready(
                 collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
             )
-        returned = overlapped_all_to_all(
-            partial,
-            self.group,
-            back.input_splits,
-            back.output_splits,
-            caller="moe.combine",
-        )
-        return returned.then(lambda rows: unpermute(rows, back.tokens))
+        return back.send_back(partial, "moe.combine")

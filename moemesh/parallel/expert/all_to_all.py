@@ -16,7 +16,7 @@ ep index then gather each other's rows, since each holds a shard of every local 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,14 +30,11 @@ from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, permutation, permute, unpermute
 
-# One exchange of token rows along one axis, forward and back: a building block of dispatchers.
-#
-# Legend: T own rows, P ranks of the axis, S rows sent, N rows received, H hidden.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """`rows` maps the S rows sent (ordered by destination) to the T own rows that they copy."""
+    """One exchange of token rows along one axis, forward and back: `rows` maps the S rows sent
+    (ordered by destination) to the T own rows that they copy."""
 
     axis: Axis
     rows: RowMap
@@ -63,9 +60,6 @@ class Hop:
         return sent.then(lambda y_SH: unpermute(y_SH, self.rows))
 
 
-# The dispatcher.
-
-
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
     """Who sends what: the exchange, rows -> (token, slot), and the order at the experts."""
@@ -75,8 +69,8 @@ class AllToAllPlan:
     lane_rows: list[int]
     by_expert: RowMap
     counts_LO: Tensor
-    #: ``counts_L``, as the host knows it.
-    rows_L: list[int]
+    #: ``counts_L``, where the host knows it.
+    rows_L: list[int] = field(default_factory=list)
 
     @property
     def counts_L(self) -> Tensor:
@@ -97,9 +91,6 @@ class AllToAllDispatcher(Dispatcher):
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
         self.codec = codec
-
-    def plan(self, experts_TK: Tensor) -> AllToAllPlan:
-        return self.plan_chunks([experts_TK])[0]
 
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import Codec
-from moemesh.config.layout import shard_range
+from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Payload, Plan
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
+from moemesh.model.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
+from moemesh.model.experts import Experts
+from moemesh.model.moe import Runner
+from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
+from moemesh.ops.expert_mlp import defer
 from moemesh.ops.fp8 import dequantize, quantize
+from moemesh.ops.pending import Pending
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose
@@ -24,26 +32,74 @@ from moemesh.parallel.expert.low_latency import (
     LowLatencyDispatcher,
     slots_per_rank,
 )
-from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
 from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, spare_rows
 
-# Row formats on the wire: the dtype of the run, or 8-bit floats with block scales.
-
-
-class Fp8Codec:
-    """e4m3 values and one fp32 scale per 128 channels. Gradients pass straight through."""
-
-    def encode(self, x_RH: Tensor) -> Tensor:
-        return quantize(x_RH)
-
-    def decode(self, packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        return dequantize(packed, hidden, dtype)
+#: Rows on the wire: e4m3 values and one fp32 scale per 128 channels, or the dtype of the run.
+FP8_CODEC = Codec(quantize, dequantize)
 
 
 def codec_of(payload: Payload) -> Codec | None:
-    return Fp8Codec() if payload == "fp8" else None
+    return FP8_CODEC if payload == "fp8" else None
+
+
+class OverlappedExchange:
+    """A :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
+
+    `defers`: weight gradients wait until the gradients of tokens are on their way.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, flow: Flow, *, num_chunks: int, defers: bool
+    ) -> None:
+        self.dispatcher, self.flow = dispatcher, flow
+        self.num_chunks, self.defers = num_chunks, defers
+
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
+    ) -> list[Pending[ExpertRows]]:
+        """Start the first chunk. All plans come first, so that their small exchanges do not wait
+        behind rows."""
+        self.sizes = shard_sizes(len(x_TH), self.num_chunks)
+        xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
+        chunks = experts_TK.split(self.sizes)
+        self.plans = self.flow.once(self.dispatcher.plan_chunks, chunks, is_complete=is_complete)
+        first = self.flow.start(self.dispatcher.dispatch, xs[0], weights[0], self.plans[0])
+        self._waiting = [
+            (self.flow.cut(x), self.flow.cut(weight))
+            for x, weight in zip(xs[1:], weights[1:], strict=True)
+        ]
+        return [first]
+
+    def compute(self, experts: Experts, rows: list[Pending[ExpertRows]]) -> list[Pending[Tensor]]:
+        """Chunk by chunk, each behind the start of the next one's dispatch."""
+        self.flow.pause()
+        deferred, leaving = None, list[Pending[Tensor]]()
+        for chunk, plan in enumerate(self.plans):
+            if chunk < len(self._waiting):
+                waiting = *self._waiting[chunk], self.plans[chunk + 1]
+                rows.append(self.dispatcher.dispatch(*waiting))
+            if deferred is None and self.defers:
+                # Made here, behind starts of dispatches and before their ends, these gradients are
+                # computed while those of tokens are on their way back.
+                deferred = defer(experts.weights)
+            y_RH = experts(rows[chunk].wait(), deferred)
+            sent = self.flow.start(
+                self.flow.unread, self.dispatcher.combine, y_RH, plan, self.sizes[chunk]
+            )
+            leaving.append(sent)
+        return leaving
+
+    def combine(self, results: list[Pending[Tensor]]) -> Tensor:
+        self.flow.pause()
+        return torch.cat([pending.wait() for pending in results])
+
+
+def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:
+    """A value for :attr:`MoE.runner`."""
+    options: dict[str, Any] = {"num_chunks": num_chunks, "defers": defers}
+    return partial(OverlappedExchange, **options)
 
 
 #: Row width of the start-up self-test, for dispatchers without rules about it.
@@ -75,7 +131,7 @@ def set_experts(
         moe.dispatcher = dispatcher
         if mesh.world_size > 1 or num_chunks > 1:
             moe.runner = overlapped(num_chunks, defers=defers)
-        moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
+        moe.experts.max_rows = rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
         if has_replicas:
@@ -89,11 +145,6 @@ def set_experts(
             )
             replicas.warm_up()
     return notes
-
-
-def most_rows(config: ModelConfig, plan: Plan, tokens_per_rank: int) -> int:
-    """The bound on the rows that a rank computes at once, for :class:`Experts`."""
-    return rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
 
 
 def tested_dispatcher(

@@ -23,8 +23,8 @@ kernels themselves.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ def connect(ep: Axis, hidden: int) -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Traffic:
+class _Traffic(NamedTuple):
     """Rows that this rank sends, and how many of them to itself, for the ledger.
 
     As if each row went straight to its rank: rows that V1 forwards inside a node are not visible.
@@ -85,14 +84,13 @@ class _Traffic:
     num_sent: int
     num_own: int
 
-    def enter(self, phase: str, caller: str, num_received: int, row_bytes: int) -> None:
-        others, theirs = self.num_sent - self.num_own, num_received - self.num_own
-        moved = WireBytes(self.num_sent * row_bytes, others * row_bytes, theirs * row_bytes)
+    def enter(
+        self, phase: str, caller: str, num_received: int, row_bytes: int, *, back: bool = False
+    ) -> None:
+        sent, received = (num_received, self.num_sent) if back else (self.num_sent, num_received)
+        rows = (sent, sent - self.num_own, received - self.num_own)
+        moved = WireBytes(*(number * row_bytes for number in rows))
         record(self.axis, "all_to_all", phase, caller, moved)
-
-    def enter_back(self, phase: str, caller: str, num_received: int, row_bytes: int) -> None:
-        back = replace(self, num_sent=num_received)
-        back.enter(phase, caller, self.num_sent, row_bytes)
 
 
 @dataclass(kw_only=True)
@@ -135,9 +133,7 @@ class DeepEPDispatcher(Dispatcher):
             num_tokens=num_tokens,
             experts_TK=experts_TK,
             layout=layout,
-            traffic=_Traffic(
-                axis=self.ep, num_sent=sum(sent_rows), num_own=sent_rows[self.ep.index]
-            ),
+            traffic=_Traffic(self.ep, sum(sent_rows), sent_rows[self.ep.index]),
         )
 
     def dispatch(
@@ -196,9 +192,9 @@ class _Dispatch(torch.autograd.Function):
         grad_TH, grad_TK, _ = ctx.buffer.combine(
             grad_NH.contiguous(), ctx.handle, topk_weights=grad_NK.contiguous()
         )
-        num_rows, back = len(grad_NH), ctx.traffic.enter_back
-        back("backward", "moe.dispatch", num_rows, _row_bytes(grad_NH))
-        back("backward", "moe.dispatch.weights", num_rows, _row_bytes(grad_NK))
+        num_rows, enter = len(grad_NH), ctx.traffic.enter
+        enter("backward", "moe.dispatch", num_rows, _row_bytes(grad_NH), back=True)
+        enter("backward", "moe.dispatch.weights", num_rows, _row_bytes(grad_NK), back=True)
         return grad_TH, grad_TK, None, None
 
 
@@ -209,7 +205,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y_NH: Tensor, plan: DeepEPPlan, buffer: Any) -> Tensor:
         y_TH, _, _ = buffer.combine(y_NH.contiguous(), plan.handle)
         ctx.handle, ctx.buffer, ctx.traffic = plan.handle, buffer, plan.traffic
-        plan.traffic.enter_back("forward", "moe.combine", len(y_NH), _row_bytes(y_NH))
+        plan.traffic.enter("forward", "moe.combine", len(y_NH), _row_bytes(y_NH), back=True)
         return y_TH
 
     @staticmethod

@@ -18,17 +18,16 @@ ranks of the ep*etp group; S own (token, slot) rows ordered by expert; T own tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import DeferredProducts
+from moemesh.ops.expert_mlp import ExpertOptions
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
@@ -37,6 +36,7 @@ from moemesh.ops.permute import (
     SortedByExpert,
     gather_rows,
     identity,
+    linear_map,
     map_from_sources,
     permutation,
     unpermute,
@@ -61,24 +61,37 @@ class ExactRows(NamedTuple):
     counts_L: Tensor
     counts_LO: Tensor
 
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """The sums run over all rows of an expert: nothing is deferred or cut into blocks."""
+        recomputes = options.get("recomputes", False)
         return exact_experts(self.source_NH, self.weights_R, self.counts_LO, experts, recomputes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactPlan:
-    """The wrapped dispatcher's plan, rows per expert and owner, and the way back of all rows."""
+    """The wrapped dispatcher's plan, rows per expert and owner, and the way back of all rows: from
+    this rank's experts to their owners, and to this rank's tokens."""
 
     inner: Any
     counts_LO: Tensor
-    path: ReturnPath
+    ep: Axis
+    etp: Axis
+    by_owner: RowMap
+    lane_rows: list[int]
+    input_splits: list[int]
+    output_splits: list[int]
+    tokens: RowMap
+
+    def combine(self, y_RH: Tensor, caller: str) -> Tensor:
+        """Rows in expert order [R, H] -> their sums over own tokens [T, H]."""
+        # by_owner's inverse: the row at each place of the (lane, owner, expert, token) order.
+        rows = unpermute(y_RH, self.by_owner)
+        rows = collectives.reduce_scatter(rows, self.etp, self.lane_rows, caller=caller)
+        own_SH = collectives.all_to_all(
+            rows, self.ep, self.input_splits, self.output_splits, caller=caller
+        )
+        wide = torch.promote_types(own_SH.dtype, torch.float32)
+        return unpermute(own_SH.to(wide), self.tokens).to(y_RH.dtype)
 
 
 class Exact(Dispatcher):
@@ -105,7 +118,9 @@ class Exact(Dispatcher):
         )
         order_R = torch.argsort(place_R, stable=True)
         own, _ = found.rows(sum(sent))
-        path = ReturnPath(
+        return ExactPlan(
+            inner=inner,
+            counts_LO=counts_LO,
             ep=ep,
             etp=etp,
             by_owner=permutation(torch.argsort(order_R)),
@@ -115,57 +130,23 @@ class Exact(Dispatcher):
             # Bags in ascending row order are bags in ascending expert id.
             tokens=map_from_sources(own.source_R, len(experts_TK)),
         )
-        return ExactPlan(inner=inner, counts_LO=counts_LO, path=path)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ExactPlan) -> Pending[ExactRows]:
         # Rows travel without gradient: copies made on the way would sum theirs in another order.
         # A weight has one row, so its gradient is exact on any way.
         rows = self.inner.dispatch(x_TH.detach(), weights_TK, plan.inner).wait()
-        x_RH = _WithGradient.apply(x_TH, gather_rows(rows.source_NH, rows.map), plan.path)
+        travelled_RH = gather_rows(rows.source_NH, rows.map)
+
+        def back(grad_RH: Tensor) -> Tensor:
+            with self.ep.ledger.scope("backward"):
+                return plan.combine(grad_RH, "moe.dispatch")
+
+        x_RH = linear_map(x_TH, lambda _: travelled_RH, back)
         own = identity(len(x_RH), x_RH.device)
         return Pending.ready(ExactRows(x_RH, own, rows.weights_R, rows.counts_L, plan.counts_LO))
 
     def combine(self, y_RH: Tensor, plan: ExactPlan) -> Pending[Tensor]:
-        return Pending.ready(plan.path.combine(y_RH, "moe.combine"))
+        return Pending.ready(plan.combine(y_RH, "moe.combine"))
 
     def close(self) -> None:
         self.inner.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReturnPath:
-    """The way back of rows: from this rank's experts to their owners, and to this rank's tokens."""
-
-    ep: Axis
-    etp: Axis
-    by_owner: RowMap
-    lane_rows: list[int]
-    input_splits: list[int]
-    output_splits: list[int]
-    tokens: RowMap
-
-    def combine(self, y_RH: Tensor, caller: str) -> Tensor:
-        """Rows in expert order [R, H] -> their sums over own tokens [T, H]."""
-        # by_owner's inverse: the row at each place of the (lane, owner, expert, token) order.
-        rows = unpermute(y_RH, self.by_owner)
-        rows = collectives.reduce_scatter(rows, self.etp, self.lane_rows, caller=caller)
-        own_SH = collectives.all_to_all(
-            rows, self.ep, self.input_splits, self.output_splits, caller=caller
-        )
-        wide = torch.promote_types(own_SH.dtype, torch.float32)
-        return unpermute(own_SH.to(wide), self.tokens).to(y_RH.dtype)
-
-
-class _WithGradient(torch.autograd.Function):
-    """Rows that have travelled without gradient; backward: the deterministic combine."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, x_RH: Tensor, path: ReturnPath) -> Tensor:
-        ctx.path = path
-        return x_RH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
-        with ctx.path.ep.ledger.scope("backward"):
-            return ctx.path.combine(grad_RH, "moe.dispatch"), None, None

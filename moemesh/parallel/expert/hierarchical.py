@@ -1,8 +1,10 @@
 """Node-aware expert parallelism: a token crosses to each node once, whatever its experts there.
 
-Legend: T own tokens, N rows on this rank (gathered over etp), R rows by expert, K slots per token,
-L local experts, O owners, H hidden. The ep axis is cut into `rail` (ranks in the same place of each
-node) and `node` (ranks inside one node).
+Legend: T own tokens, K slots per token, S rows sent (to ranks of the own node, then to other
+nodes), M rows that visit this node through this rank, G those of them that crossed, N rows received
+(tokens of this node first; gathered over etp), R rows by expert, L local experts, O owners, H
+hidden. The ep axis is cut into `rail` (ranks in the same place of each node) and `node` (ranks
+inside one node).
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -13,31 +15,286 @@ node) and `node` (ranks inside one node).
 Results are summed on the expert's rank, then inside the node, and cross back once: DeepEP's
 asymmetric-domain forwarding. With one node only the inner hop is left, which sends a token once to
 each rank instead of once to each expert.
+
+| path | first | then |
+|---|---|---|
+| :meth:`Relay.send` | T to ranks of the node, and across to the same place | G on inside |
+| :meth:`Relay.send_back` | N whose tokens crossed, inside, summed | across; the other N inside |
+
+What stays inside the node does not wait for the link: it is sent while other rows cross, and on the
+way back summed and sent while they do. The second step of a path is taken by a worker thread, as
+soon as the first has arrived. To the ledger both parts of an inner hop are one exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from moemesh.comm import collectives
+from moemesh.comm import collectives, transfers
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, overlapped_exchange
-from moemesh.comm.worker_thread import WorkerThread
+from moemesh.comm.transfers import Work, exchange_start
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, count_ids, unpermute
-from moemesh.parallel.expert.relay import (
-    CombinePath,
-    DispatchPath,
-    Relay,
-    count_rows,
-    plan_relay,
+from moemesh.ops.permute import (
+    RowMap,
+    SortedByExpert,
+    count_ids,
+    gather_rows,
+    map_from_sources,
+    places_of_true,
+    sum_rows,
+    sum_rows_between,
+    unpermute,
 )
+from moemesh.trace import wire
+from moemesh.watch import progress_words
+from moemesh.watch.progress_words import Ticket, in_background
+
+T = TypeVar("T")
+
+#: Rows no longer than this (a token's weights) take next to no time on a link.
+_SHORT_ROW_BYTES = 256
+
+
+class WorkerThread:
+    """A thread that continues chains of exchanges while the main thread computes; it starts at the
+    first task, and ends with the process.
+
+    A chain of exchanges (receive, sum, send on) blocks at each wait; in the main thread it would
+    block the computation as well. Tasks run in the order in which they were submitted. If that
+    order is the same on all ranks, and a task waits only for messages that no task sends, or that
+    an earlier task sends, there is no deadlock. Accelerators need no such thread: their waits do
+    not block the host.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], bool]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._num_tags = self._num_long = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task of any length is waiting or under way."""
+        return not self._num_long
+
+    def tag(self) -> int:
+        """A tag that no exchange under way has; all ranks must call this in the same order."""
+        self._num_tags = (self._num_tags + 1) % (1 << 20)
+        return self._num_tags
+
+    def submit(
+        self, task: Callable[[], T], device: torch.device, *, is_long: bool = True
+    ) -> Pending[T]:
+        """Run ``task()`` in the thread, without gradient; an exception is raised by the wait.
+
+        `is_long`: exchanges that start meanwhile would slow it down (:attr:`is_idle`).
+        """
+        if device.type != "cpu":
+            return Pending.ready(task())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="moemesh-worker", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._num_long += is_long
+        future: Future[T] = Future()
+        self._tasks.put((task, future, is_long))
+        return Pending(future.result)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        in_background()
+        while True:
+            task, future, is_long = self._tasks.get()
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            with self._lock:
+                self._num_long -= is_long
+            del task, future  # nor the rows that they hold, while nothing is to do
+
+
+class Splits(NamedTuple):
+    """Rows to, and rows from each rank of an axis."""
+
+    sent: list[int]
+    received: list[int]
+
+    def back(self) -> Splits:
+        return Splits(self.received, self.sent)
+
+    def plus(self, other: Splits) -> Splits:
+        pairs = zip(self, other, strict=True)
+        return Splits(*([*map(sum, zip(*pair, strict=True))] for pair in pairs))
+
+    def with_own(self, index: int, count: int) -> Splits:
+        """The same but for what rank `index` sends to itself."""
+        return Splits(*([*rows[:index], count, *rows[index + 1 :]] for rows in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay:
+    """`sent` maps the S rows to tokens, `forwarded` the rows sent on to the G that crossed; `own`
+    and `onward` are the two parts of the hop over `node`. Of own tokens `num_staying` visit it."""
+
+    rail: Axis
+    node: Axis
+    sent: RowMap
+    own: Splits
+    across: Splits
+    forwarded: RowMap
+    onward: Splits
+    num_staying: int
+    worker: WorkerThread
+
+    def record(
+        self, row_bytes: int, phase: str, caller: str, *, is_combine: bool
+    ) -> list[Ticket | None]:
+        """Enter both hops in the ledger; what stays counts as sent by a rank to itself.
+
+        Returns what says in the progress word that the rail, or the node, is waited for.
+        """
+        tickets: list[Ticket | None] = []
+        across = self.across.with_own(self.rail.index, self.num_staying)
+        for axis, splits in ((self.rail, across), (self.node, self.own.plus(self.onward))):
+            tickets.append(None)
+            if axis.size > 1:
+                out, into = (
+                    [rows * row_bytes for rows in one]
+                    for one in (splits.back() if is_combine else splits)
+                )
+                moved = wire.all_to_all(out, into, axis.index)
+                tickets[-1] = transfers.record(axis, "all_to_all", phase, caller, moved)
+        return tickets
+
+    def send(
+        self, x_TH: Tensor, /, *, phase: str, caller: str, by_expert: RowMap | None = None
+    ) -> Callable[[], Tensor]:
+        """Start T -> N, or with `by_expert` -> R; what it returns waits for the rows. The transpose
+        of :meth:`send_back`."""
+        row_bytes = x_TH.shape[1] * x_TH.element_size()
+        tickets = self.record(row_bytes, phase, caller, is_combine=False)
+        source_S, num_own = self.sent.source_R, sum(self.own.sent)
+        near, far = sum(self.own.received), sum(self.onward.received)
+        rows_NH = x_TH.new_empty(near + far, x_TH.shape[1])
+        tag = self.worker.tag()
+        onward: Pending[Work | None] = Pending.ready(None)
+        if self.rail.size > 1:
+            came_GH = x_TH.new_empty(sum(self.across.received), x_TH.shape[1])
+            away = x_TH.index_select(0, source_S[num_own:])
+
+            def cross() -> Work | None:
+                return exchange_start(away, came_GH, self.rail, *self.across, tag=tag)
+
+            # Not beside others: chunks would share the link, and the first come as late as all.
+            crossing = cross() if self.worker.is_idle else None
+
+            def carry_on() -> Work | None:
+                _wait(crossing or cross())
+                rows = gather_rows(came_GH, self.forwarded)
+                return exchange_start(rows, rows_NH[near:], self.node, *self.onward, tag=tag)
+
+        own = x_TH.index_select(0, source_S[:num_own])
+        staying = exchange_start(own, rows_NH[:near], self.node, *self.own, tag=tag)
+        if self.rail.size > 1:
+            is_long = row_bytes > _SHORT_ROW_BYTES
+            onward = self.worker.submit(carry_on, x_TH.device, is_long=is_long)
+
+        def arrived() -> Tensor:
+            _wait_for_both(tickets, onward, staying)
+            return rows_NH if by_expert is None else gather_rows(rows_NH, by_expert)
+
+        return arrived
+
+    def send_back(
+        self,
+        y: Tensor,
+        /,
+        *,
+        phase: str,
+        caller: str,
+        by_expert: RowMap | None = None,
+        num_near: int = 0,
+    ) -> Callable[[], Tensor]:
+        """Start N, or with `by_expert` R, summed -> T; what it returns waits for the sums. The
+        transpose of :meth:`send`. `num_near`: how many of the R rows are of tokens of this node."""
+        y = y.contiguous()
+        row_bytes = y.shape[1] * y.element_size()
+        tickets = self.record(row_bytes, phase, caller, is_combine=True)
+        near, num_own = sum(self.own.received), sum(self.own.sent)
+        back_SH = y.new_empty(self.sent.num_rows, y.shape[1])
+        tag = self.worker.tag()
+
+        def summed(received: range, copies: Callable[[RowMap], range]) -> Tensor:
+            """The rows `received`, and `copies`, the places of their rows by expert."""
+            if by_expert is None:
+                return y[received.start : received.stop]
+            return sum_rows_between(y, by_expert, received, copies(by_expert))
+
+        crossing: Pending[Work | None] = Pending.ready(None)
+        if self.rail.size > 1:
+            crossed = range(near, near + sum(self.onward.received))
+            far = summed(crossed, lambda rows: range(num_near, rows.num_rows))
+            came = y.new_empty(self.forwarded.num_rows, y.shape[1])
+            inside = exchange_start(far, came, self.node, *self.onward.back(), tag=tag)
+
+            def carry_on() -> Work | None:
+                _wait(inside)
+                away = sum_rows(came, self.forwarded)
+                into = back_SH[num_own:]
+                return exchange_start(away, into, self.rail, *self.across.back(), tag=tag)
+
+            crossing = self.worker.submit(carry_on, y.device)
+        own, into = summed(range(near), lambda _: range(num_near)), back_SH[:num_own]
+        staying = exchange_start(own, into, self.node, *self.own.back(), tag=tag)
+
+        def arrived() -> Tensor:
+            _wait_for_both(tickets, crossing, staying)
+            return sum_rows(back_SH, self.sent)
+
+        return arrived
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _wait_for_both(
+    tickets: list[Ticket | None], crossing: Pending[Work | None], staying: Work | None
+) -> None:
+    """Wait for what goes over the rail, then for what stays inside the node."""
+    rail, node = tickets
+    progress_words.waiting(rail)
+    _wait(crossing.wait())
+    progress_words.waiting(node)
+    _wait(staying)
+    progress_words.left()
+
+
+class RelayCounts(NamedTuple):
+    """All sizes of one exchange that the host has to know: rows over the rail and inside the node
+    (as in :class:`Relay`), pairs of a row and a local expert among the rows of this node's tokens,
+    and of each lane (rank of the etp axis) the rows and all such pairs."""
+
+    across: Splits
+    own: Splits
+    onward: Splits
+    near_pairs: int
+    lane_rows: list[int]
+    lane_pairs: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,39 +324,21 @@ class HierarchicalDispatcher(Dispatcher):
         *,
         codec: Codec | None = None,
     ) -> None:
-        self.ep, self.rail, self.node, self.etp = ep, rail, node, etp
-        self.num_experts, self.num_local = num_experts, num_experts // ep.size
+        self.rail, self.node, self.etp = rail, node, etp
+        self.num_local = num_experts // ep.size
+        self.owner, self.num_owners = ep.index * etp.size + etp.index, ep.size * etp.size
         self.codec, self.worker = codec, WorkerThread()
-
-    def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
-        return self.plan_chunks([experts_TK])[0]
 
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[HierarchicalPlan]:
-        counts = count_rows(
-            chunks, self.num_local, self.rail, self.node, self.etp, caller="moe.counts"
-        )
-        owner, num_owners = (
-            self.ep.index * self.etp.size + self.etp.index,
-            self.ep.size * self.etp.size,
-        )
         plans: list[HierarchicalPlan] = []
-        for experts_TK, sizes in zip(chunks, counts, strict=True):
-            relay, rows = plan_relay(
-                experts_TK,
-                owner,
-                self.num_local,
-                self.rail,
-                self.node,
-                sizes,
-                self.worker,
-                caller="moe.counts",
-            )
+        for experts_TK, sizes in zip(chunks, self._count_rows(chunks), strict=True):
+            relay, rows = self._plan_relay(experts_TK, sizes)
             rows = collectives.all_gather(rows, self.etp, sizes.lane_rows, caller="moe.counts")
             rows = rows.long()
             experts_NK, owner_N = rows[:, :-1], rows[:, -1]
-            found = SortedByExpert(experts_NK, self.num_local, owner_N, num_owners)
+            found = SortedByExpert(experts_NK, self.num_local, owner_N, self.num_owners)
             by_expert, slot_R = found.rows(sum(sizes.lane_pairs))
             plans.append(
                 HierarchicalPlan(
@@ -114,45 +353,163 @@ class HierarchicalDispatcher(Dispatcher):
             )
         return plans
 
+    def _count_rows(self, chunks: Sequence[Tensor]) -> list[RelayCounts]:
+        """Sizes of both hops, for each chunk of experts [T, K], from counts alone, before any row
+        or id has moved: the host waits once for all of them.
+
+        A rank tells the one in its place of every node how many of its tokens go there, and how
+        many tokens and pairs each rank of that node gets from it; that one adds up what it will
+        send on.
+        """
+        # Legend: R ranks of the rail, N ranks of the node, C chunks.
+        rail, node, num_local = self.rail, self.node, self.num_local
+        told: list[Tensor] = []
+        num_ranks = rail.size * node.size
+        for experts_TK in chunks:
+            # Of the tokens of a chunk those that go to each node, then tokens and pairs of each
+            # rank.
+            visits_TRN = _visits(experts_TK, num_local, num_ranks).view(-1, rail.size, node.size)
+            sent_R1 = visits_TRN.any(2).sum(0)[:, None]
+            pairs_E = count_ids(experts_TK.reshape(-1), num_local * num_ranks)
+            pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
+            told.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
+        told_RC = torch.stack(told, dim=1)
+        sent_RC = told_RC[:, :, 0]
+        told_RC = collectives.exchange_counts(told_RC, rail, caller="moe.counts")
+        received_RC, (visits_RCN, pairs_RCN) = told_RC[:, :, 0], _unpacked(told_RC[:, :, 1:])
+        own_NC, near_NC = visits_RCN[rail.index].t(), pairs_RCN[rail.index].t()
+        onward_NC, far_NC = visits_RCN.sum(0).t() - own_NC, pairs_RCN.sum(0).t() - near_NC
+        packed = torch.stack([_packed(own_NC, onward_NC), _packed(near_NC, far_NC)], dim=2)
+        packed = collectives.exchange_counts(packed, node, caller="moe.counts")
+        (own_in, onward_in), (near, far) = map(_unpacked, packed.unbind(2))
+        lane = torch.stack([(own_in + onward_in).sum(0), (near + far).sum(0)])
+        lanes = collectives.all_gather(lane[None], self.etp, caller="moe.counts")
+        hops = (sent_RC, received_RC, own_NC, own_in, onward_NC, onward_in)
+        parts = (*hops, near.sum(0, keepdim=True), *lanes.unbind(1))
+        found: list[RelayCounts] = []
+        for one in HostCopy(torch.cat(parts).t()).tensor():
+            numbers: list[list[int]] = [part.tolist() for part in one.split([*map(len, parts)])]
+            across, own, onward = (Splits(*numbers[place : place + 2]) for place in (0, 2, 4))
+            found.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
+        return found
+
+    def _plan_relay(self, experts_TK: Tensor, counts: RelayCounts) -> tuple[Relay, Tensor]:
+        """The relay that brings each token to the ranks of its experts, and the ids of its rows.
+
+        Exchanges ids once per row and hop. The second result holds, for each received row, its
+        experts, counted from this rank's first one (-1 elsewhere), and behind them its owner (int32
+        [N, K + 1]).
+        """
+        rail, node, num_local = self.rail, self.node, self.num_local
+        across, own, onward = counts.across, counts.own, counts.onward
+        owner_T1 = experts_TK.new_full((len(experts_TK), 1), self.owner)
+        ids = torch.cat([experts_TK, owner_T1], dim=1).to(torch.int32)
+        visits_TR = _visits(experts_TK, num_local * node.size, rail.size)
+        tokens = _rows_by_part(visits_TR, sum(across.sent))[1]  # by node, then by token
+        ids_M = collectives.all_to_all(ids[tokens], rail, *across, caller="moe.counts")
+        ids_M = _local(ids_M, rail.index, num_local * node.size)
+        # Tokens of this rank are a block among them.
+        first, num_staying = sum(across.received[: rail.index]), across.received[rail.index]
+        is_own_M = torch.zeros(len(ids_M), dtype=torch.bool, device=ids_M.device)
+        is_own_M[first : first + num_staying] = True
+        visits_MN = _visits(ids_M[:, :-1], num_local, node.size)
+        own_rank, own_M = _rows_by_part(visits_MN & is_own_M[:, None], sum(own.sent))
+        onward_rank, onward_M = _rows_by_part(visits_MN & ~is_own_M[:, None], sum(onward.sent))
+        # Both parts in one exchange; on arrival those of this node's tokens come first.
+        order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
+        both = own.plus(onward)
+        both_M = torch.cat([own_M, onward_M])[order]
+        received = collectives.all_to_all(ids_M[both_M], node, *both, caller="moe.counts")
+        # From each rank the rows of its node's tokens, then the others.
+        sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
+        blocks = received.split(sizes)
+        ids_N = torch.cat([*blocks[::2], *blocks[1::2]])
+        stay = sum(across.sent[: rail.index])
+        staying = tokens[stay : stay + num_staying]
+        tokens = torch.cat([tokens[:stay], tokens[stay + num_staying :]])
+        crossing = across.with_own(rail.index, 0)
+        num_came = sum(crossing.received)
+        relay = Relay(
+            rail=rail,
+            node=node,
+            sent=map_from_sources(torch.cat([staying[own_M - first], tokens]), len(experts_TK)),
+            own=own,
+            across=crossing,
+            forwarded=map_from_sources(onward_M - (onward_M > first) * num_staying, num_came),
+            onward=onward,
+            num_staying=num_staying,
+            worker=self.worker,
+        )
+        return relay, _local(ids_N, node.index, num_local)
+
     def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:
-        num_owners = self.ep.size * self.etp.size
         expert = torch.arange(self.num_local, device=plan.owner_N.device)
         expert_R = torch.repeat_interleave(
             expert, plan.counts_L, output_size=plan.by_expert.num_rows
         )
-        key_R = expert_R * num_owners + plan.owner_N[plan.by_expert.source_R]
-        return count_ids(key_R, self.num_local * num_owners).view(self.num_local, num_owners)
+        key_R = expert_R * self.num_owners + plan.owner_N[plan.by_expert.source_R]
+        counts = count_ids(key_R, self.num_local * self.num_owners)
+        return counts.view(self.num_local, self.num_owners)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan
     ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
-        caller, relay = "moe.dispatch.weights", plan.relay
-        weights = overlapped_exchange(
-            weights_TK, DispatchPath(relay, caller), CombinePath(relay, caller)
-        )
-        out = DispatchPath(relay, "moe.dispatch", codec=self.codec)
-        sent = overlapped_exchange(x_TH, out, CombinePath(relay, "moe.dispatch"))
+        def sent(x_TX: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
+            ways = (partial(way, caller=caller) for way in (plan.relay.send, plan.relay.send_back))
+            return overlapped_exchange(x_TX, *ways, codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
-            weights_NK = gather(pair[0], caller=caller)
+            weights_NK = gather(pair[0], caller="moe.dispatch.weights")
             x_NH = gather(pair[1], caller="moe.dispatch")
-            return DispatchedRows(
-                x_NH, plan.by_expert, pick_weights(weights_NK, plan.slot_R), plan.counts_L
-            )
+            weights_R = pick_weights(weights_NK, plan.slot_R)
+            return DispatchedRows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-        return weights.join(sent).then(arrived)
+        weights = sent(weights_TK, "moe.dispatch.weights")
+        return weights.join(sent(x_TH, "moe.dispatch", self.codec)).then(arrived)
 
     def combine(self, y_RH: Tensor, plan: HierarchicalPlan) -> Pending[Tensor]:
-        relay, by_expert, caller = plan.relay, plan.by_expert, "moe.combine"
+        by_expert, caller = plan.by_expert, "moe.combine"
         if self.etp.size > 1:
             y_RH = unpermute(y_RH, by_expert)
             y_RH = collectives.reduce_scatter(y_RH, self.etp, plan.lane_rows, caller=caller)
             by_expert = None
+        there = partial(plan.relay.send_back, num_near=plan.num_near)
         return overlapped_exchange(
             y_RH,
-            CombinePath(relay, caller, by_expert=by_expert, num_near=plan.num_near),
-            DispatchPath(relay, caller, by_expert=by_expert),
+            partial(there, caller=caller, by_expert=by_expert),
+            partial(plan.relay.send, caller=caller, by_expert=by_expert),
         )
+
+
+def _visits(experts: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
+    """[rows, parts]: whether a row has an expert in each of `num_parts` equal parts."""
+    part = torch.where(experts < 0, -1, experts // experts_per_part)
+    parts = torch.arange(num_parts, dtype=experts.dtype, device=experts.device)
+    return (part[:, :, None] == parts).any(1)
+
+
+def _local(ids: Tensor, index: int, experts_per_part: int) -> Tensor:
+    """Experts counted from the first of part `index`, -1 where they are in another."""
+    local = ids[:, :-1] - index * experts_per_part
+    local = local.masked_fill((local < 0) | (local >= experts_per_part), -1)
+    return torch.cat([local, ids[:, -1:]], dim=1)
+
+
+def _rows_by_part(visits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Part and row of the `count` visits [rows, parts], by part, then by row."""
+    places = places_of_true(visits.t().reshape(-1), count)
+    num_rows = max(len(visits), 1)
+    return places // num_rows, places % num_rows
+
+
+def _packed(low: Tensor, high: Tensor) -> Tensor:
+    """Two counts as one int64."""
+    return torch.stack([low, high], dim=-1).to(torch.int32).view(torch.int64)[..., 0]
+
+
+def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = packed[..., None].view(torch.int32).long().unbind(-1)
+    return low, high

@@ -43,14 +43,13 @@ from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.initialization import normal_slice
 from moemesh.model.visibility import Visibility
-from moemesh.parallel.expert.build import most_rows, tested_dispatcher
+from moemesh.ops.permute import linear_map
+from moemesh.parallel.expert.build import overlapped, tested_dispatcher
 from moemesh.parallel.expert.layer_block import (
     Auxiliary,
     LayerBlock,
-    ScaledGradient,
     TransformersBlock,
 )
-from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.spread import (
     LayerError,
     SpreadExperts,
@@ -58,6 +57,7 @@ from moemesh.parallel.expert.spread import (
     expert_parameters,
 )
 from moemesh.parallel.tensor import ShardedTokens
+from moemesh.sharding.dispatchers import rows_at_once
 from moemesh.sharding.load_run import load_run
 
 # The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
@@ -431,14 +431,18 @@ class MoELayer(nn.Module):
             # A backward runs on all ranks or on none, whatever the inputs of this one.
             x = x.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
         num_tokens = max(self._num_tokens, math.prod(x.shape[:-1]))
-        self.experts.max_rows = most_rows(self.config, self.plan, num_tokens)
+        self.experts.max_rows = rows_at_once(
+            num_tokens, self.config.experts_per_token, self.plan.etp
+        )
         with torch.autocast(x.device.type, enabled=False):
             x_TH = x.reshape(-1, x.shape[-1]).to(dtype)
             parameters: dict[str, Tensor] = {}
             for name, parameter in self.named_parameters():
                 wanted, prepared = dtype, parameter
                 if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
-                    prepared = ScaledGradient.apply(parameter, 1 / self.ranks.size)
+                    prepared = linear_map(
+                        parameter, lambda x: x.view_as(x), lambda grad: grad * (1 / self.ranks.size)
+                    )
                 if name.startswith("router."):
                     wanted = torch.promote_types(parameter.dtype, torch.float32)
                 parameters[name] = prepared.to(wanted)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
@@ -169,17 +168,3 @@ class LayerBlock(MoE):
             num_dropped=counts_E.new_zeros(()) if num_dropped is None else num_dropped,
             finite=routing.fault == NO_FAULT,
         )
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The same tensor; its gradient is multiplied by `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None

@@ -28,16 +28,16 @@ Report", 2024), here with an even all-to-all, and with a backward.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, overlapped_all_to_all
+from moemesh.comm.overlap import Codec
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -46,7 +46,6 @@ from moemesh.ops.permute import (
     at_least_one_row,
     count_ids,
     map_from_sources,
-    unpermute,
 )
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan, Hop
 from moemesh.sharding.dispatchers import CAPACITY_FACTOR, slots_per_pair
@@ -65,24 +64,16 @@ def slots_per_rank(
     return slots_per_pair(max_tokens, experts_per_token, num_experts, ep, capacity_factor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotPlan:
-    """The token of each sent slot, and the expert of the row in each received slot.
+class SlotPlan(NamedTuple):
+    """An exchange of row slots, or of rows where slots have not sufficed, for `num_tokens` tokens.
 
-    `hop.rows` maps the B slots to tokens (at least one: a rank without tokens sends a row of
-    zeros), its bags list the S slots that hold a row. `slot_B` is the position ``token * K + k``
-    behind each slot.
+    Of slots, ``hop.rows`` maps B slots to tokens (at least one: a rank without tokens sends a row
+    of zeros), its bags list the S slots that hold a row, and ``slot_S`` [B] is the position
+    ``token * K + k`` behind each slot.
     """
 
     num_tokens: int
-    hop: Hop
-    slot_B: Tensor
-    by_expert: RowMap
-    counts_LO: Tensor
-
-    @property
-    def counts_L(self) -> Tensor:
-        return self.counts_LO.sum(1)
+    exchange: AllToAllPlan
 
 
 class LowLatencyDispatcher(Dispatcher):
@@ -105,14 +96,13 @@ class LowLatencyDispatcher(Dispatcher):
     ) -> None:
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
-        self.codec = codec
         self.num_slots = slots_per_rank(
             max_tokens, experts_per_token, num_experts, ep.size, capacity_factor
         )
         self.two_phase = AllToAllDispatcher(ep, etp, num_experts, codec=codec)
         self.num_plans = self.num_fallbacks = 0
 
-    def plan(self, experts_TK: Tensor) -> SlotPlan | AllToAllPlan:
+    def plan(self, experts_TK: Tensor) -> SlotPlan:
         self.num_plans += 1
         found = SortedByExpert(experts_TK, self.num_experts)
         sent_P = found.counts_E.view(self.ep.size, self.num_local).sum(1)
@@ -139,7 +129,7 @@ class LowLatencyDispatcher(Dispatcher):
         num_overflows, num_rows, num_sent = HostCopy(torch.stack(numbers)).tolist()
         if num_overflows > 0:
             self.num_fallbacks += 1
-            return self.two_phase.plan(experts_TK)
+            return SlotPlan(len(experts_TK), self.two_phase.plan(experts_TK))
         # Rows by expert, then owner (= ep * ETP + etp), then token.
         num_lanes, num_sources, _ = local.shape
         num_owners = num_lanes * num_sources
@@ -159,45 +149,28 @@ class LowLatencyDispatcher(Dispatcher):
             input_splits=[self.num_slots] * self.ep.size,
             output_splits=[self.num_slots] * self.ep.size,
         )
-        return SlotPlan(
-            num_tokens=len(experts_TK),
+        exchange = AllToAllPlan(
             hop=hop,
-            slot_B=self._fill(place_S, slot_S, 0),
+            slot_S=self._fill(place_S, slot_S, 0),
+            lane_rows=[self.ep.size * self.num_slots] * num_lanes,
             by_expert=map_from_sources(filled_R, len(key)),
             counts_LO=counts.view(self.num_local, num_owners),
         )
+        return SlotPlan(len(experts_TK), exchange)
 
     def _fill(self, place_S: Tensor, value_S: Tensor, empty: int) -> Tensor:
         """One value per slot [B]: that of its row, or `empty`."""
         slots = value_S.new_full((self.ep.size * self.num_slots + 1,), empty)
         return slots.scatter(0, place_S, value_S)[:-1]
 
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, plan: SlotPlan | AllToAllPlan
-    ) -> Pending[DispatchedRows]:
-        if isinstance(plan, AllToAllPlan):
-            return self.two_phase.dispatch(x_TH, weights_TK, plan)
-        caller = "moe.dispatch.weights"
-        picked_B = pick_weights(at_least_one_row(weights_TK), plan.slot_B)
-        weights = overlapped_all_to_all(picked_B, self.ep, caller=caller)
-        sent = plan.hop.send(at_least_one_row(x_TH), "moe.dispatch", self.codec)
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: SlotPlan) -> Pending[DispatchedRows]:
+        if plan.exchange.hop.rows.num_sources:
+            x_TH, weights_TK = at_least_one_row(x_TH), at_least_one_row(weights_TK)
+        return self.two_phase.dispatch(x_TH, weights_TK, plan.exchange)
 
-        def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
-            received, weights_B = pair
-            weights_N = collectives.all_gather(weights_B, self.etp, caller=caller)
-            x_NH = collectives.all_gather(received, self.etp, caller="moe.dispatch")
-            weights_R = weights_N.gather(0, plan.by_expert.source_R)
-            return DispatchedRows(x_NH, plan.by_expert, weights_R, plan.counts_L)
+    def rows_per_owner(self, plan: SlotPlan) -> Tensor:
+        return plan.exchange.counts_LO
 
-        return sent.join(weights).then(arrived)
-
-    def rows_per_owner(self, plan: SlotPlan | AllToAllPlan) -> Tensor:
-        return plan.counts_LO
-
-    def combine(self, y_RH: Tensor, plan: SlotPlan | AllToAllPlan) -> Pending[Tensor]:
-        if isinstance(plan, AllToAllPlan):
-            return self.two_phase.combine(y_RH, plan)
-        y_NH = unpermute(y_RH, plan.by_expert)
-        y_NH = collectives.reduce_scatter(y_NH, self.etp, caller="moe.combine")
-        num_tokens = plan.num_tokens
-        return plan.hop.send_back(y_NH, "moe.combine").then(lambda y_TH: y_TH[:num_tokens])
+    def combine(self, y_RH: Tensor, plan: SlotPlan) -> Pending[Tensor]:
+        sums = self.two_phase.combine(y_RH, plan.exchange)
+        return sums.then(lambda y_TH: y_TH[: plan.num_tokens])

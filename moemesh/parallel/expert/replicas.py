@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
-from moemesh.ops.expert_mlp import DeferredProducts
+from moemesh.ops.expert_mlp import ExpertOptions
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
@@ -92,23 +92,17 @@ class ReplicatedRows(NamedTuple):
     counts_S: Tensor
     weights: Pending[tuple[Tensor, ...]]
 
-    def compute(
-        self,
-        experts: ExpertWeights,
-        deferred: DeferredProducts | None,
-        max_rows: int | None,
-        recomputes: bool,
-    ) -> Tensor:
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
         own = DispatchedRows(self.source_NH, self.home, home_R, self.counts_L)
-        y_RH = own.compute(experts, deferred, max_rows, recomputes)
+        y_RH = own.compute(experts, **options)
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
         replicas = DispatchedRows(self.source_NH, self.spare, spare_R, self.counts_S)
-        others = experts.of(fetched)
-        return torch.cat([y_RH, replicas.compute(others, None, max_rows, recomputes)])
+        options["deferred"] = None
+        return torch.cat([y_RH, replicas.compute(experts.of(fetched), **options)])
 
 
 class _NoRows(torch.autograd.Function):
@@ -151,9 +145,6 @@ class ReplicaDispatcher(Dispatcher):
         self.rank_tokens = np.zeros(self.ep.size, np.int64)
         #: Seconds spent on deciding: replicas, quotas and the place of each token; no exchange.
         self.planning_seconds = 0.0
-
-    def plan(self, experts_TK: Tensor) -> ReplicaPlan:
-        return self.plan_chunks([experts_TK])[0]
 
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False

@@ -21,9 +21,14 @@ from torch import Tensor
 from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
-from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
-from moemesh.parallel.pipeline.program import BackwardState, Forward, Program, make_context
-from moemesh.parallel.pipeline.virtual import VirtualClock, record
+from moemesh.parallel.pipeline.program import (
+    BackwardState,
+    Forward,
+    Program,
+    SteppedModelProgram,
+    is_overlapped,
+    make_context,
+)
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.watch.progress_words import at_microbatch
@@ -33,15 +38,38 @@ class PipelineError(RuntimeError):
     """An operation of the pipeline failed; the message names it."""
 
 
+def record(
+    recorder: TimelineRecorder,
+    schedule: Schedule,
+    entry: Entry,
+    start: float,
+    end: float,
+    wait: float,
+) -> None:
+    """Enter the operations of `entry`, which ran from `start` to `end` after a `wait`."""
+    for op in entry:
+        recorder.add(
+            name=str(op),
+            start=start,
+            end=end,
+            wait=wait,
+            kind=op.kind,
+            stage=op.stage,
+            microbatch=schedule.sample(op),
+            pipe=op.pipe,
+            slice=op.slice,
+        )
+
+
 class Executor:
     """Runs one schedule, step after step, on one pipeline rank."""
 
     def __init__(
-        self, schedule: Schedule, channels: Channels, *, clock: VirtualClock | None = None
+        self, schedule: Schedule, channels: Channels, messenger: OrderedMessenger | None = None
     ) -> None:
         self._entries = schedule.orders[channels.axis.index]
-        self._messenger = OrderedMessenger(schedule, channels, clock=clock)
-        self._runner = EntryRunner(schedule, channels.axis.index, self._messenger, clock=clock)
+        self._messenger = messenger or OrderedMessenger(schedule, channels)
+        self._runner = EntryRunner(schedule, channels.axis.index, self._messenger)
 
     def run(self, program: Program, recorder: TimelineRecorder) -> None:
         """One step: every entry of this rank, in order.
@@ -65,11 +93,9 @@ class EntryRunner:
         rank: int,
         messenger: Messenger,
         *,
-        clock: VirtualClock | None = None,
         has_backward: bool | None = None,
     ) -> None:
-        self._schedule, self._rank = schedule, rank
-        self._messenger, self._clock = messenger, clock
+        self._schedule, self._rank, self._messenger = schedule, rank, messenger
         if has_backward is None:
             has_backward = any(op.kind != "F" for op in schedule.ops(rank))
         self._has_backward = has_backward
@@ -89,9 +115,7 @@ class EntryRunner:
             with self._naming(op):
                 received.append(self._messenger.take(program, op))
         start = recorder.clock()
-        if self._clock is not None:
-            self._clock.run(entry)
-        if is_overlapped(entry) and isinstance(program, SteppedProgram):
+        if is_overlapped(entry) and isinstance(program, SteppedModelProgram):
             self._take_turns(program, dict(zip(entry, received, strict=True)))
         else:
             for op, inputs in zip(entry, received, strict=True):
@@ -153,7 +177,7 @@ class EntryRunner:
 
     # Blocks.
 
-    def _take_turns(self, program: SteppedProgram, received: dict[Op, list[Tensor]]) -> None:
+    def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
         """Run a forward; at each of its pauses, and at its end, a backward goes on."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
         at_microbatch(self._schedule.sample(forward))

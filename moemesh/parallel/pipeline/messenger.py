@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
-from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Message, Op, Schedule, messages, successor
 
 #: Receives posted beyond the one that is waited for. None by NCCL: on a device they would wait for
@@ -103,8 +102,7 @@ class OrderedMessenger:
     """Messages of a schedule: both ends of every queue derive its order from the lists.
 
     `may_receive`: whether the message of an operation may be waited for already; of the messages of
-    one sender those that may come before those that may not. With `clock`, messages carry the
-    virtual end of their producer.
+    one sender those that may come before those that may not.
     """
 
     def __init__(
@@ -113,9 +111,8 @@ class OrderedMessenger:
         channels: Channels,
         *,
         may_receive: Callable[[Op], bool] = lambda op: True,
-        clock: VirtualClock | None = None,
     ) -> None:
-        self._schedule, self._clock, self._may_receive = schedule, clock, may_receive
+        self._schedule, self._may_receive = schedule, may_receive
         self._wire, self._rank = Wire(channels), channels.axis.index
         self._ahead = AHEAD if channels.tagged else 0
         self._messages = messages(schedule)
@@ -140,8 +137,6 @@ class OrderedMessenger:
         tensors, works = self._posted.pop(producer)
         for work in works:
             work.wait()
-        if self._clock is not None:
-            self._clock.carried(producer, float(tensors.pop()))
         return tensors
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
@@ -150,8 +145,6 @@ class OrderedMessenger:
             if successor(self._schedule, op) is not None:
                 self._inbox[op] = tensors
             return
-        if self._clock is not None:
-            tensors = [*tensors, torch.tensor([self._clock.end_of(op)], dtype=torch.float64)]
         self._wire.send(tensors, message.destination, op.kind)
 
     def finish(self) -> None:
@@ -178,8 +171,6 @@ class OrderedMessenger:
             if not self._may_receive(message.producer):
                 break
             specs = message_specs(program, message.producer)
-            if self._clock is not None:
-                specs.append(TensorSpec((1,), torch.float64))
             received = self._wire.receive(specs, source, message.producer.kind)
             self._posted[message.producer] = received
             self._num_posted[source] += 1

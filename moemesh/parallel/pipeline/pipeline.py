@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,11 @@ from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
-from moemesh.model.seams import ScopeSums
+from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
-from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.pipeline.program import (
     BackwardState,
     Forward,
@@ -31,7 +31,8 @@ from moemesh.parallel.pipeline.program import (
     ModelProgram,
     Objective,
     Program,
-    TensorSpec,
+    SteppedModelProgram,
+    is_overlapped,
 )
 from moemesh.schedule.action import Op, Schedule, messages
 from moemesh.schedule.generators import forward_only
@@ -121,7 +122,7 @@ class Left:
         return leaf
 
 
-class EarlierSlices:
+class EarlierSlices(SliceState):
     """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of the slices before.
 
     `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
@@ -158,48 +159,44 @@ class EarlierSlices:
         return self.left
 
 
-class SlicedProgram:
+class SlicedProgram(ModelProgram):
     """The program of a model over slices of its microbatches.
 
     ``lengths(seq_len)`` are the tokens of the slices of a sequence.
     """
 
-    def __init__(self, whole: ModelProgram, lengths: Callable[[int], tuple[int, ...]]) -> None:
-        self._whole, self._lengths, self._schedule = whole, lengths, whole.schedule
-        self.weight_gradients = whole.weight_gradients
-        self.starting, self.finished = whole.starting, whole.finished
+    def __init__(self, *whole: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
+        super().__init__(*whole)
+        self._lengths = lengths
         #: (stage, sample) -> what its slices have left so far.
         self._left: dict[tuple[int, int], list[Left]] = {}
 
-    def output_specs(self, op: Op) -> Sequence[TensorSpec]:
-        return self._whole.specs_of(op, self._batch_of(op))
-
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
-        batch = self._batch_of(op)
-        forward = self._whole.forward_of(op, batch, inputs)
+        batch = self.batch_of(op)
+        forward = self.forward_of(op, batch, inputs)
         slices = batch.slices
         assert isinstance(slices, EarlierSlices) and len(slices.earlier) == op.slice
         left = slices.close()
-        self._left.setdefault((op.stage, self._schedule.sample(op)), []).append(left)
+        self._left.setdefault((op.stage, self.schedule.sample(op)), []).append(left)
         return forward._replace(state=left)
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
-        left = self._left[op.stage, self._schedule.sample(op)].pop()
+        left = self._left[op.stage, self.schedule.sample(op)].pop()
         assert left is context.state, "the slices of a sequence go back in the order they came"
         gradients = list(gradients)
         for edge, leaf in left.carried:
             if leaf.grad is not None:
                 context.roots.append(edge)
                 gradients.append(leaf.grad.to(leaf.dtype))
-        return self._whole.backward(op, context, gradients)
+        return super().backward(op, context, gradients)
 
-    def _batch_of(self, op: Op) -> Batch:
-        whole = self._whole.batch_of(op)
+    def batch_of(self, op: Op) -> Batch:
+        whole = super().batch_of(op)
         lengths = self._lengths(whole.tokens_BS.shape[1])
-        assert len(lengths) == self._schedule.num_slices
+        assert len(lengths) == self.schedule.num_slices
         start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
-        earlier = self._left.get((op.stage, self._schedule.sample(op)), [])
-        is_last = op.slice == self._schedule.num_slices - 1
+        earlier = self._left.get((op.stage, self.schedule.sample(op)), [])
+        is_last = op.slice == self.schedule.num_slices - 1
         return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
 
 
@@ -233,7 +230,7 @@ class Pipeline:
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
         self.channels = Channels.create(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
-        self._form: Callable[[ModelProgram], Program] = lambda program: program
+        self._form: Callable[..., Program] = ModelProgram
         in_parts: list[nn.Parameter] = []
         if schedule.num_slices > 1:
             self._form = partial(SlicedProgram, lengths=slice_lengths)
@@ -266,9 +263,7 @@ class Pipeline:
 
     def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
         """The program of one step."""
-        return self._form(
-            ModelProgram(self.schedule, self.model, self.parts, batches, objective, self.hooks)
-        )
+        return self._form(self.schedule, self.model, self.parts, batches, objective, self.hooks)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:

@@ -17,11 +17,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.balance_loss import num_scopes, width_of_sums
 from moemesh.model.batch import Batch
+from moemesh.model.seams import PLAIN_FLOW, Flow
 from moemesh.model.transformer import ModelPart, Output, Transformer
 from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.segments import run_backward
-from moemesh.schedule.action import Op, Schedule
+from moemesh.parallel.expert.replicas import replicated
+from moemesh.parallel.segments import PausingFlow, SegmentTape, Steps, finish, run_backward
+from moemesh.schedule.action import Entry, Op, Schedule
 
 # Gradient hooks: the sum over replicas of a gradient starts after its last backward of a step.
 
@@ -229,6 +231,7 @@ class ModelProgram:
                 f"{len(batches)} microbatches for a schedule of {schedule.total_microbatches}"
             )
         self.schedule, self.model, self.parts = schedule, model, parts
+        self.starting, self.finished = hooks.starting, hooks.finished
         # Of whole sequences, the positions that this rank holds.
         self.batches = [
             batch.take(model.tokens.runs(batch.tokens_BS.shape[1])) for batch in batches
@@ -238,13 +241,9 @@ class ModelProgram:
         self._dtype = next(model.parameters()).dtype
 
     def output_specs(self, op: Op) -> Sequence[TensorSpec]:
-        return self.specs_of(op, self.batch_of(op))
-
-    def specs_of(self, op: Op, batch: Batch) -> Sequence[TensorSpec]:
-        """The outputs of the stage of `op` for `batch`."""
         if op.stage == self.schedule.num_stages - 1:
             return ()
-        return stream_specs(self.model, batch, self._dtype)
+        return stream_specs(self.model, self.batch_of(op), self._dtype)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         return self.forward_of(op, self.batch_of(op), inputs)
@@ -253,14 +252,13 @@ class ModelProgram:
         """The microbatch of `op`."""
         return self.batches[self.schedule.sample(op)]
 
-    def forward_of(self, op: Op, batch: Batch, inputs: list[Tensor]) -> Forward:
+    def forward_of(
+        self, op: Op, batch: Batch, inputs: list[Tensor], flow: Flow = PLAIN_FLOW
+    ) -> Forward:
         """The stage of `op` on `batch`."""
-        return self.result(op, batch, self.model(batch, self.parts[op.stage], *inputs))
-
-    def result(self, op: Op, batch: Batch, output: Output) -> Forward:
-        """The outputs and the objective of the stage of `op`."""
-        objective = self.objective(self.parts[op.stage], output, batch)
-        return Forward(output.for_next, objective)
+        part = self.parts[op.stage]
+        output = self.model(batch, part, *inputs, flow=flow)
+        return Forward(output.for_next, self.objective(part, output, batch))
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         if op.kind == "B":
@@ -271,8 +269,74 @@ class ModelProgram:
     def weight_gradients(self, op: Op, context: BackwardState) -> None:
         context.pending.run(self.hooks.accumulate)
 
-    def starting(self, op: Op) -> None:
-        self.hooks.starting(op)
 
-    def finished(self, op: Op) -> None:
-        self.hooks.finished(op)
+# Overlapped blocks: a forward and a backward take turns, each while the other's exchange runs.
+#
+# DualPipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1) pairs the forward of
+# one microbatch with the backward of another. Both pause (:mod:`moemesh.parallel.segments`) when an
+# exchange has started; at every pause of the forward the backward runs to its next one:
+#
+#     forward    attention, router | experts                | sum, attention, router | experts ...
+#     under way        B's combine ^        F's dispatch ^           B's dispatch ^
+#     backward                     sum | experts            | router, attention, sum | experts ...
+#
+# The number of turns follows from the layers alone, never from tokens, so that all ranks of a stage
+# start their exchanges in one order. What is computed, and in which order inside of each
+# microbatch, is the same as one after the other: so are the results, bit for bit.
+#
+# Only exchanges that a dispatcher starts and waits for later run under the other's compute: rows
+# and weights of all_to_all, low_latency and hierarchical (of its two hops the one between nodes),
+# the gather of all_gather. With ``combine = exact`` and with deepep, and in layers that are
+# computed again as a whole (``recompute = full``), the two run one after the other as far as these
+# go. With transient replicas (``spare_slots``) the forward pauses but the backward does not: the
+# weights of an expert are sent in one segment and used in the next, and a weight must have one
+# gradient, not two.
+
+
+def is_overlapped(entry: Entry) -> bool:
+    """Whether the entry is a block of one forward and one full backward."""
+    return sorted(op.kind for op in entry) == ["B", "F"]
+
+
+class SteppedModelProgram(ModelProgram):
+    """The program of a model in steps; its graph is cut where the backward lies in such a block.
+
+    Forwards and backwards may take turns: both pause only while an exchange is under way, equally
+    often on all ranks of the stage.
+    """
+
+    def __init__(self, schedule: Schedule, model: Transformer, *rest: Any) -> None:
+        super().__init__(schedule, model, *rest)
+        blocks = [entry for order in schedule.orders for entry in order if is_overlapped(entry)]
+        #: Microbatches on a stage whose graph is cut.
+        self._cut = {op[1:] for block in blocks for op in block if op.kind == "B"}
+        if replicated(model):
+            self._cut.clear()
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        return self.forward_with_pauses(op, inputs, lambda: None)
+
+    def forward_with_pauses(
+        self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
+    ) -> Forward:
+        """As ``forward``; calls `pause` at every pause."""
+        part, tape = self.parts[op.stage], SegmentTape(pause) if op[1:] in self._cut else None
+        assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
+        found = self.forward_of(op, self.batch_of(op), inputs, tape or PausingFlow(pause))
+        return found._replace(state=tape)
+
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
+        if context.state is None:
+            return super().backward(op, context, gradients)
+        return finish(self.backward_steps(op, context, gradients))
+
+    def backward_steps(
+        self, op: Op, context: BackwardState, gradients: list[Tensor]
+    ) -> Steps[list[Tensor]]:
+        """As ``backward`` of a ``B``; yields at every pause."""
+        assert op.kind == "B"
+        if context.state is None:
+            return super().backward(op, context, gradients)
+        assert isinstance(context.state, SegmentTape)
+        yield from context.state.backward(*roots_of(context, gradients))
+        return input_gradients(context)

@@ -74,7 +74,9 @@ class WeightVersions:
 
         Not under the rule ``newest``: there nobody comes back to an old version.
         """
-        version = self._version_for(microbatch)
+        version = self.newest
+        if self.rule.kind == "two_versions":
+            version = max(microbatch // self.rule.window - 1, 0)
         assert version in self._copies, (
             f"microbatch {microbatch} needs version {version}, there are {sorted(self._copies)}"
         )
@@ -136,11 +138,6 @@ class WeightVersions:
     def original(self, weight: Tensor) -> nn.Parameter:
         """The master's parameter of which `weight` is a version."""
         return self._originals[weight]
-
-    def _version_for(self, microbatch: int) -> int:
-        if self.rule.kind == "two_versions":
-            return max(microbatch // self.rule.window - 1, 0)
-        return self.newest
 
     def _is_needed(self, version: int) -> bool:
         # Under two versions, forwards of this window that are yet to come need the one before.

@@ -206,8 +206,8 @@ def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[i
 # Gathers of ZeRO-3, by walking the operations of a rank: which weights come when, and how many
 # are here at once.
 #
-# It follows `moemesh.parallel.data.units`: a unit is gathered before it is used, the next one with
-# it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
+# It follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, the next one
+# with it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
 
 
 class GatheredUnits:

@@ -23,7 +23,7 @@ from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
-from moemesh.model.seams import ScopeSums
+from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
@@ -36,8 +36,8 @@ _SETTINGS = ("generation_config.json", "config.json")
 Choose = Callable[[Tensor], int]
 
 
-class KeyValueCache:
-    """The :class:`~moemesh.model.seams.SliceState` of a sequence that grows, without autograd.
+class KeyValueCache(SliceState):
+    """The state of a sequence that grows, without autograd.
 
     Each layer has room for twice the positions that it held when its room was full, so that a token
     is written behind the others, which are not copied.

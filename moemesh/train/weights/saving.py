@@ -24,9 +24,8 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import RankModel
-from moemesh.parallel.placement import Placement
+from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of, rows
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on

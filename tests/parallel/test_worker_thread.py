@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from moemesh.comm.worker_thread import WorkerThread
+from moemesh.parallel.expert.hierarchical import WorkerThread
 
 CPU = torch.device("cpu")
 
