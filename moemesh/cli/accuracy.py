@@ -16,7 +16,8 @@ from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
-    from moemesh.planner.accuracy.validate import ErrorStatistics, Validation
+    from moemesh.planner.accuracy.own import Lesson
+    from moemesh.planner.accuracy.validate import ErrorStatistics, Prediction, Validation
     from moemesh.planner.intervals import Intervals
 
 _NUM_WORST = 12
@@ -51,6 +52,11 @@ class ValidateRequest:
         "Refit without each source; print 80 % intervals and their coverage, write the errors.",
         "FILE",
     ] = None
+    own_runs: Annotated[
+        int | None,
+        "Errors of each cluster after 4, 12, 50 and N of its runs.",
+        {"metavar": "N", "min": 1},
+    ] = None
 
 
 @app.command("validate", short_help="Predict a table of measured runs.")
@@ -65,6 +71,7 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.config.cluster import load_cluster
     from moemesh.planner.accuracy.calibrate import cross_validate, intervals_toml, left_out_errors
     from moemesh.planner.accuracy.calibration_file import use_cluster
+    from moemesh.planner.accuracy.own import lessons
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import json_text, summarize, validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
@@ -86,18 +93,31 @@ def validate_runs(request: ValidateRequest) -> None:
     else:
         validation = validate(read, calibration)
     texts = [] if request.out is None else [(request.out, json_text(validation))]
+    drawn: defaultdict[str, list[Prediction]] = defaultdict(list)
+    for one in validation.predictions:
+        drawn[one.run.source or one.run.cluster].append(one)
+    title = "Step time of published runs, predicted and measured"
+    if (number := request.own_runs) is not None:
+        counts = sorted({0, 4, 12, 50, number})
+        taught = lessons(read, calibration, counts, unseen=start if request.cross else None)
+        further += ["", lessons_text(taught, counts, unseen=request.cross)]
+        title = f"Step time before and after {number} own runs of each cluster"
+        drawn.clear()
+        for one in taught:
+            if one.own in (0, number):
+                drawn[f"after {number}" if one.own else "before"] += one.others
     if request.plot is not None:
         points = [
             Agreement(
                 name=f"{one.run.id} {one.run.row.get('model', '')}",
-                series=one.run.source or one.run.cluster,
+                series=series,
                 measured=one.run.seconds,
                 predicted=one.seconds,
             )
-            for one in validation.predictions
+            for series, predictions in drawn.items()
+            for one in predictions
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
-        title = "Step time of published runs, predicted and measured"
         chart = agreement_chart("agreement", title, points, unit="seconds a step")
         texts.append((request.plot, chart))
     write_texts(texts)
@@ -108,52 +128,94 @@ def validate_runs(request: ValidateRequest) -> None:
     typer.echo("\n".join([report(validation), *further]))
 
 
+def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
+    """Median and 95th percentile of every cluster, for so many own runs."""
+    rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
+    for one in taught:
+        rows[one.cluster][one.own] = one
+    known = "whose stack was left out of everything" if unseen else "with what is packaged"
+    head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95, and the "
+    head += "share of runs in the stated 80 % interval"
+    cells = [
+        (
+            cluster,
+            str(next(iter(found.values())).runs),
+            *(
+                f"{found[count].median:.1%} {found[count].p95:6.1%} {found[count].within:4.0%}"
+                if count in found
+                else ""
+                for count in counts
+            ),
+        )
+        for cluster, found in rows.items()
+    ]
+    inside = [[one.within for one in taught if one.own == count] for count in counts]
+    means = [f"{sum(shares) / len(shares):.0%}" if shares else "" for shares in inside]
+    cells.append(("mean of the clusters within", "", *means))
+    return f"{head}\n{table(('cluster', 'runs', *map(str, counts)), cells)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrateRequest:
     """Measured runs to fit, and the file to write."""
 
-    runs: _Runs
+    runs: Annotated[list[Path], "Tables of measured runs (CSV), or run folders.", "<RUNS>"]
     out: Annotated[Path, "File to write.", "CLUSTER.toml"]
     archs: _Shapes = None
-    cluster: Annotated[str | None, "Cluster of the table.", "NAME"] = None
+    cluster: Annotated[str | None, "Cluster of the table; what ran the folders.", "NAME"] = None
     shared: Annotated[bool, "Fit all clusters and what they share."] = False
 
 
 @app.command(short_help="Fit a cluster to measured runs.")
 @options_from(CalibrateRequest)
 def calibrate(request: CalibrateRequest) -> None:
-    """Fit the few constants of a cluster to measured runs and write its Cluster file.
+    """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
+    they cannot say of layouts like those that ran.
 
-    Example:
+    Examples:
 
         moemesh calibrate runs.csv --out mine.toml
+
+        moemesh calibrate runs/* --cluster dgx_h100 --out mine.toml
     """
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import fit, measured_runs
     from moemesh.planner.accuracy.calibration_file import (
         calibration_toml,
-        cluster_toml,
         fitted_cluster,
         runs_of_cluster,
     )
+    from moemesh.planner.accuracy.own import learn, run_of_folder, unused
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.files import write_texts
 
-    out, read = request.out, read_runs(request.runs, request.archs)
+    out, wanted = request.out, request.cluster
+    folders = [path for path in request.runs if path.is_dir()]
+    tables = [path for path in request.runs if path not in folders]
+    read = [run for path in tables for run in read_runs(path, request.archs)]
+    if folders:
+        if wanted is None:
+            raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
+        machine, wanted = load_cluster(wanted), None
+        read += [run_of_folder(path, machine) for path in folders]
     if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(read, start)
         write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
         typer.echo(report(validate(read, found)))
         return
-    chosen = runs_of_cluster(measured_runs(read), request.cluster)
-    calibration = fit(chosen, shipped_calibration(), share=False)
-    fitted = fitted_cluster(chosen, calibration)
-    write_texts(
-        [(out, cluster_toml(fitted, f"Fitted to {len(chosen)} runs of {request.runs.name}."))]
-    )
-    typer.echo(f"{report(validate(chosen, calibration))}\n\nwrote {out}: {fitted.name}")
+    chosen = runs_of_cluster(measured_runs(read), wanted)
+    learned = learn(chosen, shipped_calibration())
+    fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
+    sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
+    write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
+    doubts = [*unused(read), *learned.doubts]
+    lines = [report(validate(chosen, learned.calibration)), "", *doubts]
+    lines += [""] * bool(doubts)
+    typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))
 
 
 def intervals_text(found: "Intervals") -> str:
@@ -163,9 +225,14 @@ def intervals_text(found: "Intervals") -> str:
         "80 % intervals, and the share of a left-out source within those of the other sources:",
         f"step time on {', '.join(devices)}: {_factor(found.seconds_width((*devices, '')[0]))}; "
         f"on other devices: {_factor(found.seconds_width(''))}; "
-        f"memory: {_factor(found.memory_width)}",
+        f"memory: {_factor(found.memory_width)}, of stacks in the table "
+        f"{_factor(found.known_width)}",
     ]
-    both = {"step time": found.seconds_coverage(), "memory": found.memory_coverage()}
+    both = {
+        "step time": found.seconds_coverage(),
+        "memory": found.memory_coverage(),
+        "memory, known stacks": found.memory_coverage(known=True),
+    }
     for name, coverage in both.items():
         rows = [
             (source, str(coverage.rows[source]), f"{share:.0%}")

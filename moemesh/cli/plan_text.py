@@ -97,7 +97,10 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         *_worst_routing(found),
     ]
     if found.peak["fits"] and found.memory_interval.high > found.cluster.memory_bytes:
-        lines.append("            it may run out of memory: the interval reaches above the device")
+        lines.append(
+            "            it may run out of memory: the interval reaches above the device; "
+            f"it fits with {found.fits_chance:.0%}"
+        )
     if isinstance(near := found.instead, str):
         lines.append(f"            {near}")
     elif near is not None:
@@ -201,6 +204,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         *_rows(planned),
         "",
         *wrapped(risk_of_memory(planned)),
+        *wrapped(planned.own_runs),
         *(line for told in published(planned) for line in wrapped(told)),
         *wrapped(cheapest(planned)),
         *wrapped(certified(planned)),

@@ -80,6 +80,23 @@ class LinkCurve(Section):
         return ""
 
 
+class OwnRun(Section):
+    """A measured run: ``seconds`` of its step, those that the constants alone predict, how far it
+    was off when it was left out (log of measured over predicted), its `weight` in corrections, and
+    the features in which other runs are like it."""
+
+    section: ClassVar[str] = "cluster.own_runs"
+
+    run: str
+    seconds: float
+    predicted: float
+    left_out: float
+    weight: float
+    #: The release of its software: "stack 26.02".
+    release: str = ""
+    features: dict[str, float]
+
+
 class Cluster(Section):
     """Equal nodes of equal devices. Bandwidths are bytes/s in one direction for one device,
     latencies seconds, `peak_flops` dense operations/s by dtype ("bfloat16", "float8", ...).
@@ -106,6 +123,8 @@ class Cluster(Section):
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
     links: tuple[LinkCurve, ...] = ()
+    #: Runs of the cluster, as `moemesh calibrate` writes them: they correct layouts like theirs.
+    own_runs: tuple[OwnRun, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -154,7 +173,7 @@ class Cluster(Section):
                 text = f"{key.meaning} ({key.unit})."
                 lines.extend(["", *(f"# {line}" for line in textwrap.wrap(text, 96))])
 
-        for name, value in self.model_dump(exclude={*tables, "links"}).items():
+        for name, value in self.model_dump(exclude={*tables, "links", "own_runs"}).items():
             if value not in ("", None):
                 explain(name)
                 lines.append(f"{name} = {_shown(value)}")
@@ -163,11 +182,13 @@ class Cluster(Section):
                 explain(name)
                 lines += [f"[{name}]"] if explained else ["", f"[{name}]"]
                 lines += [f"{format_key(key)} = {_shown(value)}" for key, value in values.items()]
-        if self.links:
-            explain("links")
-        for curve in self.links:
-            lines += ["", "[[links]]"]
-            lines += [f"{name} = {_shown(value)}" for name, value in curve.model_dump().items()]
+        for name, rows in (("links", self.links), ("own_runs", self.own_runs)):
+            if rows:
+                explain(name)
+            for row in rows:
+                lines += ["", f"[[{name}]]"]
+                values = row.model_dump(exclude_defaults=True)
+                lines += [f"{key} = {_shown(value)}" for key, value in values.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -176,6 +197,9 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
         return "[" + ", ".join(_shown(item) for item in items) + "]"
+    if isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return "{ " + ", ".join(f"{format_key(key)} = {_shown(item)}" for key, item in pairs) + " }"
     if isinstance(value, float) and value >= 1e6 and float(short := f"{value:.6g}") == value:
         return short.replace("e+", "e") if "e" in short else f"{short}.0"
     if isinstance(value, float) and not value.is_integer():

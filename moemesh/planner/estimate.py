@@ -146,6 +146,7 @@ class Estimate:
             **{name: getattr(memory, name).to_json() for name in ("first", "last", "worst")},
             **self.peak,
             "memory_interval_bytes": list(self.memory_interval),
+            "fits_chance": self.fits_chance,
             "usable_share": self.usable_share,
             "device_bytes": self.cluster.memory_bytes,
             "worst_routing": crowded,
@@ -181,12 +182,21 @@ class Estimate:
     @property
     def seconds_interval(self) -> Interval:
         """80 % interval of a step's seconds."""
-        return shipped_intervals().of_seconds(self.seconds["total"], self.generation)
+        own = tuple(one.left_out for one in self.cluster.own_runs)
+        return shipped_intervals().of_seconds(self.seconds["total"], self.generation, own)
 
     @property
     def memory_interval(self) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        return shipped_intervals().of_memory(self.peak["needed_bytes"])
+        return shipped_intervals().of_memory(self.peak["needed_bytes"], known=bool(self.generation))
+
+    @property
+    def fits_chance(self) -> float:
+        """The chance that a device has enough memory."""
+        capacity = self.cluster.memory_bytes * self.usable_share
+        return shipped_intervals().fits_chance(
+            self.peak["needed_bytes"], capacity, known=bool(self.generation)
+        )
 
     @property
     def device_balance(self) -> float:
@@ -236,6 +246,8 @@ def estimate(
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     measured, seconds = known.price(shape, layout)
+    if told := known.own_runs(shape, layout):
+        notes.append(told)
     peak: dict[str, Any] = {
         "peak_bytes": measured.allocated,
         "needed_bytes": measured.needed,

@@ -11,6 +11,10 @@ is [x / e^w, x e^w], symmetric because nobody knows the sign of the next source'
 Alike are device generations: one that at least three sources measured, or one that fewer did. Most
 memory labels say only whether a run fitted. What share of such a source's runs needs at most e^x
 times the prediction is then the isotonic regression of "it ran" on x = log(memory / predicted).
+
+Memory has a second, narrower width: that of stacks whose habits the calibration knows. And a
+cluster with runs of its own has the quantile of *their* errors, each left out, and of two more that
+are those of strangers: with four runs the interval is the strangers', with fifty its own.
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import exp
+from math import exp, log
+from statistics import NormalDist
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from moemesh.config.sources import read_preset_table
 
@@ -116,6 +123,8 @@ class Intervals:
 
     seconds: tuple[SecondsErrors, ...]
     memory: tuple[MemoryErrors, ...]
+    #: The same runs, predicted with the habits of their stack.
+    known: tuple[MemoryErrors, ...] = ()
 
     @cached_property
     def well_measured(self) -> frozenset[str]:
@@ -123,13 +132,20 @@ class Intervals:
         names = [one.generation for one in self.seconds]
         return frozenset(name for name in names if names.count(name) >= ENOUGH_SOURCES)
 
-    def of_seconds(self, value: float, generation: str) -> Interval:
-        """The interval of a step time on a device of that generation ("" is an unknown one)."""
-        return Interval.around(value, self.seconds_width(generation))
+    def of_seconds(self, value: float, generation: str, own: Sequence[float] = ()) -> Interval:
+        """The interval of a step time on a device of that generation ("" is an unknown one); `own`
+        are the errors of a cluster's own runs, each left out."""
+        return Interval.around(value, own_width(own, self.seconds_width(generation)))
 
-    def of_memory(self, value: float) -> Interval:
-        """The interval of the bytes that a device needs."""
-        return Interval.around(value, self.memory_width)
+    def of_memory(self, value: float, *, known: bool = False) -> Interval:
+        """The interval of the bytes that a device needs, under a stack that is `known` or not."""
+        return Interval.around(value, self.known_width if known else self.memory_width)
+
+    def fits_chance(self, needed: float, capacity: float, *, known: bool = False) -> float:
+        """The chance that a device of `capacity` bytes has enough, 0 to 1: of a normal error whose
+        80 % interval is that of memory."""
+        deviation = (self.known_width if known else self.memory_width) / _NORMAL_80
+        return NormalDist(0.0, deviation).cdf(log(capacity / needed))
 
     def seconds_width(self, generation: str, *, without: str = "") -> float:
         """Half the interval in logarithms; `without` leaves a source out."""
@@ -146,6 +162,11 @@ class Intervals:
         """The same of memory."""
         return _memory_width(self.memory)
 
+    @cached_property
+    def known_width(self) -> float:
+        """The same of stacks whose habits are known; that of any stack where none is."""
+        return _memory_width(self.known) if self.known else self.memory_width
+
     def seconds_coverage(self) -> Coverage:
         """Each source against the widths that the others give."""
         hits: dict[str, list[bool]] = {}
@@ -157,14 +178,30 @@ class Intervals:
             rows={name: len(found) for name, found in hits.items()},
         )
 
-    def memory_coverage(self) -> Coverage:
-        """The same of memory."""
+    def memory_coverage(self, *, known: bool = False) -> Coverage:
+        """The same of memory; of stacks that are `known` within the width that all of them give,
+        for nobody's habits are known without a run of theirs."""
+        sources = self.known if known else self.memory
         within: dict[str, float] = {}
-        for one in self.memory:
-            width = _memory_width([other for other in self.memory if other is not one])
-            within[one.source] = one.within(width)
-        rows = {one.source: len(one.errors) or len(one.ran) + len(one.out) for one in self.memory}
+        for one in sources:
+            others = [other for other in sources if known or other is not one]
+            within[one.source] = one.within(_memory_width(others))
+        rows = {one.source: len(one.errors) or len(one.ran) + len(one.out) for one in sources}
         return Coverage(by_source=within, rows=rows)
+
+
+#: Errors of strangers among those of own runs.
+_STRANGERS = 2
+#: Half the interval that holds four fifths of a normal distribution, in deviations.
+_NORMAL_80 = 1.2816
+
+
+def own_width(own: Sequence[float], strangers: float) -> float:
+    """Half the interval of a cluster with runs whose errors, left out, are `own`."""
+    if not own:
+        return strangers
+    sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
+    return float(np.quantile(sizes, LEVEL))
 
 
 def _quantile(sources: Iterable[Sequence[float]]) -> float:
@@ -201,6 +238,7 @@ def read_intervals(table: Mapping[str, Any]) -> Intervals:
     return Intervals(
         seconds=tuple(SecondsErrors(**of(row)) for row in table["seconds"]),
         memory=tuple(MemoryErrors(**of(row)) for row in table["memory"]),
+        known=tuple(MemoryErrors(**of(row)) for row in table.get("known_memory", ())),
     )
 
 

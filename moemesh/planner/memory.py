@@ -372,6 +372,8 @@ class Allocation:
     #: Bytes per weight of the largest matrix of the last layer, and of the head.
     layer_gradient_bytes: float = 4.0
     head_gradient_bytes: float = 2.0
+    #: Bytes per weight that FSDP keeps whole through a pipelined step: gathered weights, gradients.
+    whole_bytes: float = 0.0
     #: Libraries, communicators, fragmentation: in no allocator statistic, but in the device.
     workspace_bytes: float = 2.0 * GIB
     #: The part of the device's memory that a job gets.
@@ -481,6 +483,10 @@ def _peaks(
             logits, working = maximum(logits, working), 0.0
         buffers = exact.buffers if layout.zero >= 3 else 0.0
         allocated = exact.states + activations + logits + working + buffers
+        if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
+            weights = rank_weights(shape, layout, rank)
+            whole = dense_share(weights, layout) + expert_share(weights, layout)
+            allocated = allocated + allocation.whole_bytes * whole
         yield PeakMemory(
             rank=rank,
             allocated=allocated,

@@ -12,10 +12,18 @@ import pytest
 from moemesh.cli.accuracy import calibrate
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.load import resolved_toml
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
-from moemesh.planner.accuracy.calibration_file import calibration_toml, use_cluster
+from moemesh.planner.accuracy.calibration_file import (
+    calibration_toml,
+    fitted_cluster,
+    use_cluster,
+)
+from moemesh.planner.accuracy.own import learn, lessons, run_of_folder
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.accuracy.validate import predict
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.timing.calibration import (
     NAMES,
     OWN,
@@ -24,6 +32,10 @@ from moemesh.planner.timing.calibration import (
     read_calibration,
     shipped_calibration,
 )
+from moemesh.planner.timing.columns import Software, layout_row, model_row
+from moemesh.planner.timing.price import pricing
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.run import MetricsRow
 from tests.planner.published_rows import ARCHS, llama, write_table
 
 LAYOUTS = [(tp, pp, mbs) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mbs in (1, 2)]
@@ -44,20 +56,21 @@ def test_fit_recovers_what_made_the_data():
         clusters={"aleph_alpha/A100-80G": {"gemm_efficiency": 0.92, "intra_node_efficiency": 0.7}},
     )
     runs = generated(truth)
-    found = fit(runs, prior_calibration(), share=False)
+    found = learn(runs, prior_calibration()).calibration
     errors = [abs(one.error) for one in predict(runs, found)]
     before = [abs(one.error) for one in predict(runs, prior_calibration())]
     assert max(errors) < 0.01
     assert np.median(before) > 0.05
     own = found.clusters["aleph_alpha/A100-80G"]
     assert own["gemm_efficiency"] == pytest.approx(0.92, abs=0.04)
-    assert own["intra_node_efficiency"] == pytest.approx(0.7, abs=0.15)
+    # Half of it: what only few layouts show may as well be theirs alone.
+    assert own["intra_node_efficiency"] < 0.9
 
 
 def test_one_row_barely_moves_the_priors():
     runs = generated(prior_calibration())[:1]
     slow = [replace(run, seconds=run.seconds * 1.3) for run in runs]
-    found = fit(slow, prior_calibration(), share=False)
+    found = learn(slow, prior_calibration()).calibration
     for name, factor in found.clusters["aleph_alpha/A100-80G"].items():
         assert abs(np.log(factor)) < 3 * OWN[name]
 
@@ -65,7 +78,7 @@ def test_one_row_barely_moves_the_priors():
 def test_a_mislabelled_row_does_not_bend_the_fit():
     runs = generated(prior_calibration())
     wrong = [replace(runs[0], seconds=runs[0].seconds * 2), *runs[1:]]
-    found = fit(wrong, prior_calibration(), share=False)
+    found = learn(wrong, prior_calibration()).calibration
     errors = [abs(one.error) for one in predict(runs, found)]
     assert np.median(errors) < 0.01
 
@@ -121,7 +134,7 @@ def test_command_writes_a_cluster_file_that_predicts(tmp_path, capsys):
     runs = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
     table = write_table(tmp_path, runs)
     out = tmp_path / "cluster.toml"
-    calibrate(runs=table, out=out)
+    calibrate(runs=[table], out=out)
     assert "aleph_alpha/A100-80G" in capsys.readouterr().out
     cluster = load_cluster(str(out))
     assert set(cluster.constants) == set(NAMES)
@@ -136,15 +149,15 @@ def test_command_asks_which_cluster(tmp_path):
     rows = [llama(1, 1, 1, 1, 26.5), llama(2, 1, 1, 1, 26.5, hardware="H100-80G NVL8")]
     table = write_table(tmp_path, rows)
     with pytest.raises(UserError, match="choose one with --cluster"):
-        calibrate(runs=table, out=tmp_path / "c.toml")
+        calibrate(runs=[table], out=tmp_path / "c.toml")
     with pytest.raises(UserError, match="no finished run of cluster other"):
-        calibrate(runs=table, out=tmp_path / "c.toml", cluster="other")
+        calibrate(runs=[table], out=tmp_path / "c.toml", cluster="other")
 
 
 def test_contradictory_cluster_files(tmp_path):
     table = write_table(tmp_path, [llama(1, 1, 1, 1, 26.5)])
     out = tmp_path / "cluster.toml"
-    calibrate(runs=table, out=out)
+    calibrate(runs=[table], out=out)
     text = out.read_text()
     out.write_text(text.replace("inter_node_bandwidth = 2", "inter_node_bandwidth = 0.0 #"))
     with pytest.raises(ConfigError, match="inter_node_bandwidth"):
@@ -176,7 +189,7 @@ def test_releases_multiply_and_unknown_ones_take_after_the_last():
 def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
     rows = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
     table = write_table(tmp_path, [one | {"src": ""} for one in rows])
-    calibrate(runs=table, out=tmp_path / "mine.toml")
+    calibrate(runs=[table], out=tmp_path / "mine.toml")
     assert load_cluster(str(tmp_path / "mine.toml")).name == "own/A100-80G"
 
 
@@ -194,3 +207,94 @@ def test_a_group_left_out_does_not_know_its_own_times():
         return [one.seconds for one in found if one.run.row["model"] == "Hidden"]
 
     assert predicted(others + hidden) == pytest.approx(predicted(others + slower), rel=1e-9)
+
+
+def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path):
+    """Layouts with pp = 4 take 8 % more; a file of a dozen runs knows it, and only of those."""
+    usual = generated(prior_calibration())
+    slow = {run.id for run in usual if run.layout.pp == 4}
+    runs = [replace(run, seconds=run.seconds * 1.08) if run.id in slow else run for run in usual]
+    learned = learn(runs[::2], prior_calibration())
+    after = {one.run.id: one.error for one in predict(runs, learned.calibration)}
+    before = {one.run.id: one.error for one in predict(runs, prior_calibration())}
+    unseen = {run.id for run in runs[1::2]}
+    assert max(abs(after[one]) for one in unseen & slow) < 0.5 * 0.08
+    assert max(abs(after[one]) for one in unseen - slow) < 0.015
+    assert min(abs(before[one]) for one in unseen & slow) > 0.07
+    own = learned.calibration.own["aleph_alpha/A100-80G"]
+    far = (
+        model_row(from_arch_table("moe-30B", ARCHS)),
+        layout_row(
+            from_arch_table("moe-30B", ARCHS),
+            PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=64),
+            Software(fsdp=True),
+        ),
+    )
+    assert abs(own.correction(*far)) < 1e-3
+    assert "none of your 12 runs" in own.told(*far)
+    one = runs[0]
+    near = own.told(model_row(one.shape), layout_row(one.shape, one.layout, one.software))
+    assert "of your 12 runs like this one" in near
+    assert f"the nearest, {one.id}, is 0.0 away: none differs" in near
+    cluster = fitted_cluster(runs[::2], learned.calibration, learned.runs)
+    (tmp_path / "c.toml").write_text(cluster.to_toml("text"))
+    known = load_cluster(tmp_path / "c.toml")
+    assert known.own_runs == learned.runs
+    estimated = pricing(known).seconds(one.shape, one.layout)
+    assert sum(estimated.values()) == pytest.approx(2 * estimated["total"])
+
+
+def test_bad_runs_are_named_and_cost_little(tmp_path, capsys):
+    runs = generated(prior_calibration())[::2]
+    wrong = [replace(runs[0], seconds=runs[0].seconds * 10), *runs[1:]]
+    learned = learn(wrong, prior_calibration())
+    assert [doubt.partition(":")[0] for doubt in learned.doubts] == [f"run {runs[0].id}"]
+    assert max(abs(one.error) for one in predict(runs, learned.calibration)) < 0.01
+    with pytest.raises(UserError, match=f"runs {runs[0].id}, .*milliseconds"):
+        learn([replace(run, seconds=run.seconds * 1000) for run in runs], prior_calibration())
+    twins = [*runs, replace(runs[1], id="twin", seconds=runs[1].seconds * 1.5)]
+    assert any("are one layout" in one for one in learn(twins, prior_calibration()).doubts)
+    rows = [llama(index, tp, pp, mbs, 30.0) for index, (tp, pp, mbs) in enumerate(LAYOUTS[:6])]
+    rows[2]["step_time_s"] = "nan"
+    calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "c.toml")
+    assert "run 2 is left out: step_time_s is `nan`, no number above 0" in capsys.readouterr().out
+
+
+def test_errors_after_own_runs_fall(tmp_path):
+    truth = replace(
+        prior_calibration(), clusters={"aleph_alpha/A100-80G": {"gemm_efficiency": 0.8}}
+    )
+    found = lessons(generated(truth), prior_calibration(), (0, 4, 12, 50), draws=2)
+    assert [one.own for one in found] == [0, 4, 12]
+    assert found[0].median > 4 * found[2].median
+    assert found[2].median < 0.01
+
+
+def test_run_folders_teach_a_cluster(tmp_path, capsys):
+    """A folder is what a table's row is: its plan, the median of its steps, the cluster given."""
+    folders: list[Path] = []
+    for dp in (1, 2, 4):
+        folder = tmp_path / f"dp{dp}"
+        folder.mkdir()
+        config = load_run([], [f"plan.dp={dp}", "data.global_batch=16"], environ={}).config
+        (folder / "config.toml").write_text(resolved_toml(config))
+        rows = [
+            MetricsRow(
+                step=step, loss=5.0, grad_norm=1.0, aux_loss=0.0, tokens=4096, lr=1e-3,
+                tokens_per_second=4096 / seconds, seconds=seconds,
+            )
+            for step, seconds in enumerate((9.0, 2.0 / dp, 2.1 / dp, 1.9 / dp), start=1)
+        ]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(row.to_line() for row in rows))
+        folders.append(folder)
+    found = run_of_folder(folders[1], load_cluster("laptop_cpu"))
+    assert found.reason == "" and found.seconds == 1.0 and found.layout.dp == 2
+    out = tmp_path / "mine.toml"
+    with pytest.raises(UserError, match="give --cluster"):
+        calibrate(runs=folders, out=out)
+    calibrate(runs=folders, out=out, cluster="laptop_cpu")
+    assert "wrote" in capsys.readouterr().out
+    known = load_cluster(out)
+    assert [one.seconds for one in known.own_runs] == [2.0, 1.0, 0.5]
+    with pytest.raises(UserError, match="no run"):
+        run_of_folder(tmp_path, load_cluster("laptop_cpu"))

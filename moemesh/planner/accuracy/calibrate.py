@@ -11,7 +11,7 @@ weights, always from the priors: a start at the fit of all runs would know those
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
@@ -57,6 +57,8 @@ _FIXED = 1e-6
 _STEP = 1e-4
 _NO_SLOPE = 1e-9
 _NUM_PROBES = 3
+#: How far a cluster that is known may move, of how far one may that is not.
+_KNOWN_SHARE = 0.4
 #: Rows whose layout is partly guessed ("tier C") count less.
 _WEIGHTS = {"C": 0.2}
 
@@ -142,7 +144,8 @@ class Unknowns:
         for member, place in self.clusters.places():
             factors = known.deviations(member)
             self.prior[place] = np.log([factors.get(name, 1.0) for name in names])
-            self.width[place] = [OWN[name] for name in names]
+            share = _KNOWN_SHARE if member in known.clusters else 1.0
+            self.width[place] = [OWN[name] * share for name in names]
         for member, place in self.releases.places():
             factors = known.release_factors(member)
             self.prior[place] = np.log([factors.get(x, 1.0) for x in self.releases.names])
@@ -249,10 +252,10 @@ def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     return [run for run in runs if run.layout is not None and run.seconds and run.ended == "ok"]
 
 
-def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True) -> Calibration:
-    """A calibration with the deviations of every cluster in `runs`, and with the shared constants,
-    stacks and releases where `share` is set. Microbatches that a table leaves out are chosen with
-    what was fitted so far, so the fit runs in rounds. Raises UserError without a usable run."""
+def fit(runs: Sequence[PublishedRun], start: Calibration) -> Calibration:
+    """The shared constants, and the deviations of every cluster, stack and release in `runs`.
+    Microbatches that a table leaves out are chosen with what was fitted so far, so the fit runs in
+    rounds. Raises UserError without a usable run."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(NO_RUN)
@@ -264,9 +267,7 @@ def fit(runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True)
             break
         chosen = filled
         unknowns = Unknowns(filled)
-        if not share:
-            unknowns.hold_shared(start)
-        found = unknowns.calibration(_minimize(unknowns), start, share=share)
+        found = unknowns.calibration(_minimize(unknowns), start, share=True)
     return found
 
 
@@ -276,21 +277,32 @@ def cross_validate(
     """Each run predicted by a fit that saw no run of its group: rows of one group are close
     relatives, and a random split would flatter. Everything is fitted again for each group."""
     usable = measured_runs(runs)
+    fits = left_out_calibrations(runs, start, left_out=left_out)
+    found: dict[str, Prediction] = {}
+    for key, calibration in fits.items():
+        unseen = [run for run in usable if _group(run, left_out) == key]
+        found |= {one.run.id: one for one in predict(unseen, calibration)}
+    return [found[run.id] for run in usable]
+
+
+def left_out_calibrations(
+    runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut
+) -> dict[tuple[str, ...], Calibration]:
+    """For each group the fit to all runs but its own."""
+    usable = measured_runs(runs)
     if not usable:
-        return []
+        return {}
     keys = [_group(run, left_out) for run in usable]
     unknowns = Unknowns([fill_in(run, start) for run in usable])
     weights = unknowns.weights
-    found: dict[str, Prediction] = {}
+    found: dict[tuple[str, ...], Calibration] = {}
     for key in dict.fromkeys(keys):
         hidden = np.array([other == key for other in keys])
         unknowns.weights = np.where(hidden, 0.0, weights)
-        calibration = start
+        found[key] = start
         if not hidden.all():
-            calibration = unknowns.calibration(_minimize(unknowns), start, share=True)
-        unseen = [run for run, other in zip(usable, keys, strict=True) if other == key]
-        found |= {one.run.id: one for one in predict(unseen, calibration)}
-    return [found[run.id] for run in usable]
+            found[key] = unknowns.calibration(_minimize(unknowns), start, share=True)
+    return found
 
 
 def study_of(run: PublishedRun) -> str:
@@ -365,7 +377,7 @@ _HEADING = """\
 # [[seconds]]: log(measured / predicted) of step times, by source and generation of the device.
 # [[memory]]: log(measured / predicted) bytes ("errors"), or the log of a device's memory over the
 # predicted bytes, of runs that "ran" and that ran "out" of memory. Habits of the source's software
-# are not known to these predictions."""
+# are not known to these predictions; to those of [[known_memory]] they are."""
 
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
@@ -375,6 +387,21 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         if one.seconds and one.run.seconds and one.run.device:
             key = study_of(one.run), one.run.device.generation
             seconds[key].append(round(log(one.run.seconds / one.seconds), _DIGITS))
+    known = [run for run in runs if stack_of(run.cluster) in start.allocations]
+    return Intervals(
+        seconds=tuple(
+            SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
+            for (source, generation), errors in sorted(seconds.items())
+        ),
+        memory=_memory_errors(runs, lambda _: _NEUTRAL),
+        known=_memory_errors(known, lambda run: start.allocation(run.cluster)),
+    )
+
+
+def _memory_errors(
+    runs: Sequence[PublishedRun], habits: Callable[[PublishedRun], Allocation]
+) -> tuple[MemoryErrors, ...]:
+    """Errors and labels of each source, when the habits of a run's software are these."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     labels: defaultdict[str, dict[str, list[float]]] = defaultdict(lambda: {"ok": [], "OOM": []})
     untaught = replace(prior_calibration(), allocations={})
@@ -382,12 +409,12 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         run = one.run
         if one.memory is None or run.device is None or run.software.recomputed_share > 0:
             continue
-        memory = run_memory(run, _NEUTRAL)
+        memory = run_memory(run, habits(run))
         if run.memory_bytes:
             found = log(run.memory_bytes / memory.allocated)
             errors[study_of(run)].append(round(found, _DIGITS))
         elif run.ended in ("ok", "OOM"):
-            usable = run.device.memory_bytes * _NEUTRAL.usable_share
+            usable = run.device.memory_bytes * habits(run).usable_share
             labels[study_of(run)][run.ended].append(round(log(usable / memory.needed), _DIGITS))
     measured = [
         MemoryErrors(source=source, errors=tuple(sorted(found)))
@@ -399,13 +426,7 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
         for source, found in sorted(labels.items())
         if found["OOM"] and found["ok"]
     ]
-    return Intervals(
-        seconds=tuple(
-            SecondsErrors(source=source, generation=generation, errors=tuple(sorted(errors)))
-            for (source, generation), errors in sorted(seconds.items())
-        ),
-        memory=(*measured, *bounded),
-    )
+    return (*measured, *bounded)
 
 
 def intervals_toml(intervals: Intervals) -> str:
@@ -414,11 +435,12 @@ def intervals_toml(intervals: Intervals) -> str:
     for one in intervals.seconds:
         lines += ["", "[[seconds]]", f'source = "{one.source}"', f'generation = "{one.generation}"']
         lines += _numbers("errors", one.errors)
-    for one in intervals.memory:
-        lines += ["", "[[memory]]", f'source = "{one.source}"']
-        for name in ("errors", "ran", "out"):
-            if values := getattr(one, name):
-                lines += _numbers(name, values)
+    for kind, sources in (("memory", intervals.memory), ("known_memory", intervals.known)):
+        for one in sources:
+            lines += ["", f"[[{kind}]]", f'source = "{one.source}"']
+            for name in ("errors", "ran", "out"):
+                if values := getattr(one, name):
+                    lines += _numbers(name, values)
     return "\n".join(lines) + "\n"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from moemesh.config.cluster import Cluster
+from moemesh.config.cluster import Cluster, OwnRun
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
@@ -15,6 +15,7 @@ from moemesh.planner.accuracy.calibrate import NO_RUN
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.timing.calibration import NAMES, Calibration
 from moemesh.planner.timing.hardware import accelerator_of_cluster
+from moemesh.planner.timing.own_runs import OwnRuns
 
 #: A factor nearer to one than this is no deviation.
 _NO_DEVIATION = 0.01
@@ -34,18 +35,6 @@ def calibration_toml(calibration: Calibration, heading: str) -> str:
             lines += _table(f"{kind}.{format_key(key)}", moved)
     for stack, settings in sorted(calibration.allocations.items()):
         lines += _table(f"memory.{format_key(stack)}", settings)
-    return "\n".join(lines) + "\n"
-
-
-def cluster_toml(cluster: Cluster, heading: str) -> str:
-    """A Cluster file with its data-sheet numbers and its calibrated constants."""
-    lines = [f"# {line}" for line in heading.splitlines()]
-    for name, value in cluster.model_dump(exclude={"peak_flops", "constants"}).items():
-        if value not in ("", None):
-            lines.append(f"{name} = {format_value(value)}")
-    lines += _table("peak_flops", cluster.peak_flops)
-    if cluster.constants:
-        lines += _table("constants", cluster.constants)
     return "\n".join(lines) + "\n"
 
 
@@ -71,8 +60,13 @@ def use_cluster(
     if unknown := sorted(set(cluster.constants) - set(NAMES)):
         nearest = nearest_choice(unknown[0], NAMES)
         raise UserError(f"cluster {cluster.name} has an unknown constant {unknown[0]}; {nearest}")
-    factors = {name: value / calibration.shared[name] for name, value in cluster.constants.items()}
-    known = dict(calibration.clusters)
+    release = newest_release(cluster.own_runs)
+    newest = calibration.release_factors(release)
+    factors = {
+        name: value / calibration.shared[name] / newest.get(name, 1.0)
+        for name, value in cluster.constants.items()
+    }
+    known, own = dict(calibration.clusters), dict(calibration.own)
     changed: list[PublishedRun] = []
     for run in runs:
         if run.device is None or run.device.name != device.name:
@@ -80,8 +74,14 @@ def use_cluster(
             continue
         key = f"{run.cluster.rpartition('/')[0]}/{cluster.name}"
         known[key] = {**calibration.deviations(run.cluster), **factors}
-        changed.append(replace(run, device=device, cluster=key, release=""))
-    return changed, replace(calibration, clusters=known)
+        own[key] = OwnRuns(cluster.own_runs)
+        changed.append(replace(run, device=device, cluster=key, release=run.release or release))
+    return changed, replace(calibration, clusters=known, own=own)
+
+
+def newest_release(runs: Sequence[OwnRun]) -> str:
+    """The release of a cluster's software that its constants stand for; "" where none is named."""
+    return max((run.release for run in runs), default="")
 
 
 def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[PublishedRun]:
@@ -90,7 +90,10 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
     if not counts:
         raise UserError(NO_RUN)
     if wanted is None and len(counts) > 1:
-        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(8))
+        listed = "; ".join(
+            f"{name} ({_rows(run.id for run in runs if run.cluster == name)})"
+            for name, _ in counts.most_common(8)
+        )
         raise UserError(
             f"the table has runs of {len(counts)} clusters: {listed}; choose one with --cluster"
         )
@@ -101,12 +104,21 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
     return [run for run in runs if run.cluster == name]
 
 
-def fitted_cluster(runs: Sequence[PublishedRun], calibration: Calibration) -> Cluster:
-    """The Cluster of some runs: the data sheet of their device and their calibrated constants."""
+def _rows(ids: Iterable[str]) -> str:
+    found = list(ids)
+    shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
+    return f"{len(found)} run{'s' * (len(found) > 1)}: {shown}"
+
+
+def fitted_cluster(
+    runs: Sequence[PublishedRun], calibration: Calibration, own: Sequence[OwnRun] = ()
+) -> Cluster:
+    """The Cluster of some runs: the data sheet of their device, their calibrated constants, and
+    what those do not say."""
     first = runs[0]
     device = first.device
     assert device is not None
-    constants = calibration.constants(first.cluster)
+    constants = calibration.constants(first.cluster, newest_release(own))
     nodes = max(math.ceil(int(float(run.row["gpus"])) / device.node_size) for run in runs)
     latency = float(constants.collective_latency_us) * 1e-6
     half, eight, four = device.peak_flops
@@ -128,4 +140,5 @@ def fitted_cluster(runs: Sequence[PublishedRun], calibration: Calibration) -> Cl
         inter_node_bandwidth=device.inter_node_bandwidth,
         inter_node_latency=latency,
         constants={name: float(f"{getattr(constants, name):.6g}") for name in NAMES},
+        own_runs=tuple(own),
     )

@@ -314,6 +314,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     except ConfigError:
         row["recompute"] = ""  # told in words that nobody knows, it counts as not published
     row = told_row(row, device.generation if device else "")
+    if row.get("microbatches") == "pp" and not row.get("mbs"):
+        row["mbs"] = _one_a_stage(row)
     release = _RELEASE.match(row.get("notes", ""))
     memory = _number(row, "mem_gib")
     if row.get("mem_kind", "").strip().lower() not in _MEASURED_MEMORY:
@@ -368,6 +370,15 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         software=software,
         seconds=_measured_seconds(row, shape, layout, device),
     )
+
+
+def _one_a_stage(row: Mapping[str, str]) -> str:
+    """Sequences of a microbatch when a replica's batch is cut in as many as there are stages."""
+    try:
+        size, rest = divmod(_int(row, "gbs", 0), _int(row, "dp", 1) * _int(row, "pp", 1))
+    except (ValueError, ZeroDivisionError):
+        return ""
+    return str(size) if size and not rest else ""
 
 
 def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> None:

@@ -7,6 +7,7 @@ import statistics as numbers
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import exp
 from typing import Any
 
 from moemesh.planner.accuracy.published import PublishedRun
@@ -65,6 +66,8 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
     seconds = _run_seconds(filled, constants) if filled else ()
     found: dict[str, Prediction] = {}
     for run, value in zip(filled, seconds, strict=True):
+        if own := calibration.own.get(run.cluster):
+            value *= exp(own.correction(model_row(run.priced[0]), _layout_row(run)))
         allocation = calibration.allocation(run.cluster)
         memory = run_memory(run, allocation)
         fits = _fits(run, memory, allocation)
@@ -103,9 +106,14 @@ def run_columns(
     for run in runs:
         shape, layout, device = run.priced
         models.append(model_row(shape))
-        layouts.append(layout_row(shape, layout, run.software))
+        layouts.append(_layout_row(run))
         devices.append(hardware_row(device, precision_of(layout)))
     return stacked(models), stacked(layouts), stacked(devices)
+
+
+def _layout_row(run: PublishedRun) -> LayoutColumns:
+    shape, layout, _ = run.priced
+    return layout_row(shape, layout, run.software)
 
 
 def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:

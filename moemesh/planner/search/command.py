@@ -120,6 +120,8 @@ class PlannedAnswer:
     has_safe: bool = True
     #: What others measured of the model on such devices.
     published: tuple[KnownRun, ...] = ()
+    #: What the cluster's own runs say of the first candidate.
+    own_runs: str = ""
     #: The best layout of fewer nodes, where its GPU-hours are the fewest; only with `tokens`.
     cheapest: Candidate | None = None
 
@@ -129,11 +131,12 @@ class PlannedAnswer:
 
     def seconds_interval(self, found: Candidate) -> Interval:
         """80 % interval of a candidate's step."""
-        return shipped_intervals().of_seconds(found.seconds, self.generation)
+        own = tuple(one.left_out for one in self.cluster.own_runs)
+        return shipped_intervals().of_seconds(found.seconds, self.generation, own)
 
     def memory_interval(self, found: Candidate) -> Interval:
         """80 % interval of the bytes that it needs."""
-        return shipped_intervals().of_memory(found.memory.needed)
+        return shipped_intervals().of_memory(found.memory.needed, known=bool(self.generation))
 
     @property
     def fastest_first(self) -> list[Candidate]:
@@ -157,7 +160,8 @@ def plan(
     """The `top` best layouts (:func:`choose`), and what is wrong with `rivals` ("tp=8,ep=64").
     Raises ConfigError when no layout is legal, NothingFits when none fits in memory."""
     found = SearchSpace(model.shape, cluster, space, tell)
-    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0).high
+    known = bool(found.pricing.device.generation)
+    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0, known=known).high
     if not (chosen := choose(found, top, safe)):
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
@@ -177,6 +181,7 @@ def plan(
         certificate=found.certificate(found.seconds(fastest)),
         usable_share=found.pricing.usable_share,
         generation=found.pricing.device.generation,
+        own_runs=found.pricing.own_runs(model.shape, candidates[0].layout),
         has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(found, model, candidates[0], asked) for asked in rivals),

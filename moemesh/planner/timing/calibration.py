@@ -15,6 +15,7 @@ from moemesh.config.sources import read_preset_table
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import Allocation
 from moemesh.planner.timing.hardware import ACCELERATORS
+from moemesh.planner.timing.own_runs import OwnRuns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ class Constants:
     graph_overhead: Annotated[Number, 0.4] = 0.3
     capacity_overhead: Annotated[Number, 0.3] = 0.5
     step_overhead_ms: Annotated[Number, 0.8] = 40.0
-    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it.
+    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it:
+    #: of two stages, and of p stages 2/p of it.
     startup_microbatches: Annotated[Number, 0.5] = 6.0
 
 
@@ -143,6 +145,8 @@ class Calibration:
     releases: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     allocations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+    #: Corrections of clusters that have runs of their own.
+    own: Mapping[str, OwnRuns] = field(default_factory=dict[str, OwnRuns])
 
     def constants(self, cluster: str, release: str = "") -> Constants:
         """The constants of a cluster, known or not, with a release of its software."""

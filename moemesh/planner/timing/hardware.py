@@ -94,6 +94,10 @@ def accelerator_of(text: str) -> Accelerator | None:
     found = ACCELERATORS[key]
     if both_ways := re.search(r"\((\d+)GB/S\)", folded):
         found = replace(found, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
+    if memory := re.search(r"-(\d+)G\b", folded):
+        found = replace(found, memory_bytes=int(memory.group(1)) * GIB)
+    if rate := re.search(r"(\d+\.\d+)TB/S", folded):
+        found = replace(found, memory_bandwidth=float(rate.group(1)) * 1e12)
     if node := re.search(r"NVL(\d+)", folded):
         found = replace(found, node_size=int(node.group(1)))
     if cards := re.search(r"(\d+)X(\d+)GB/S", folded):

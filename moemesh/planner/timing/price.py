@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from math import exp
+
+import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
@@ -24,6 +27,7 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
+from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
 from moemesh.trace.memory_profile import format_bytes
 
@@ -68,12 +72,14 @@ DEFAULT_STACK = "megatron"
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
     """Everything known of a cluster: its device, the constants of its time, the habits of its
-    memory, measured links. `usable_share` is the part of a device's memory that a job gets."""
+    memory, measured links, its own runs. `usable_share` is the part of a device's memory that a
+    job gets."""
 
     device: Accelerator
     constants: Constants
     allocation: Allocation
     table: LinkTable = field(default_factory=LinkTable)
+    own: OwnRuns = field(default_factory=OwnRuns)
 
     @property
     def usable_share(self) -> float:
@@ -93,14 +99,23 @@ class Pricing:
 
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
-        return step_time(
-            model_row(shape),
-            layout_row(shape, layout, software_of(layout)),
+        model, row = model_row(shape), layout_row(shape, layout, software_of(layout))
+        found = step_time(
+            model,
+            row,
             hardware_row(self.device, precision_of(layout)),
             self.constants,
             table=self.table,
             stages=[Stages.of(shape, layout)],
         ).row(0)
+        if not self.own.runs:
+            return found
+        factor = exp(float(self.own.correction(model, row)))
+        return {name: seconds * factor for name, seconds in found.items()}
+
+    def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
+        """What the cluster's own runs say of a layout; "" where it has none."""
+        return self.own.told(model_row(shape), layout_row(shape, layout, software_of(layout)))
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
@@ -110,14 +125,15 @@ class Pricing:
 
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
         """Seconds of a step that the layouts of `columns` take at least."""
-        hardware = hardware_row(self.device, precision)
-        model = model_row(shape)
-        return step_seconds(model, columns, hardware, self.constants, table=self.table)
+        model, hardware = model_row(shape), hardware_row(self.device, precision)
+        total = step_seconds(model, columns, hardware, self.constants, table=self.table)
+        return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
 
     def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:
         """Seconds that no layout of so many devices undercuts."""
         hardware = hardware_row(self.device, precision)
-        return float(compute_floor(model_row(shape), columns, hardware, self.constants))
+        found = float(compute_floor(model_row(shape), columns, hardware, self.constants))
+        return found * exp(self.own.least)
 
 
 def software_of(layout: PlannedLayout) -> Software:
@@ -156,4 +172,5 @@ def pricing(cluster: Cluster) -> Pricing:
         constants=replace(calibrated.constants(key), **cluster.constants),
         allocation=allocation,
         table=LinkTable(cluster.links),
+        own=OwnRuns(cluster.own_runs),
     )

@@ -329,7 +329,7 @@ def _timed(
         busiest = times.busy(rank)
     startup = where(
         (layout.pp > 1) & (layout.slow_startup == 1),
-        constants.startup_microbatches * layout.slices * busiest,
+        constants.startup_microbatches * 2 / layout.pp * layout.slices * busiest,
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)

@@ -1,0 +1,266 @@
+"""A cluster learned from its own runs: constants and corrections at once, doubts, how far it helps.
+
+Deviations of the constants (normal, of their widths) and corrections that runs share by likeness
+(:mod:`moemesh.planner.timing.own_runs`) are one Gaussian model of log(measured / predicted), so
+both come from one linear solve, repeated as the constants move. A run that the others contradict is
+trusted the less the farther off it is (Student's t), so one wrong row costs little.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moemesh.config.cluster import Cluster, OwnRun
+from moemesh.config.errors import UserError
+from moemesh.planner.accuracy.calibrate import (
+    NO_RUN,
+    Unknowns,
+    left_out_calibrations,
+    measured_runs,
+)
+from moemesh.planner.accuracy.published import PublishedRun
+from moemesh.planner.accuracy.validate import Prediction, predict
+from moemesh.planner.arithmetic import FloatArray
+from moemesh.planner.intervals import own_width, shipped_intervals
+from moemesh.planner.layout_sources import from_plan, trained_shares
+from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.timing.calibration import Calibration
+from moemesh.planner.timing.hardware import accelerator_of_cluster
+from moemesh.planner.timing.own_runs import (
+    NOISE,
+    OwnRuns,
+    covariance,
+    distances,
+    features,
+    places,
+)
+from moemesh.planner.timing.price import DEFAULT_STACK, software_of
+from moemesh.sharding.load_run import load_recorded
+from moemesh.trace.run import Run, RunError, median_of
+
+_ROUNDS = 6
+#: Degrees of freedom of Student's t; the trust below which a run is named.
+_FREEDOM = 4.0
+_DOUBTED = 0.1
+#: A table this many times off has another unit; equal layouts this far apart contradict each other.
+_OTHER_UNIT = 50.0
+_CONTRADICTS = 1.25
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A calibration that knows the cluster's own runs, and what is wrong with some of them."""
+
+    calibration: Calibration
+    runs: tuple[OwnRun, ...]
+    doubts: tuple[str, ...]
+
+
+def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
+    """Fit the constants and corrections of the cluster of `runs`. Raises UserError without a usable
+    run, or when the whole table is in another unit."""
+    usable = measured_runs(runs)
+    if not usable:
+        raise UserError(NO_RUN)
+    before = predict(usable, start)
+    filled = [one.run for one in before]
+    unknowns = Unknowns(filled)
+    unknowns.hold_shared(start)
+    prior, width = unknowns.prior, unknowns.width
+    # Schedules are simulated once: with other constants they wait about as long, relatively.
+    simulated = np.log([one.seconds or 1.0 for one in before]) - unknowns.log_seconds
+    waiting = simulated - unknowns.errors(prior)
+    _check_units(filled, -simulated)
+    points = places(features(*unknowns.columns[:2]))
+    alike = covariance(points, points)
+    unknown, trust = prior.copy(), np.ones(len(filled))
+    weights = left_out = np.zeros(len(filled))
+    for _ in range(_ROUNDS):
+        errors = unknowns.errors(unknown)
+        slopes = unknowns.slopes(unknown, errors)
+        wanted = slopes @ (unknown - prior) - errors - waiting
+        spread = slopes * width**2
+        known = spread @ slopes.T + alike
+        matrix = known + np.diag(NOISE**2 / (unknowns.weights * trust))
+        weights = np.linalg.solve(matrix, wanted)
+        left_out = weights / np.diag(np.linalg.inv(matrix))
+        unknown = prior + spread.T @ weights
+        rest = (wanted - known @ weights) / NOISE
+        trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + rest**2), 1.0)
+    if filled[0].cluster in start.clusters and _size(simulated) < _size(left_out):
+        # A known cluster that foretells each run better without the others is not spoilt.
+        unknown, weights, left_out = prior, np.zeros(len(filled)), -simulated
+    found = unknowns.calibration(unknown, start, share=False)
+    columns = features(*unknowns.columns[:2])
+    own = tuple(
+        OwnRun(
+            run=one.run.id,
+            seconds=float(f"{one.run.seconds:.6g}"),
+            predicted=float(f"{one.seconds:.6g}"),
+            left_out=round(float(left_out[row]), 4),
+            weight=float(f"{weights[row]:.5g}"),
+            release=one.run.release,
+            features={name: float(np.ravel(values)[row]) for name, values in columns.items()},
+        )
+        for row, one in enumerate(predict(filled, found))
+    )
+    found = replace(found, own={filled[0].cluster: OwnRuns(own)})
+    return Learned(found, own, tuple(_doubts(filled, trust, left_out, distances(points, points))))
+
+
+def _size(errors: FloatArray) -> float:
+    """The mean size of errors; that of one by a factor of ten counts as one by half."""
+    return float(np.mean(np.minimum(np.abs(errors), 0.5)))
+
+
+def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
+    """Refuse a table of which most times are far from what any device takes."""
+    middle = exp(float(np.median(ratios)))
+    if 1 / _OTHER_UNIT < middle < _OTHER_UNIT:
+        return
+    off = ", ".join(run.id for run, one in zip(runs, ratios, strict=True)
+                    if abs(one) > log(_OTHER_UNIT))  # fmt: skip
+    raise UserError(
+        f"runs {off} take {middle:,.3g} times the seconds that such a device needs: times are in "
+        "seconds a step (step_time_s; are these milliseconds?), rates of one device"
+    )
+
+
+def _doubts(
+    runs: Sequence[PublishedRun], trust: FloatArray, left_out: FloatArray, far: FloatArray
+) -> list[str]:
+    """Runs that contradict others, and pairs of one layout whose times do."""
+    said: list[str] = []
+    for row, run in enumerate(runs):
+        if trust[row] < _DOUBTED:
+            said.append(
+                f"run {run.id}: it takes {exp(left_out[row]):.3g} times what the other runs imply; "
+                f"it counts {trust[row]:.1%} of a run"
+            )
+    for row, run in enumerate(runs):
+        for other in range(row):
+            twin = runs[other]
+            ratio = (run.seconds or 1.0) / (twin.seconds or 1.0)
+            same = [(one.row.get("gpus"), one.row.get("gbs")) for one in (run, twin)]
+            is_twin = far[row, other] < 1e-3 and same[0] == same[1]
+            if is_twin and not 1 / _CONTRADICTS < ratio < _CONTRADICTS:
+                said.append(
+                    f"runs {twin.id} and {run.id} are one layout and take {twin.seconds:.4g} and "
+                    f"{run.seconds:.4g} s"
+                )
+    return said
+
+
+def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
+    """A run of `moemesh train` on `cluster`: the plan it ended with, the median of its steps. What
+    cannot be priced ends up in `reason`. Raises UserError for a folder without a run."""
+    try:
+        found = Run.load(folder)
+    except RunError as error:
+        raise UserError(str(error)) from None
+    config, device = load_recorded(folder / "config.toml"), accelerator_of_cluster(cluster)
+    seconds = median_of(found.current, "seconds")
+    plan, data = config.plan, config.data
+    run = PublishedRun(
+        id=str(folder), source="moemesh", cluster=f"{DEFAULT_STACK}/{device.name}", tier="A",
+        ended="ok", device=device, seconds=seconds, metric="seconds",
+        row={"model": folder.name, "gpus": str(plan.world_size), "seq": str(data.seq_len),
+             "gbs": str(data.global_batch)},
+    )  # fmt: skip
+    if seconds is None:
+        return replace(run, reason="metrics.jsonl has no step")
+    try:
+        layout = from_plan(
+            plan, config.model, seq_len=data.seq_len, global_batch=data.global_batch,
+            dtype=config.train.dtype,
+        ).changed(**trained_shares(config))  # fmt: skip
+    except (UserError, ValueError) as error:
+        return replace(run, reason=str(error))
+    shape = load_model(config.model).shape
+    return replace(run, shape=shape, layout=layout, software=software_of(layout))
+
+
+def unused(runs: Sequence[PublishedRun]) -> list[str]:
+    """Finished rows that teach nothing, by their reason."""
+    said: list[str] = []
+    for run in runs:
+        if run.ended != "ok" or (run.layout is not None and run.seconds):
+            continue
+        cells = ("step_time_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct")
+        told = [f"{name} is `{run.row[name]}`" for name in cells if run.row.get(name)]
+        reason = run.reason or f"{', '.join(told) or 'it prints no time'}, no number above 0"
+        said.append(f"run {run.id} is left out: {reason}")
+    return said
+
+
+class Lesson(NamedTuple):
+    """Errors of a cluster's other runs after so many own ones: means over draws of the median, the
+    95th percentile, and the share within the stated 80 % interval."""
+
+    cluster: str
+    runs: int
+    own: int
+    median: float
+    p95: float
+    within: float
+    #: The other runs of the first draw.
+    others: tuple[Prediction, ...]
+
+
+def lessons(
+    runs: Sequence[PublishedRun],
+    start: Calibration,
+    counts: Sequence[int],
+    *,
+    draws: int = 10,
+    unseen: Calibration | None = None,
+) -> list[Lesson]:
+    """For every cluster of a table: draw own runs, learn from them, predict the others. With
+    `unseen`, what a fit begins with, nothing that the cluster's software ever ran is known."""
+    clusters: defaultdict[str, list[PublishedRun]] = defaultdict(list)
+    for run in measured_runs(runs):
+        clusters[run.cluster].append(run)
+    known = {} if unseen is None else left_out_calibrations(runs, unseen, left_out="stack")
+    found: list[Lesson] = []
+    for cluster, members in sorted(clusters.items()):
+        calibration = known.get((cluster.rpartition("/")[0],), start)
+        for count in counts:
+            errors: list[tuple[float, float, float]] = []
+            first: tuple[Prediction, ...] = ()
+            for draw in range(draws if count else 1):
+                order: list[int] = np.random.default_rng(draw).permutation(len(members)).tolist()
+                own = [members[place] for place in order[:count]]
+                rest = [members[place] for place in order[count:]]
+                if len(rest) < _FEWEST:
+                    break
+                taught, left_out = calibration, ()
+                if own:
+                    learned = learn(own, calibration)
+                    taught = learned.calibration
+                    left_out = tuple(one.left_out for one in learned.runs)
+                device = members[0].device
+                width = own_width(
+                    left_out,
+                    shipped_intervals().seconds_width(device.generation if device else ""),
+                )
+                others = predict(rest, taught)
+                first = first or tuple(others)
+                off = np.array([one.error or 0.0 for one in others])
+                within = float(np.mean(np.abs(np.log1p(off)) <= width))
+                sizes = np.abs(off)
+                errors.append((float(np.median(sizes)), float(np.quantile(sizes, 0.95)), within))
+            if errors:
+                median, p95, within = (float(x) for x in np.mean(errors, axis=0))
+                found.append(Lesson(cluster, len(members), count, median, p95, within, first))
+    return found
+
+
+#: Fewer runs that are left to be predicted say nothing.
+_FEWEST = 5
