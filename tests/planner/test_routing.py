@@ -11,7 +11,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.planner.traffic.dispatch_traffic import uniform_routing
 from moemesh.sharding.dispatchers import visit_probability
 from tests.planner.closed_forms import expected_nodes, remote_copies
-from tests.twins.chosen_routing import chosen_routing
+from tests.twins.predictions import chosen_routing
 
 #: DeepSeek-V3, 256 experts on 8 nodes, 8 chosen: as published.
 COPIES = [

@@ -95,7 +95,8 @@ class Columns(NamedTuple):
 
     def where(self, cuts: NDArray[np.bool_]) -> Columns:
         """Those of some of the cuts."""
-        return Columns(*(column[cuts] for column in self[:-2]), self.ep, self.etp)
+        kept = {name: getattr(self, name)[cuts] for name in self._fields[:-2]}
+        return self._replace(**kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +127,10 @@ class Family:
     def layout(self, number: int) -> PlannedLayout:
         """Layout `number`. Experts that span nodes are reached by the node-aware exchange."""
         place, expert_cut = divmod(number, self.columns.ep.size)
-        *strategy, cut = np.unravel_index(self._places[place], self.legal.shape)
-        return self._layout(*map(int, (*strategy, cut, expert_cut)))
+        zero, attention_exit, recompute, cut = map(
+            int, np.unravel_index(int(self._places[place]), self.legal.shape)
+        )
+        return self._layout(zero, attention_exit, recompute, cut, expert_cut)
 
     def _layout(
         self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
