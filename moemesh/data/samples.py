@@ -449,7 +449,7 @@ def _other_length(split: WindowSplit) -> str:
 # pure function of the lengths, so that no layout, seed or epoch changes which share a sequence.
 
 
-class Packed(NamedTuple):
+class DocumentPacks(NamedTuple):
     """The documents of a stream in sequences: ``begins`` and ``sizes`` int64 [pieces] are places in
     the stream, ``bounds`` int64 [sequences + 1] the pieces of each sequence. A conversation is one
     piece, a text beside it as many as it is long. `num_learned` targets carry loss; `without_loss`
@@ -474,7 +474,9 @@ class Packed(NamedTuple):
         return found
 
 
-def packed(corpus: Corpus, seq_len: int, long: LongConversations, at_least: int = 1) -> Packed:
+def packed(
+    corpus: Corpus, seq_len: int, long: LongConversations, at_least: int = 1
+) -> DocumentPacks:
     """The documents of `corpus`, which has conversations, in sequences of up to `seq_len` tokens;
     of few documents in shorter ones, about `at_least`. Raises DataError for conversations that are
     longer where `long` is "fail"."""
@@ -520,7 +522,7 @@ def packed(corpus: Corpus, seq_len: int, long: LongConversations, at_least: int 
     if without_loss := int((~kept).sum()):
         told = f"{without_loss:,} conversations have no target that carries loss and are left out"
         note = f"{note}; {told}" if note else f"{corpus.source}: {told}"
-    return Packed(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)
+    return DocumentPacks(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

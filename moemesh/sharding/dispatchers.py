@@ -83,7 +83,7 @@ def expected_distinct(
     return parts * found
 
 
-class Hop(NamedTuple):
+class HopRows(NamedTuple):
     """One exchange of rows on their way to the experts, which their results take backwards.
 
     Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) to
@@ -102,15 +102,15 @@ class Hop(NamedTuple):
 
 
 #: The exchanges of rows of every dispatcher, in the order of the dispatch.
-HOPS: dict[str, tuple[Hop, ...]] = {
-    "all_to_all": (Hop("ep", "rows"), Hop("etp", "rows", True)),
-    "all_gather": (Hop("ep_etp", "tokens", True),),
+HOPS: dict[str, tuple[HopRows, ...]] = {
+    "all_to_all": (HopRows("ep", "rows"), HopRows("etp", "rows", True)),
+    "all_gather": (HopRows("ep_etp", "tokens", True),),
     "hierarchical": (
-        Hop("ep_rail", "node_visits"),
-        Hop("ep_node", "visits"),
-        Hop("etp", "visits", True),
+        HopRows("ep_rail", "node_visits"),
+        HopRows("ep_node", "visits"),
+        HopRows("etp", "visits", True),
     ),
-    "low_latency": (Hop("ep", "slots"), Hop("etp", "slots", True)),
+    "low_latency": (HopRows("ep", "slots"), HopRows("etp", "slots", True)),
 }
 
 

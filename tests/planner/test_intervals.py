@@ -100,7 +100,7 @@ def test_errors_of_a_source_come_from_a_fit_without_it_and_survive_the_file() ->
 def test_memory_of_a_known_stack_is_within_an_eighth() -> None:
     found = shipped_intervals()
     assert found.known_width <= log(1.13)
-    assert found.memory_coverage(known=True).of_sources >= 0.8
+    assert min(found.memory_coverage(known=True).by_source.values()) >= 0.8
     assert found.of_memory(80.0, known=True).high < found.of_memory(80.0).high
     assert found.fits_chance(80.0, 80.0, known=True) == pytest.approx(0.5)
     edge = 80.0 * exp(found.known_width)

@@ -32,7 +32,13 @@ from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.sharding.dispatchers import HOPS, Hop, packed_bytes, slots_per_pair, visit_probability
+from moemesh.sharding.dispatchers import (
+    HOPS,
+    HopRows,
+    packed_bytes,
+    slots_per_pair,
+    visit_probability,
+)
 
 # Token counts per expert and rank, expected or chosen: traffic that depends on them follows.
 #
@@ -172,7 +178,7 @@ def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
     return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
-class RowExchange(NamedTuple):
+class CountedExchange(NamedTuple):
     """One collective of a dispatch: rows of `width` bytes to and from each member of the axis, or
     (of a gather, or a scatter of sums) those of each member."""
 
@@ -216,7 +222,7 @@ class DispatchTraffic:
         self._slots = low_latency_slots(self.model, self.plan, self.max_tokens)
         self._rows = cache(self._rows_of)
 
-    def exchanges(self) -> Iterator[RowExchange]:
+    def exchanges(self) -> Iterator[CountedExchange]:
         """Everything of one chunk, in the order of the table that shows it."""
         plan, lines, name = self.plan, self.lines, self.plan.dispatcher
         if plan.ep * plan.etp == 1:
@@ -224,8 +230,10 @@ class DispatchTraffic:
         sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
         if name == "low_latency":
             header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
-            yield RowExchange("ep", "all_to_all", *headers, (header, header), _INT32)
-            yield RowExchange("etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32)
+            yield CountedExchange("ep", "all_to_all", *headers, (header, header), _INT32)
+            yield CountedExchange(
+                "etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32
+            )
             if any(rows > self._slots for item in sent for rows in item.rows):
                 name = "all_to_all"
         elif name not in HOPS:
@@ -257,8 +265,8 @@ class DispatchTraffic:
                 mine = self.sent_by(lines.rank).visits
                 both = out, [mine[place // plan.etp] for place in range(len(sent))]
                 uneven = "ep_etp", "all_to_all"
-                yield RowExchange(*uneven, "forward", caller, both, self.plain)
-                yield RowExchange(*uneven, "backward", caller, both[::-1], self.plain)
+                yield CountedExchange(*uneven, "forward", caller, both, self.plain)
+                yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
             else:
                 yield self._from_experts(hop, self.plain, "forward", caller)
                 yield self._to_experts(hop, self.plain, "backward", caller)
@@ -271,12 +279,14 @@ class DispatchTraffic:
             for hop in home:
                 yield self._to_experts(hop, self.plain, "backward", _COMBINE)
 
-    def _plan_messages(self, name: str, hops: tuple[Hop, ...], slots: int) -> Iterator[RowExchange]:
+    def _plan_messages(
+        self, name: str, hops: tuple[HopRows, ...], slots: int
+    ) -> Iterator[CountedExchange]:
         """Messages that say which rows come."""
         plan, counts = self.plan, ("forward", _COUNTS)
         if name == "all_gather":
             each = [1.0] * plan.ep * plan.etp
-            yield RowExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
+            yield CountedExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
             yield self._to_experts(hops[0], slots * _INT64, *counts)
         if name not in ("all_to_all", "hierarchical"):
             return
@@ -289,9 +299,9 @@ class DispatchTraffic:
         for hop in hops:
             block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
             if hop.is_gathered and self.counts:
-                yield RowExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
+                yield CountedExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
             elif self.counts:
-                yield RowExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
+                yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
             if hop.is_of_tokens:
                 yield self._to_experts(hop, _INT32 * (slots + 1), *counts)
 
@@ -301,17 +311,17 @@ class DispatchTraffic:
         visited = self.plan.etp * sum(sum(item.visits) for item in sent)
         return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
 
-    def _to_experts(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+    def _to_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
         """Rows of `width` bytes towards the experts."""
         op = "all_gather" if hop.is_gathered else "all_to_all"
-        return RowExchange(hop.axis, op, phase, caller, self._rows(hop), width)
+        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop), width)
 
-    def _from_experts(self, hop: Hop, width: float, phase: str, caller: str) -> RowExchange:
+    def _from_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
         """Rows of `width` bytes from the experts."""
         op = "reduce_scatter" if hop.is_gathered else "all_to_all"
-        return RowExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
+        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
 
-    def _rows_of(self, hop: Hop) -> tuple[list[float], ...]:
+    def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; where they are gathered, of each."""
         lines, sent_by = self.lines, self.sent_by
         own = sent_by(lines.rank)
@@ -338,7 +348,7 @@ class DispatchTraffic:
             case _:
                 return ([sent_by(peer).tokens for peer in lines.members("ep_etp")],)
 
-    def _arriving(self, hop: Hop, rank: int) -> list[float]:
+    def _arriving(self, hop: HopRows, rank: int) -> list[float]:
         """Rows that each ep index has sent to `rank`."""
         if hop.rows == "slots":
             return [float(self._slots)] * self.plan.ep
