@@ -70,21 +70,21 @@ def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Plann
     """More headroom never makes the same layout riskier, and the advice is one that can be taken:
     the layout that it names is safe."""
     tight = plan_named(
-        PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="30GiB")
+        PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="33GiB")
     )
-    assert tight.memory_interval(tight.candidates[0]).high > 50 * 2**30
+    assert tight.memory_interval(tight.candidates[0]).high > 47 * 2**30
     assert risk_of_memory(tight).startswith("risk: none seen")
     # A first that is not the fastest says what speaks against the faster one.
     number, fastest = min(enumerate(planned.candidates, 1), key=lambda found: found[1].seconds)
     high = format_bytes(round(planned.memory_interval(fastest).high))
     assert f"that of {number}, which is faster, ends at {high}" in risk_of_memory(planned)
     assert f"of the fastest ({fastest.seconds:.3f} s): +" in planned.advice.binding
-    small = planned.cluster.model_copy(update={"memory_bytes": 60 * 2**30})
+    small = planned.cluster.model_copy(update={"nodes": 2, "memory_bytes": 44 * 2**30})
     risky = plan_named(PlanRequest("qwen3-30b-a3b", small, 4096, 256, top=5))
     told = risk_of_memory(risky)
     number = told.split("; ")[1].split()[0]
     assert "may run out" in told and risky.is_safe(risky.candidates[int(number) - 1])
-    tiny = planned.cluster.model_copy(update={"memory_bytes": 41 * 2**30})
+    tiny = planned.cluster.model_copy(update={"memory_bytes": 36 * 2**30})
     none = plan_named(PlanRequest("qwen3-30b-a3b", tiny, 4096, 256, top=5))
     assert "no layout's fits" in risk_of_memory(none) and not none.has_safe
 
