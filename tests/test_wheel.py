@@ -47,7 +47,14 @@ def test_every_file_of_the_package_is_in_the_wheel(
         if file.is_file() and "__pycache__" not in file.parts
     }
     assert found == expected
-    assert {file.suffix for file in expected} == {".py", ".pyi", ".toml", ".html", ".typed"}
+    assert {file.suffix for file in expected} == {
+        ".py",
+        ".pyi",
+        ".toml",
+        ".html",
+        ".jinja",
+        ".typed",
+    }
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,7 @@ def receive(
 
 
 def _start(
-    operation: Callable[..., dist.Work | None],
+    is_sent: bool,
     x: Tensor,
     axis: Axis,
     index: int,
@@ -50,7 +50,8 @@ def _start(
     tag: int = 0,
     group: ProcessGroup | None = None,
 ) -> dist.Work:
-    ticket = _enter(operation, x, axis, index, phase, caller)
+    ticket = _enter(is_sent, x, axis, index, phase, caller)
+    operation = dist.isend if is_sent else dist.irecv
     work = operation(x, axis.ranks[index], group=group or axis.group, tag=tag)
     assert work is not None
     return watched(work, ticket)
@@ -58,9 +59,9 @@ def _start(
 
 #: As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``. `group`:
 #: the one that carries it, None that of the axis.
-start_send = partial(_start, dist.isend)
+start_send = partial(_start, True)
 #: As :func:`receive`, but returns at once: `into` is filled after ``wait()``.
-start_receive = partial(_start, dist.irecv)
+start_receive = partial(_start, False)
 
 
 def exchange(
@@ -78,9 +79,10 @@ def exchange(
     """
     operations: list[dist.P2POp] = []
     tickets: list[Ticket | None] = []
-    for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+    for is_sent, messages in ((True, sends), (False, receives)):
+        operation = dist.isend if is_sent else dist.irecv
         for x, index in messages:
-            tickets.append(_enter(operation, x, axis, index, phase, caller))
+            tickets.append(_enter(is_sent, x, axis, index, phase, caller))
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
     # NCCL answers with one work for all of them.
@@ -88,18 +90,13 @@ def exchange(
 
 
 def _enter(
-    operation: Callable[..., dist.Work | None],
-    x: Tensor,
-    axis: Axis,
-    index: int,
-    phase: str,
-    caller: str,
+    is_sent: bool, x: Tensor, axis: Axis, index: int, phase: str, caller: str
 ) -> Ticket | None:
     """Enter a message between this rank and rank `index` of the axis."""
     assert index != axis.index, f"rank {index} of {axis.name} sends to itself"
     assert x.is_contiguous(), "messages are contiguous tensors"
     own, other, num_bytes = axis.ranks[axis.index], axis.ranks[index], x.numel() * x.element_size()
-    if operation is dist.isend:
+    if is_sent:
         pair, moved = pair_of(own, other), wire.send(num_bytes)
     else:
         pair, moved = pair_of(other, own), wire.receive(num_bytes)

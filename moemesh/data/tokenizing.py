@@ -500,14 +500,14 @@ def make_all(
     processes = min(processes, len(parts))
     if processes <= 1:
         return [part.make(settings, tokenizer, advance) for part in parts]
+    # Processes that start meanwhile, the first queue's helper too, import nothing from the current
+    # directory (``python -P``); an empty text counts as none.
+    given = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("spawn")
     told: Any = context.SimpleQueue()
     ends, alive = context.Pipe(duplex=False)
     threads = max(1, usable_cores() // processes)
-    # Processes that start meanwhile import nothing from the current directory (``python -P``); an
-    # empty text counts as none.
-    given = os.environ.get("PYTHONSAFEPATH", "")
-    os.environ["PYTHONSAFEPATH"] = "1"
     pool = ProcessPoolExecutor(processes, context, _start, (told, ends, settings, threads))
     try:
         futures = [pool.submit(_make_here, part) for part in parts]

@@ -81,12 +81,14 @@ class OwnRuns:
         return places({n: np.array([row.get(n, x) for row in rows]) for n, x in usual.items()})
 
     def correction(self, model: ModelColumns, layout: LayoutColumns) -> Number:
-        """log(measured / predicted) to expect, one number a row."""
+        """log(measured / predicted) to expect, in the shape of the columns together."""
         if not self.runs:
             return 0.0
         weights = np.array([one.weight for one in self.runs])
-        found = covariance(places(features(model, layout)), self._places) @ weights
-        return found if len(found) > 1 else float(found[0])
+        here = features(model, layout)
+        shape = np.broadcast_shapes(*(np.shape(values) for values in here.values()))
+        found = covariance(places(here), self._places) @ weights
+        return found.reshape(shape) if found.size > 1 else float(found[0])
 
     @property
     def least(self) -> float:
