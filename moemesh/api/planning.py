@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def plan(
     `why` names layouts to be judged ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) when no layout fits in memory.
     """
+    _check_whole(seq_len=seq_len, global_batch=global_batch, nodes=nodes, top=top)
     request = PlanRequest(
         model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
         anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom,
@@ -145,6 +147,7 @@ def estimate(
     the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
     device to leave free, "10%" or "6GiB". Raises ConfigError with every problem.
     """
+    _check_whole(seq_len=seq_len, global_batch=global_batch)
     if isinstance(plan, Plan):
         plan = plan.model_dump(exclude_defaults=True)
     source = plan if isinstance(plan, Mapping) else str(plan)
@@ -159,6 +162,13 @@ def estimate(
         found.peak["needed_bytes"],
         found.to_json(),
     )
+
+
+def _check_whole(**numbers: object) -> None:
+    """Raises TypeError for an argument that is given and is no whole number."""
+    for name, value in numbers.items():
+        if value is not None and not isinstance(value, Integral):
+            raise TypeError(f"{name} must be a whole number, not {value!r}")
 
 
 def _answer(

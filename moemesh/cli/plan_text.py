@@ -405,7 +405,9 @@ def published(planned: PlannedAnswer) -> list[str]:
     for run in planned.published:
         low, high = shipped_intervals().of_seconds(run.predicted, planned.generation)
         words = "within its error" if low <= run.seconds <= high else "other software"
-        told = f"published: {run.layout.world_size:,} x {run.device}, {run.seconds:.4g} s"
+        batch = f"{run.layout.global_batch:,} x {run.layout.seq_len:,} tokens"
+        told = f"published: {batch} on {run.layout.world_size:,} x {run.device} in "
+        told += f"{run.seconds:.4g} s"
         if planned.tokens is not None:
             told += f", {run.speed.gpu_hours(planned.tokens):,.0f} GPU-hours"
         told += f" in {run.layout.precision} ({run.source}); predicted for it "

@@ -162,7 +162,10 @@ def test_published_runs_stand_beside_the_prediction() -> None:
     small = plan_named(PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 64, tokens="1T"))
     (told,) = published(small)
     hours = 1e12 / (512 * 4096) * 21.773 * 8 / 3600
-    assert f"{hours:,.0f} GPU-hours" in told and "8 x H100-80G, 21.77 s" in told
+    assert (
+        f"{hours:,.0f} GPU-hours" in told
+        and "512 x 4,096 tokens on 8 x H100-80G in 21.77 s" in told
+    )
     assert " ".join(told.split()) in " ".join(plan_text(small, "").split())
     assert to_json(small)["published"][0]["speed"]["gpu_hours"] == pytest.approx(hours)
     assert not published(plan_named(PlanRequest("tiny", "dgx_h100", 64, 8)))

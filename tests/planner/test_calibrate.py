@@ -5,10 +5,12 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import moemesh
 from moemesh.cli.accuracy import calibrate
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
@@ -188,9 +190,22 @@ def test_releases_multiply_and_unknown_ones_take_after_the_last():
 
 def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
     rows = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
-    table = write_table(tmp_path, [one | {"src": ""} for one in rows])
+    table, mine = write_table(tmp_path, [one | {"src": ""} for one in rows]), tmp_path / "mine.toml"
+    calibrate(runs=[table], out=mine)
+    assert load_cluster(str(mine)).name == "own/A100-80G"
+    # A search corrects the bounds of all its layouts by these runs, and each price as `estimate`.
+    task: dict[str, Any] = {"model": "llama3-8b", "seq_len": 2048, "global_batch": 64}
+    found = moemesh.plan(**task, cluster=mine, nodes=1, top=2)
+    alone = moemesh.estimate(**task, cluster=mine, plan=found[0].plan)
+    assert found[0].seconds <= found[1].seconds
+    assert alone.seconds == pytest.approx(found[0].seconds, rel=1e-9)
+    assert found.details["lower_bound_seconds"] <= found[0].seconds * (1 + 1e-9)
+
+
+def test_one_run_alone_is_not_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write_table(tmp_path, [llama(1, 1, 1, 1, 90.0)])
     calibrate(runs=[table], out=tmp_path / "mine.toml")
-    assert load_cluster(str(tmp_path / "mine.toml")).name == "own/A100-80G"
+    assert "other runs imply" not in capsys.readouterr().out
 
 
 def test_a_group_left_out_does_not_know_its_own_times():

@@ -140,11 +140,13 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
 def written_text(out: Path, kind: Written) -> str:
     """A summary of what a conversion wrote into `out`, and a command that uses it."""
     held: list[tuple[str, int]] = []
+    rank = 0
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
             held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
+        rank = json.loads((out / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
         names = {name: key for key, name in DTYPES.items()}
         found = read_header(file).values()
         held += [(names[entry.dtype], entry.num_bytes) for entry in found]
@@ -155,7 +157,7 @@ def written_text(out: Path, kind: Written) -> str:
     follow = {
         "run": f"moemesh train {out / 'config.toml'} --out {out}",
         "folder": f"moemesh generate {out} --prompt TEXT",
-        "adapter": f"moemesh train CONFIG.toml --set lora.path={out}",
+        "adapter": f"moemesh train CONFIG.toml --set lora.path={out} --set lora.rank={rank}",
         "delta": f"moemesh convert BASE NEW_FOLDER --apply {out}",
     }[kind]
     size = format_bytes(sum(number for _, number in held))
