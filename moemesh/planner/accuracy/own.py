@@ -47,7 +47,7 @@ from moemesh.trace.run import Run, RunError, median_of
 
 _ROUNDS = 6
 #: Of fewer runs none is doubted: too few others say what it should take.
-_FEWEST = 4
+_FEWEST_TO_DOUBT = 4
 #: Degrees of freedom of Student's t; the trust below which a run is named.
 _FREEDOM = 4.0
 _DOUBTED = 0.1
@@ -95,7 +95,7 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         left_out = weights / np.diag(np.linalg.inv(matrix))
         unknown = prior + spread.T @ weights
         rest = (wanted - known @ weights) / NOISE
-        if len(filled) >= _FEWEST:
+        if len(filled) >= _FEWEST_TO_DOUBT:
             trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + rest**2), 1.0)
     if filled[0].cluster in start.clusters and _size(simulated) < _size(left_out):
         # A known cluster that foretells each run better without the others is not spoilt.
