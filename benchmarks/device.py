@@ -9,6 +9,7 @@ planner's time of the same layer, a prediction from the sizes alone.
 from __future__ import annotations
 
 import importlib
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,11 @@ def run(settings: DeviceSettings, found: Path | None = None) -> dict[str, Any] |
         ("transformers, grouped_mm", True, _transformers_layer),
     ]
     rows = [
-        {"name": name, **counted}
+        {
+            "name": name,
+            **counted,
+            "measured_seconds": measured_seconds(size, make) if fuses else None,
+        }
         for name, fuses, make in contenders
         if (counted := count_layer(size, machine, make, fuses=fuses)) is not None
     ]
@@ -129,6 +134,30 @@ def count_layer(
             "lines": sorted({wait.line for part in parts for wait in part.waited}),
             "roofline_seconds": roofline_seconds(launched, machine),
         }
+
+
+def measured_seconds(
+    shape: LayerShape, make: Callable[[LayerShape], Layer | None], *, rounds: int = 30
+) -> float | None:
+    """Forward and backward on this machine's GPU, by events, a median; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    made = make(shape)
+    assert made is not None, "it was counted"
+    module, forward = made
+    size = (shape.tokens, shape.hidden)
+    upstream_TH = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    taken: list[float] = []
+    for _ in range(rounds + 5):
+        module.zero_grad(set_to_none=True)
+        x_TH = torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        forward(x_TH).backward(upstream_TH)
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1000)
+    return statistics.median(taken[5:])  # the first ones compile
 
 
 def roofline_seconds(kernels: Iterable[Kernel], machine: Cluster) -> float:

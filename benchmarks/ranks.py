@@ -21,10 +21,12 @@ def on_ranks(
     *,
     num_ranks: int,
     found: Path | None,
+    device: launch.Device = "cpu",
 ) -> Any | None:
     """:func:`moemesh.bench.links.on_ranks` with ``python -m benchmarks VERB`` as the ranks."""
     # A rank imports nothing from the directory it is started in (python -P).
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _ROOT not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, _ROOT)))
-    return links.on_ranks(("benchmarks", verb), settings, measure, num_ranks=num_ranks, found=found)
+    words = ("benchmarks", verb)
+    return links.on_ranks(words, settings, measure, num_ranks=num_ranks, found=found, device=device)

@@ -255,6 +255,7 @@ class StepSettings(Settings):
     contender: Annotated[
         Literal["both", "moemesh", "transformers"], "Only one of them, for its memory."
     ] = "both"
+    device: Annotated[Literal["cpu", "cuda"], "Device of a rank."] = "cpu"
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from benchmarks.layer_rank import spread
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import StepSettings
+from moemesh.bench.links import synchronize
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
@@ -57,7 +58,8 @@ def run(settings: StepSettings, found: Path | None = None) -> dict[str, Any] | N
         def measured(ranks: launch.Ranks) -> dict[str, Any]:
             return measure(Mesh.create(plan.layout, ranks.device), one)
 
-        return on_ranks("step", one, measured, num_ranks=plan.world_size, found=found)
+        ranks = plan.world_size
+        return on_ranks("step", one, measured, num_ranks=ranks, found=found, device=one.device)
 
     if launch.joined() or settings.contender != "both":
         return on_its_ranks(settings)
@@ -126,8 +128,10 @@ def _measured(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> d
         # Whoever comes second finds other things in the caches than the first.
         for name in sorted(steps, reverse=bool(number % 2)):
             barrier(mesh["world"])
+            synchronize(mesh.device)
             start = time.perf_counter()
             losses[name].append(steps[name](tokens_BS))
+            synchronize(mesh.device)
             taken = max(gather_json(time.perf_counter() - start, mesh.control))
             if number >= _STEPS_BEFORE:
                 seconds[name].append(taken)
@@ -138,6 +142,8 @@ def _measured(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> d
     }
     if len(steps) == 1:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if mesh.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(mesh.device)
         return found | {"peak_bytes": {settings.contender: max(gather_json(peak, mesh.control))}}
     ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
     return found | {
@@ -160,11 +166,11 @@ def _ours(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
 
     def step(tokens_BS: Tensor) -> float:
         own = shard_range(settings.sequences, mesh["dp"].size, mesh["dp"].index)
-        part = tokens_BS[own.start : own.stop]
+        part = tokens_BS[own.start : own.stop].to(mesh.device)
         batch = Batch(
             tokens_BS=part[:, :-1],
             targets_BS=part[:, 1:],
-            sequences_B=torch.arange(own.start, own.stop),
+            sequences_B=torch.arange(own.start, own.stop, device=mesh.device),
         )
         result = gradients_of_step(parallel, [batch], recorder)
         update(parallel, optimizer, result, lr=_RATE, clip=_CLIP)
@@ -177,7 +183,7 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.train()
+    model.to(mesh.device).train()
     model.config.use_cache = False
     model.set_experts_implementation("grouped_mm")
     if settings.lora:
@@ -197,11 +203,12 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
         [{"params": decayed}, {"params": scales, "weight_decay": 0.0}],
         lr=_RATE, betas=(0.9, 0.95), weight_decay=_DECAY, fused=True,
     )  # fmt: skip
-    cast = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    is_bfloat16, device = dtype == "bfloat16", mesh.device
+    cast = torch.autocast(device.type, torch.bfloat16) if is_bfloat16 else nullcontext()
 
     def step(tokens_BS: Tensor) -> float:
         own = shard_range(settings.sequences, world.size, world.index)
-        part = tokens_BS[own.start : own.stop]
+        part = tokens_BS[own.start : own.stop].to(device)
         with cast:
             logits = whole(input_ids=part[:, :-1]).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())

@@ -288,10 +288,12 @@ def device_text(found: dict[str, Any]) -> str:
             " + ".join(map(str, row["waits"])),
             _fine(row["roofline_seconds"]),
             f"{row['roofline_seconds'] / planned['device']:.2f}",
+            "-" if row["measured_seconds"] is None else _fine(row["measured_seconds"]),
         )
         for row in found["rows"]
     ]
-    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner")
+    # Measured by events where this machine has a GPU.
+    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner", "measured ms")
     text = (
         f"shape {found['shape']}, bfloat16, one simulated device; data sheet: {found['cluster']}\n"
         f"{table(header, rows, left=1)}\n"

@@ -21,6 +21,12 @@ RUNS = Path("runs") / "gpu"
 #: One long enough for losses to fall, and for a checkpoint in between.
 TRAIN = ("train.device=cuda", "train.dtype=bfloat16", "train.steps=20", "train.checkpoint_every=10")
 
+#: Sizes of a step in which products, not launches, take most of the time on a GPU.
+LARGE = (
+    "--layers", "8", "--hidden", "1024", "--width", "512", "--experts", "64", "--top-k", "8",
+    "--vocabulary", "32000", "--sequences", "8", "--seq-len", "1024", "--dtype", "bfloat16",
+)  # fmt: skip
+
 
 class Command(NamedTuple):
     """Arguments of ``python -m``, and of a training run its settings (``--set``)."""
@@ -91,9 +97,10 @@ def commands(num_gpus: int) -> list[Command]:
         Command(
             "profile", ("moemesh", "train", "--out", f"{one}_profile", "--profile", "3"), TRAIN
         ),
-        # No GPU is used by these two: what was counted, and the speed of the host, to compare with.
-        Command("bench device", ("benchmarks.device",)),
-        Command("bench layer", ("benchmarks.layer", "--ranks", "1")),
+        # A layer counted on the simulated device beside its time on this one, then whole steps.
+        Command("bench device", ("benchmarks.device", "--ranks", "1")),
+        Command("bench step", ("benchmarks.step", "--device", "cuda")),
+        Command("bench large step", ("benchmarks.step", "--device", "cuda", *LARGE)),
     ]
     return found
 
