@@ -76,6 +76,8 @@ class ReplicatedBucket:
     def allocate_gradients(self) -> None:
         self.total = self.zeros(self.rule.numbers)
         self._views = self.views_of(self.total)
+        #: Members whose view has a gradient of this step: the first is copied, not added to zeros.
+        self._filled: set[nn.Parameter] = set()
 
     def zeros(self, numbers: int) -> Tensor:
         """Memory for so many gradients: none where nothing trains."""
@@ -139,14 +141,28 @@ class ReplicatedBucket:
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
-        self.total.zero_()
+        self._filled.clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add one microbatch's gradient of a member."""
-        self._views[parameter] += gradient
+        """Add one microbatch's gradient of a member, of any dtype."""
+        if parameter in self._filled:
+            self._views[parameter] += gradient
+        else:
+            self._views[parameter].copy_(gradient)
+            self._filled.add(parameter)
+
+    def zero_missing(self) -> None:
+        """A gradient that did not come counts as zero."""
+        if len(self._filled) == len(self._views):
+            return
+        for parameter, view in self._views.items():
+            if parameter not in self._filled:
+                view.zero_()
+        self._filled.update(self._views)
 
     def launch(self) -> None:
         """Start the sums over ranks."""
+        self.zero_missing()
         if self.in_tree:
             # Replicas' parts continue the tree in which the experts added their owners' parts.
             all_reduce_in_tree_(self.total, self.axis, phase="backward", caller="gradients")
@@ -254,6 +270,7 @@ class ShardedBucket(ReplicatedBucket):
         return wait().view(self.parameters[self.names.index(name)].shape)
 
     def launch(self) -> None:
+        self.zero_missing()
         if self.axis.size > 1:
             receive = self.scatter(self.total)
             self._work = lambda: self.own_sums().copy_(receive())
@@ -300,9 +317,8 @@ class ScatteredBucket(ShardedBucket):
     def _clear(self) -> None:
         #: The gradients since the last sum over ranks; a rank alone adds to what it owns.
         self._flat = self._sums if self.axis.size == 1 else None
-        self._filled = set(self.parameters) if self.axis.size == 1 else set[nn.Parameter]()
-        if self._flat is not None:
-            self._views = self.views_of(self._flat)
+        self._filled = set()
+        self._views = {} if self._flat is None else self.views_of(self._flat)
 
     def own_sums(self) -> Tensor:
         return self._sums
@@ -319,16 +335,13 @@ class ScatteredBucket(ShardedBucket):
         return super().buffer_bytes + whole
 
     def begin(self) -> None:
-        self._sums.zero_()
+        if self.axis.size > 1:
+            self._sums.zero_()
         self._clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         self._fill()
-        if parameter in self._filled:
-            self._views[parameter] += gradient
-        else:
-            self._views[parameter].copy_(gradient)
-            self._filled.add(parameter)
+        super().add(parameter, gradient)
 
     def _fill(self) -> Tensor:
         if self._flat is None:
@@ -338,15 +351,12 @@ class ScatteredBucket(ShardedBucket):
 
     def launch(self) -> None:
         self.wait()
+        flat = self._fill()
+        self.zero_missing()
         if self.axis.size == 1:
             return
-        flat = self._fill()
-        for parameter in self.parameters:
-            if parameter not in self._filled:
-                self._views[parameter].zero_()
         receive = self.scatter(flat)
         del flat
-        self._views.clear()
         self._clear()
         self._work = lambda: self._sums.add_(receive())
 
@@ -379,10 +389,8 @@ class GatheredBucket(ScatteredBucket):
         if self.axis.size == 1:
             super().add(parameter, gradient)
             return
-        before = self._waiting_gradients.get(parameter)
-        self._waiting_gradients[parameter] = (
-            gradient if before is None else before.to(self.dtype) + gradient
-        )
+        gradient, before = gradient.to(self.dtype), self._waiting_gradients.get(parameter)
+        self._waiting_gradients[parameter] = gradient if before is None else before + gradient
 
     @property
     def buffer_bytes(self) -> int:

@@ -118,7 +118,7 @@ class GradientReducer:
             self.owned |= bucket.owned()
             for parameter in bucket.parameters:
                 self._home[parameter] = bucket
-                parameter.grad_dtype = bucket.dtype
+                parameter.grad_dtype = None  # any: the bucket converts while it adds
                 parameter.register_post_accumulate_grad_hook(self._take)
         # Everything that has an order has that of the model.
         order = [name for name, _, _ in parameters]
