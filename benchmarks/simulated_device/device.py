@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from benchmarks.simulated_device.counts import (
     Counts,
@@ -22,7 +25,7 @@ from benchmarks.simulated_device.exchanges import Exchanges
 from benchmarks.simulated_device.streams import Event, Stream
 from benchmarks.simulated_device.tensor import DeviceTensor, Factories, make_device_grads
 from moemesh.comm.mesh import Axis
-from moemesh.ops import swiglu
+from moemesh.ops import fusion, permute
 
 _run_thread = threading.Thread.run
 
@@ -31,6 +34,46 @@ def _run(thread: threading.Thread) -> None:
     # Modes belong to a thread.
     with Factories():
         _run_thread(thread)
+
+
+_rms_norm = torch.rms_norm
+
+
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as CUDA has it: a kernel forward, one for each gradient backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, device: SimulatedDevice, x: Tensor, shape: Any, weight: Tensor, epsilon: float
+    ) -> Tensor:
+        ctx.device, ctx.rest = device, (shape, epsilon)
+        ctx.save_for_backward(x, weight)
+
+        def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+            return _rms_norm(x, shape, weight, epsilon)
+
+        return device.one_kernel(rms_norm)(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x, weight), (shape, epsilon) = ctx.saved_tensors, ctx.rest
+        size, dtype = math.prod(shape), torch.promote_types(x.dtype, torch.float32)
+
+        def root(x: Tensor) -> Tensor:
+            return torch.rsqrt(x.to(dtype).square().mean(-1, keepdim=True) + epsilon)
+
+        def input_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+            scaled, normed = grad.to(dtype) * weight, x.to(dtype) * root(x)
+            along = (scaled * normed).mean(-1, keepdim=True)
+            return ((scaled - along * normed) * root(x)).to(x.dtype)
+
+        def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+            product = grad.to(dtype) * x.to(dtype) * root(x)
+            return product.reshape(-1, size).sum(0).to(weight.dtype)
+
+        kernel = ctx.device.one_kernel
+        grad_x = kernel(input_gradient)(grad, x, weight)
+        return None, grad_x, None, kernel(weight_gradient)(grad, x), None
 
 
 class SimulatedDevice(Counts):
@@ -44,7 +87,7 @@ class SimulatedDevice(Counts):
         fuses: bool = True,
     ) -> None:
         """`capability` and `num_devices` are what ``torch.cuda`` answers. `fuses`: what torch would
-        compile (:mod:`moemesh.ops.swiglu`) counts as one kernel that reads its arguments and writes
+        compile (:mod:`moemesh.ops.fusion`) counts as one kernel that reads its arguments and writes
         its results, else operation by operation."""
         super().__init__()
         self.fuses, self.capability, self.num_devices = fuses, capability, num_devices
@@ -54,6 +97,9 @@ class SimulatedDevice(Counts):
         assert not current, "one simulated device at a time"
         current.append(self)
         self._stack.callback(current.clear)
+        # Tensors kept for the next step are those of one device, simulated or real.
+        permute.multiples_on_device.cache_clear()
+        self._stack.callback(permute.multiples_on_device.cache_clear)
         for target, name, value in self._answers():
             self._stack.enter_context(mock.patch.object(target, name, value))
         # Module.to must make parameters anew: those of the CPU cannot become wrappers.
@@ -69,8 +115,10 @@ class SimulatedDevice(Counts):
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What stands for ``torch.compile(function)``."""
-        if not self.fuses:
-            return function
+        return self.one_kernel(function) if self.fuses else function
+
+    def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` counted as one kernel that reads its arguments and writes its results."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.is_inside = True
@@ -107,7 +155,8 @@ class SimulatedDevice(Counts):
             (cuda, "Stream", Stream),
             (cuda, "stream", lambda stream: contextlib.nullcontext()),
             (cuda, "Event", Event),
-            (swiglu, "compiled", self.compiled),
+            (torch, "rms_norm", partial(_FusedNorm.apply, self)),
+            (fusion, "compiled", self.compiled),
             # As NCCL moves them: what is sent is the same on gloo.
             (Axis, "backend", property(lambda axis: "nccl")),
             *Exchanges(self).answers(),

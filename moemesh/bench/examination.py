@@ -86,7 +86,13 @@ def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def _versions() -> Iterator[Diagnosis]:
     version = ".".join(map(str, sys.version_info[:3]))
-    wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
+    try:
+        wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
+    except importlib.metadata.PackageNotFoundError:
+        yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
+        text = "moemesh runs from its source and is not installed: nothing says what it needs"
+        yield Diagnosis("packages", "warn", text, "pip install -e . in its folder")
+        return
     if _keeps(version, wanted):
         yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
     else:

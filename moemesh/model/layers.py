@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moemesh.config.lora import (
@@ -25,6 +24,7 @@ from moemesh.config.lora import (
 )
 from moemesh.model.seams import Boundary
 from moemesh.ops.linear import Adapted, Adapter, Operand, Weight, linear, swiglu
+from moemesh.ops.rms_norm import rms_norm
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
@@ -79,7 +79,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
 
 
 class MLP(AdaptedModule):

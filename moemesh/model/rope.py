@@ -13,11 +13,14 @@ Legend: S positions, R rotated channels of a head, F = R/2 frequencies, D head s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moemesh.config.attention_keys import AttentionConfig
+from moemesh.ops import fusion
 
 
 def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> Tensor:
@@ -70,12 +73,40 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
 
     Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`.
     """
+    return _Rotation.apply(x, cosine, sine, interleaved)
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose backward is the one by the opposite angles; nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.interleaved = interleaved
+        return _rotation_of(x)(x, cosine, sine, interleaved, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _rotation_of(grad)(grad, cosine, sine, ctx.interleaved, True), None, None, None
+
+
+def _rotation_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]:
+    # For one position, that of a token being generated, torch would compile once more.
+    is_compiled = x.device.type != "cpu" and len(x) and x.shape[1] > 1
+    return fusion.compiled(_rotated) if is_compiled else _rotated
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
+    def pairs(table: Tensor) -> tuple[Tensor, ...]:
+        return (table[..., 0::2], table[..., 1::2]) if interleaved else table.chunk(2, dim=-1)
+
     size = cosine.shape[-1]
     rotated, rest = x[..., :size], x[..., size:]
-    if interleaved:
-        turned = torch.stack([-rotated[..., 1::2], rotated[..., 0::2]], dim=-1).flatten(-2)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-    y = rotated * cosine.to(x.dtype) + turned * sine.to(x.dtype)
+    y = rotated * cosine.to(x.dtype)
+    (first, second), (first_sine, second_sine) = pairs(rotated), pairs(sine.to(x.dtype))
+    first_y, second_y = pairs(y)
+    sign = -1 if backwards else 1
+    first_y.sub_(second * first_sine, alpha=sign)
+    second_y.add_(first * second_sine, alpha=sign)
     return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.ops.fusion import fused
 from moemesh.ops.weight_gradient import deferring, weight_gradient
 
 #: Vocabulary rows of one chunk: bounds the logits alive to tokens x CHUNK numbers.
@@ -24,12 +25,35 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def cross_entropy_reference(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
     """The obvious form: all logits at once. Negative log-likelihood per token [T]."""
-    return F.cross_entropy(_logits(x_TH, weight_VH), targets_T, reduction="none")
+    logits_TV = x_TH @ weight_VH.t()
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return F.cross_entropy(logits_TV.to(wide), targets_T, reduction="none")
 
 
-def _logits(x_TH: Tensor, weight_CH: Tensor) -> Tensor:
-    logits_TC = x_TH @ weight_CH.t()
-    return logits_TC if logits_TC.dtype == torch.float64 else logits_TC.float()
+@fused
+def _with_chunk(
+    logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, column_T: Tensor, here_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and target logit of the chunks so far and of this one."""
+    logits_TC = logits_TC.to(lse_T.dtype)
+    picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
+    lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
+    return lse_T, target_T + torch.where(here_T, picked_T, 0.0)
+
+
+@fused
+def _chunk_gradient(
+    logits_TC: Tensor, lse_T: Tensor, grad_T: Tensor, column_T: Tensor, here_T: Tensor
+) -> Tensor:
+    """The gradient of a chunk's logits, in their dtype."""
+    grad_TC = torch.exp_(logits_TC.to(lse_T.dtype) - lse_T[:, None])
+    if grad_TC.device.type == "cpu":
+        grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
+    else:  # a scatter would stand between two kernels
+        columns_C = torch.arange(grad_TC.shape[1], device=grad_TC.device)
+        is_target_TC = (columns_C == column_T[:, None]) & here_T[:, None]
+        grad_TC.sub_(is_target_TC.to(grad_TC.dtype))
+    return grad_TC.mul_(grad_T[:, None]).to(logits_TC.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -48,11 +72,9 @@ class _CrossEntropy(torch.autograd.Function):
         lse_T = x_TH.new_full((num_tokens,), -torch.inf, dtype=accumulate)
         target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
         for start, weight_CH in _chunks(weight_VH, chunk):
-            logits_TC = _logits(x_TH, weight_CH)
-            lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
             column_T, here_T = _columns(targets_T - first_row - start, weight_CH.shape[0])
-            picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
-            target_T += torch.where(here_T, picked_T, 0.0)
+            logits_TC = x_TH @ weight_CH.t()
+            lse_T, target_T = _with_chunk(logits_TC, lse_T, target_T, column_T, here_T)
         lse_T, target_T = combine(lse_T, target_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
         ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
@@ -67,11 +89,10 @@ class _CrossEntropy(torch.autograd.Function):
 
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
             for start, weight_CH in _chunks(weight_VH, ctx.chunk):
-                grad_TC = torch.exp_(_logits(x_TH, weight_CH) - lse_T[:, None])
-                column_T, here_T = _columns(targets_T - ctx.first_row - start, grad_TC.shape[1])
-                grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
-                grad_TC.mul_(grad_T[:, None])
-                yield slice(start, start + grad_TC.shape[1]), grad_TC.to(x_TH.dtype)
+                column_T, here_T = _columns(targets_T - ctx.first_row - start, len(weight_CH))
+                logits_TC = x_TH @ weight_CH.t()
+                grad_TC = _chunk_gradient(logits_TC, lse_T, grad_T, column_T, here_T)
+                yield slice(start, start + len(weight_CH)), grad_TC
 
         def weight_half() -> Tensor:
             # Computes the logits once more: keeping them would hold tokens x vocabulary numbers.

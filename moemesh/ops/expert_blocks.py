@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moemesh.ops.fusion import FEWEST_NUMBERS
 from moemesh.ops.grouped_gemm import grouped_weight_gradient, row_ends
-from moemesh.ops.swiglu import FEWEST_NUMBERS
 from moemesh.ops.weight_gradient import weight_gradient
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.

@@ -164,13 +164,13 @@ def _inverse(order_R: Tensor) -> Tensor:
 
 def _multiples(step: int, count: int, device: torch.device) -> Tensor:
     """0, step, 2 step, ...: `count` numbers that nobody may write."""
-    make = torch.arange if device.type == "cpu" else _multiples_on_device
+    make = torch.arange if device.type == "cpu" else multiples_on_device
     return make(0, step * count, step, device=device)
 
 
 @functools.lru_cache(maxsize=16)
-def _multiples_on_device(start: int, stop: int, step: int, *, device: torch.device) -> Tensor:
-    # The same in every layer and step: made once.
+def multiples_on_device(start: int, stop: int, step: int, *, device: torch.device) -> Tensor:
+    """``torch.arange``, kept: the same in every layer and step."""
     return torch.arange(start, stop, step, device=device)
 
 

@@ -4,93 +4,20 @@ Legend: B rows, F expert width, G = 2 F (gate, then up).
 
 Written with torch it takes about ten passes over the numbers, each with its own conversions in
 bfloat16. On a CPU one pass, compiled by numba at the first use, does it all in fp32 and rounds
-once. It is taken where it pays: the plain form, bfloat16 or float32, enough numbers to be worth
-loading the compiled code, and no more than :data:`MOST_THREADS` threads, since it runs in one.
+once, where that pays (:func:`moemesh.ops.fusion.is_worth_compiling`) and the form is the plain one.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Pointwise functions as one kernel: by ``torch.compile`` where a device has it, else as written.
-#
-# On an accelerator every operation is a kernel, a launch of a few microseconds and a pass over the
-# numbers. A chain of pointwise operations, a sum over rows at its end included, compiles into one.
-# Needs Triton, which the CUDA builds of torch bring along. On a CPU nothing is compiled: it would
-# need a C++ compiler at run time, and seconds at every start.
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_log = logging.getLogger(__name__)
-
-
-def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors, the first argument one of them, compiled where that is possible.
-
-    It must be functional: read its arguments, write none, and be the same for every number of rows.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        # For no row and for one, torch would compile once more, in the middle of a run.
-        if first.device.type == "cpu" or first.shape[0] < 2:
-            return function(*args, **kwargs)
-        return compiled(function)(*args, **kwargs)
-
-    return call
-
-
-@functools.cache
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` compiled at its first call; `function` itself, with one line in the log, where
-    that fails or there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        _log.warning("no Triton: %s runs operation by operation", function.__name__)
-        return function
-    return or_else(torch.compile(function, dynamic=True), function)
-
-
-def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
-    """`fast` until it fails for the first time, then `plain` for good."""
-    failed = False
-
-    @functools.wraps(plain)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal failed
-        if not failed:
-            try:
-                return fast(*args, **kwargs)
-            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not the compiler
-                raise
-            except Exception as error:
-                failed = True
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                _log.warning(
-                    "%s could not be compiled and runs operation by operation: %s",
-                    plain.__name__,
-                    reason,
-                )
-        return plain(*args, **kwargs)
-
-    return call
-
-
-#: A block with fewer numbers than this is left to torch.
-FEWEST_NUMBERS = 1 << 16
-#: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
-MOST_THREADS = 2
+from moemesh.ops.fusion import fused, is_worth_compiling, memory_of
 
 
 class SwigluForm(NamedTuple):
@@ -167,7 +94,7 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     if not _is_fused(h_BG, weights_B):
         return swiglu_torch(h_BG, weights_B)
     product_BF = h_BG.new_empty(h_BG.shape[0], h_BG.shape[1] // 2)
-    _kernels(h_BG.dtype).forward(_array(h_BG), _array(weights_B), _array(product_BF))
+    _kernels(h_BG.dtype).forward(memory_of(h_BG), memory_of(weights_B), memory_of(product_BF))
     return product_BF
 
 
@@ -188,7 +115,11 @@ def swiglu_backward(
         return swiglu_backward_torch(grad_BF, h_BG, weights_B)
     grad_h_BG, grad_weights_B = torch.empty_like(h_BG), torch.empty_like(weights_B)
     _kernels(h_BG.dtype).backward(
-        _array(grad_BF), _array(h_BG), _array(weights_B), _array(grad_h_BG), _array(grad_weights_B)
+        memory_of(grad_BF),
+        memory_of(h_BG),
+        memory_of(weights_B),
+        memory_of(grad_h_BG),
+        memory_of(grad_weights_B),
     )
     return grad_BF, grad_h_BG, grad_weights_B
 
@@ -241,29 +172,19 @@ def load(dtype: torch.dtype) -> None:
         empty = torch.zeros(1, 2, dtype=dtype)
         weights = torch.zeros(1)
         kernels = _kernels(dtype)
-        kernels.forward(_array(empty), _array(weights), _array(empty[:, :1].contiguous()))
+        kernels.forward(memory_of(empty), memory_of(weights), memory_of(empty[:, :1].contiguous()))
         kernels.backward(
-            _array(empty[:, :1].contiguous()), _array(empty), _array(weights),
-            _array(empty.clone()), _array(weights.clone()),
+            memory_of(empty[:, :1].contiguous()), memory_of(empty), memory_of(weights),
+            memory_of(empty.clone()), memory_of(weights.clone()),
         )  # fmt: skip
 
 
 def _is_fused(h_BG: Tensor, weights_B: Tensor) -> bool:
     return (
-        h_BG.device.type == "cpu"
-        and h_BG.dtype in (torch.bfloat16, torch.float32)
+        is_worth_compiling(h_BG, 2)
         and weights_B.dtype == torch.float32
-        and h_BG.numel() >= 2 * FEWEST_NUMBERS
-        and h_BG.is_contiguous()
-        and weights_B.is_contiguous()
-        and torch.get_num_threads() <= MOST_THREADS
+        and (weights_B.is_contiguous())
     )
-
-
-def _array(x: Tensor) -> Any:
-    """The same memory for numpy, which knows no bfloat16: its bits."""
-    x = x.detach()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 class _Kernels(NamedTuple):
@@ -276,6 +197,6 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels(dtype: torch.dtype) -> _Kernels:
-    from moemesh.ops import swiglu_kernels
+    from moemesh.ops import cpu_kernels
 
-    return _Kernels(*swiglu_kernels.of_bits(is_bfloat16=dtype == torch.bfloat16))
+    return _Kernels(*cpu_kernels.swiglu_of(is_bfloat16=dtype == torch.bfloat16))

@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,3 +170,13 @@ def test_what_torch_says(
     assert {name: found[name][0] for name in verdicts} == verdicts
     assert any(words in one.text for one in findings)
     assert all(one.fix for one in findings if one.verdict != "pass")
+
+
+def test_a_source_folder_without_its_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.metadata", missing)
+    found = of(examination._versions())
+    assert found["python"][0] == "pass"
+    assert found["packages"][0] == "warn" and "pip install -e ." in found["packages"][2]

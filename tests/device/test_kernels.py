@@ -9,7 +9,7 @@ from benchmarks.simulated_device import Kernel, SimulatedDevice
 from benchmarks.simulated_device.timeline import LAUNCH_SECONDS
 from moemesh.config.cluster import load_cluster
 from moemesh.config.train import TrainConfig
-from moemesh.ops.swiglu import or_else
+from moemesh.ops.fusion import or_else
 from moemesh.train.optimizer import Optimizer
 
 

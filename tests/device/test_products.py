@@ -13,8 +13,9 @@ from torch import Tensor
 
 from benchmarks.simulated_device import SimulatedDevice
 from moemesh.ops import swiglu
+from moemesh.ops.fusion import or_else
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
-from moemesh.ops.swiglu import PLAIN, SwigluForm, or_else
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

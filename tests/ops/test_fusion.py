@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.ops import swiglu
+from moemesh.ops import fusion
 
 
 def test_no_row_and_one_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def test_no_row_and_one_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return call
 
-    monkeypatch.setattr(swiglu, "compiled", compiled)
-    doubled = swiglu.fused(lambda x: x * 2)
+    monkeypatch.setattr(fusion, "compiled", compiled)
+    doubled = fusion.fused(lambda x: x * 2)
     for rows in (0, 1, 2, 3):
         assert doubled(torch.empty(rows, 4, device="meta")).shape == (rows, 4)
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3 and asked == [2, 3]

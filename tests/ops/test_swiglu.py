@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moemesh.ops import swiglu as module
+from moemesh.ops.fusion import MOST_THREADS
 from moemesh.ops.swiglu import swiglu, swiglu_backward, swiglu_backward_torch, swiglu_torch
 
 #: Relative to the largest of each result: one rounding of bfloat16, a few of float32.
@@ -62,5 +63,5 @@ def test_small_blocks_other_types_and_many_threads_are_left_to_torch() -> None:
     assert not module._is_fused(h[:8], weights[:8])
     assert not module._is_fused(h.double(), weights.double())
     assert not module._is_fused(h[:, ::2], weights)
-    torch.set_num_threads(module.MOST_THREADS + 1)
+    torch.set_num_threads(MOST_THREADS + 1)
     assert not module._is_fused(h, weights)

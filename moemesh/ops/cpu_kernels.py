@@ -1,6 +1,7 @@
-"""SwiGLU compiled for a CPU: imports numba, so only :mod:`moemesh.ops.swiglu` imports it, late.
+"""SwiGLU and the backward of RMSNorm compiled for a CPU: imports numba, so it is imported late.
 
-Arrays are C-contiguous: h [B, 2 F] holds gate, then up. bfloat16 numbers come as their 16 bits. The
+Arrays are C-contiguous: h [B, 2 F] holds gate, then up; x is [B, H]. bfloat16 numbers come as their
+16 bits. The
 compiled code is kept on disk beside this file, or in numba's own folder where that is read-only.
 """
 
@@ -119,7 +120,7 @@ def _backward_bfloat16(grad, h, weights, grad_h, grad_weights):
         grad_weights[row] = total
 
 
-def of_bits(*, is_bfloat16: bool) -> tuple[Any, Any]:
+def swiglu_of(*, is_bfloat16: bool) -> tuple[Any, Any]:
     """(forward, backward) for bfloat16 numbers given as bits, or for float32."""
     pair = (
         (_forward_bfloat16, _backward_bfloat16)
@@ -128,3 +129,44 @@ def of_bits(*, is_bfloat16: bool) -> tuple[Any, Any]:
     )
     forward, backward = (_compiled(function) for function in pair)
     return forward, backward
+
+
+def _norm_backward_float32(grad, x, weight, epsilon, grad_x, grad_weight):
+    size = x.shape[1]
+    for row in range(x.shape[0]):
+        given, numbers, found = grad[row], x[row], grad_x[row]
+        squares, product = np.float32(0.0), np.float32(0.0)
+        for column in range(size):
+            number = numbers[column]
+            squares += number * number
+            product += given[column] * weight[column] * number
+        root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
+        along = root * root * root * product / np.float32(size)
+        for column in range(size):
+            number, grad_y = numbers[column], given[column]
+            found[column] = root * grad_y * weight[column] - along * number
+            grad_weight[column] += np.float64(grad_y * number * root)
+
+
+def _norm_backward_bfloat16(grad, x, weight, epsilon, grad_x, grad_weight):
+    size = x.shape[1]
+    for row in range(x.shape[0]):
+        given, numbers, found = grad[row], x[row], grad_x[row]
+        squares, product = np.float32(0.0), np.float32(0.0)
+        for column in range(size):
+            number = _from_bits(numbers[column])
+            squares += number * number
+            product += _from_bits(given[column]) * _from_bits(weight[column]) * number
+        root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
+        along = root * root * root * product / np.float32(size)
+        for column in range(size):
+            number, grad_y = _from_bits(numbers[column]), _from_bits(given[column])
+            scale = _from_bits(weight[column])
+            found[column] = _to_bits(root * grad_y * scale - along * number)
+            grad_weight[column] += np.float64(grad_y * number * root)
+
+
+def norm_backward_of(*, is_bfloat16: bool) -> Any:
+    """Backward of RMSNorm for bfloat16 numbers given as bits, or for float32: writes `grad_x`, and
+    adds to `grad_weight`, float64 [H]."""
+    return _compiled(_norm_backward_bfloat16 if is_bfloat16 else _norm_backward_float32)

@@ -1,0 +1,101 @@
+"""Pointwise functions as one kernel: by ``torch.compile`` on a device, by numba on a CPU.
+
+On an accelerator every operation is a kernel, a launch of a few microseconds and a pass over the
+numbers. A chain of pointwise operations, a sum over rows at its end included, compiles into one.
+That needs Triton, which the CUDA builds of torch bring along. On a CPU ``torch.compile`` would need
+a C++ compiler at run time, and seconds at every start: there :mod:`moemesh.ops.cpu_kernels` has the
+functions that pay, for enough numbers, and few threads, since each call runs in one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of tensors, the first argument one of them, compiled where that is possible.
+
+    It must be functional: read its arguments, write none, and be the same for every number of rows.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        # For no row and for one, torch would compile once more, in the middle of a run.
+        if first.device.type == "cpu" or first.shape[0] < 2:
+            return function(*args, **kwargs)
+        return compiled(function)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` compiled at its first call; `function` itself, with one line in the log, where
+    that fails or there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        _log.warning("no Triton: %s runs operation by operation", function.__name__)
+        return function
+    return or_else(torch.compile(function, dynamic=True), function)
+
+
+def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
+    """`fast` until it fails for the first time, then `plain` for good."""
+    failed = False
+
+    @functools.wraps(plain)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(*args, **kwargs)
+            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not the compiler
+                raise
+            except Exception as error:
+                failed = True
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                _log.warning(
+                    "%s could not be compiled and runs operation by operation: %s",
+                    plain.__name__,
+                    reason,
+                )
+        return plain(*args, **kwargs)
+
+    return call
+
+
+#: A tensor with fewer numbers than this is left to torch.
+FEWEST_NUMBERS = 1 << 16
+#: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
+MOST_THREADS = 2
+
+
+def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
+    """Whether numba's code is faster than torch's operations on a CPU tensor that holds as many
+    numbers as `tensors` operands of the function."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and x.numel() >= tensors * FEWEST_NUMBERS
+        and x.is_contiguous()
+        and torch.get_num_threads() <= MOST_THREADS
+    )
+
+
+def memory_of(x: Tensor) -> Any:
+    """The same memory for numpy, which knows no bfloat16: its bits."""
+    x = x.detach()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
