@@ -71,9 +71,13 @@ def gradient_squares(
         if own is not None and where.counts(own, mesh):
             local = math.prod(len(part) for part in where.slices(mesh))
             own_rows = where.rows(mesh) if where.is_expert else [0]
-            for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
-                places.append(start + own_rows[row])
-                pieces.append(part_of(gradients[name], own, numbers))
+            if len(own.numbers) == local and local:
+                places += [start + row for row in own_rows]
+                pieces.append(gradients[name].view(len(own_rows), -1))
+            else:
+                for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
+                    places.append(start + own_rows[row])
+                    pieces.append(part_of(gradients[name], own, numbers)[None])
         start += size
     squares = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
     if pieces:
@@ -87,25 +91,36 @@ def gradient_squares(
 
 
 def sums_of_squares(pieces: list[Tensor]) -> Tensor:
-    """The sum of squares of each piece, float64."""
+    """The sum of squares of each row of each piece [rows, numbers], float64 [all rows]."""
     if pieces[0].device.type != "cpu":
-        # All in one kernel, where these would be three for each.
-        return torch.stack(torch._foreach_norm(pieces, 2.0, dtype=torch.float64)).square()
+        # Single rows in one kernel, where these would be three for each.
+        single = [piece for piece in pieces if len(piece) == 1]
+        norms = iter(torch._foreach_norm(single, 2.0, dtype=torch.float64) if single else ())
+        found = [
+            next(norms).view(1)
+            if len(piece) == 1
+            else torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
+            for piece in pieces
+        ]
+        return torch.cat(found).square()
     # A copy of a piece in float64 would cost more than the rest of its update. The norms of spans
     # are short sums of the piece's own dtype; what is added over spans is added in float64.
-    norms: list[Tensor] = []
+    norms_of_spans: list[Tensor] = []
     places: list[int] = []
-    for place, piece in enumerate(pieces):
-        whole = piece.numel() // _SPAN * _SPAN
-        flat = piece.reshape(-1)
-        for part in (flat[:whole].view(-1, _SPAN), flat[None, whole:]):
+    num_rows = 0
+    for piece in pieces:
+        whole = piece.shape[1] // _SPAN * _SPAN
+        spans = [piece[:, :whole].unflatten(1, (-1, _SPAN)), piece[:, None, whole:]]
+        for part in spans:
             if part.numel():
-                norms.append(torch.linalg.vector_norm(part, dim=1))
-                places += [place] * len(part)
-    sums = torch.zeros(len(pieces), dtype=torch.float64)
-    sums.index_add_(0, torch.tensor(places), torch.cat(norms).double().square())
+                norms_of_spans.append(torch.linalg.vector_norm(part, dim=2).flatten())
+                owners = range(num_rows, num_rows + len(piece))
+                places += [row for row in owners for _ in range(part.shape[1])]
+        num_rows += len(piece)
+    sums = torch.zeros(num_rows, dtype=torch.float64)
+    sums.index_add_(0, torch.tensor(places), torch.cat(norms_of_spans).double().square())
     if not torch.isfinite(sums).all():  # squares of finite float32 may not be finite in float32
-        sums = torch.stack([piece.double().square().sum() for piece in pieces])
+        sums = torch.cat([piece.double().square().sum(1) for piece in pieces])
     return sums
 
 

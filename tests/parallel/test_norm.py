@@ -31,9 +31,12 @@ def test_no_limit_and_no_gradient_change_nothing() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e25])
 def test_squares_of_gradients_of_any_size_are_summed(scale: float) -> None:
     """Also where the square of a finite float32 number is none."""
-    sizes = ((0,), (3,), (_SPAN,), (2, _SPAN), (3, _SPAN // 2 + 1))
+    sizes = ((1, 0), (1, 3), (1, _SPAN), (2, 2 * _SPAN + 1), (3, _SPAN // 2 + 1))
     pieces = [scale * torch.randn(size) for size in sizes]
-    exact = torch.stack([piece.double().square().sum() for piece in pieces])
+    exact = torch.cat([piece.double().square().sum(1) for piece in pieces])
     torch.testing.assert_close(sums_of_squares(pieces), exact, rtol=1e-5, atol=0)
-    pieces[1][0] = torch.inf
-    assert sums_of_squares(pieces).isfinite().tolist() == [True, False, True, True, True]
+    alone = [row[None] for piece in pieces for row in piece]
+    assert torch.equal(sums_of_squares(alone), sums_of_squares(pieces)), "a row has its own bits"
+    pieces[1][0, 0] = pieces[3][1, 5] = torch.inf
+    finite = [True, False, True, True, False, True, True, True]
+    assert sums_of_squares(pieces).isfinite().tolist() == finite

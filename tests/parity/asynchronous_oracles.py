@@ -126,7 +126,8 @@ class Reference:
         pieces: list[Tensor] = []
         for name in self.names[stage]:
             stacked = ".experts." in name
-            pieces += gradients[name] if stacked else [gradients[name]]
+            gradient = gradients[name]
+            pieces.append(gradient.flatten(1) if stacked else gradient.reshape(1, -1))
         # The sums of tests/parallel/test_norm.py: the bits of a step depend on them.
         norm = math.sqrt(float(sums_of_squares(pieces).sum()))
         if self.train.clip and norm > self.train.clip:
