@@ -94,8 +94,9 @@ class Attention(AdaptedModule):
             query_BSND, key_BSMD, value_BSMD = (
                 part.clamp(-limit, limit) for part in (query_BSND, key_BSMD, value_BSMD)
             )
+        tables = context.rotary(qkv.dtype)
         query_BSND, key_BSMD = (
-            rotate(part, context.cosine, context.sine, interleaved=config.rope_interleave)
+            rotate(part, *tables, interleaved=config.rope_interleave)
             for part in (query_BSND, key_BSMD)
         )
         return attend(self, query_BSND, key_BSMD, value_BSMD, context)
@@ -179,7 +180,7 @@ class LatentAttention(AdaptedModule):
             return x_TA.view(shape).split(sizes, dim=3)
 
         def rotated(x: Tensor) -> Tensor:
-            return rotate(x, context.cosine, context.sine, interleaved=config.rope_interleave)
+            return rotate(x, *context.rotary(x.dtype), interleaved=config.rope_interleave)
 
         query_BSND, query_BSNR = by_head(expanded.query_TA, heads, [plain, rotary])
         key_BSND, value_BSND = by_head(expanded.key_value_TA, heads, [plain, config.v_head_dim])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -198,6 +198,15 @@ class Context:
     experts: Mapping[int, Tensor] | None = None
     slices: SliceState = NO_SLICES
     flow: Flow = PLAIN_FLOW
+    _rotary: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def rotary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``cosine`` and ``sine`` in the numbers of the heads: converted once for all layers."""
+        if dtype not in self._rotary:
+            self._rotary[dtype] = self.cosine.to(dtype), self.sine.to(dtype)
+        return self._rotary[dtype]
 
 
 def make_context(

@@ -69,10 +69,12 @@ def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R channels of x [B, S, heads, D] by tables of [..., S, 1, R].
+    """Rotate the first R channels of x [B, S, heads, D] by tables of [..., S, 1, R] in its dtype.
 
     Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`.
     """
+    if not torch.is_grad_enabled():
+        return _rotation_of(x)(x, cosine, sine, interleaved, False)
     return _Rotation.apply(x, cosine, sine, interleaved)
 
 
@@ -103,8 +105,8 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwar
 
     size = cosine.shape[-1]
     rotated, rest = x[..., :size], x[..., size:]
-    y = rotated * cosine.to(x.dtype)
-    (first, second), (first_sine, second_sine) = pairs(rotated), pairs(sine.to(x.dtype))
+    y = rotated * cosine
+    (first, second), (first_sine, second_sine) = pairs(rotated), pairs(sine)
     first_y, second_y = pairs(y)
     sign = -1 if backwards else 1
     first_y.sub_(second * first_sine, alpha=sign)

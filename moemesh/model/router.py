@@ -372,7 +372,7 @@ def route(
         if config.router_scale_on == "weights" and config.router_scale != 1.0:
             weights_TK = weights_TK * config.router_scale
     else:
-        weights_TK = weigh(scores_TE, experts_TK, config)
+        weights_TK = weigh(scores_TE, experts_TK, config, is_complete=is_complete)
     return Routing(
         weights_TK=weights_TK,
         experts_TK=experts_TK,
@@ -411,21 +411,27 @@ def choose(
     return experts_TK.masked_fill(none_T1, -1), preferred_TK.masked_fill(none_T1, -1)
 
 
-def weigh(scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig) -> Tensor:
-    """Weights [T, K] of the chosen experts, 0 for none; with gradient."""
-    none_TK = experts_TK < 0
-    weights_TK = scores_TE.gather(1, experts_TK.clamp(min=0))
+def weigh(
+    scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig, *, is_complete: bool = False
+) -> Tensor:
+    """Weights [T, K] of the chosen experts, 0 for none; with gradient. `is_complete`: no -1 among
+    them."""
+    none_TK = None if is_complete else experts_TK < 0
+    weights_TK = scores_TE.gather(1, experts_TK if is_complete else experts_TK.clamp(min=0))
     if config.router_when == "after":
         weights_TK = score(weights_TK, config)
-    weights_TK = weights_TK.masked_fill(none_TK, 0.0)
+    if none_TK is not None:
+        weights_TK = weights_TK.masked_fill(none_TK, 0.0)
     if config.router_normalize:
         total_T1 = weights_TK.sum(1, keepdim=True)
         if config.router_normalize_min:
             total_T1 = total_T1.clamp(min=config.router_normalize_min)
         elif config.router_normalize_eps:
             total_T1 = total_T1 + config.router_normalize_eps
-        # A token without any expert has no weights to divide; 0 / 0 would poison the gradient.
-        weights_TK = weights_TK / total_T1.masked_fill(none_TK.all(1, keepdim=True), 1.0)
+        if none_TK is not None:
+            # A token without any expert has no weights to divide; 0 / 0 would poison the gradient.
+            total_T1 = total_T1.masked_fill(none_TK.all(1, keepdim=True), 1.0)
+        weights_TK = weights_TK / total_T1
     if config.router_scale_on == "weights" and config.router_scale != 1.0:
         weights_TK = weights_TK * config.router_scale
     return weights_TK
