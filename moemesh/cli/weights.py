@@ -179,6 +179,10 @@ class GenerateRequest:
 
     source: _Source
     prompt: Annotated[str | None, "The text to continue.", "TEXT"] = None
+    prompts: Annotated[
+        Path | None, 'Or a file of them: a text of lines, or JSON lines with "prompt".', "FILE"
+    ] = None
+    batch: Annotated[int, "Prompts of a file that are answered together.", {"min": 1}] = 16
     chat: Annotated[
         bool, "Answer --prompt by the chat template; without it, the lines of stdin."
     ] = False
@@ -202,13 +206,20 @@ def generate(request: GenerateRequest) -> None:
 
         moemesh generate runs/first --prompt "def main(" --max-tokens 50
         moemesh generate runs/tuned --chat --prompt "What is 3 + 4?"
+        moemesh generate runs/tuned --chat --prompts questions.txt --json > answers.jsonl
     """
     from moemesh.comm.slurm import rank_of
 
     need = '; fix: --prompt "What is 3 + 4?"'
+    has_text = request.prompt is not None or request.prompts is not None
     for is_wrong, option, message in (
-        (request.prompt is None and not request.chat, "--prompt", f"is missing{need}"),
-        (request.prompt is None and request.as_json, "--json", f"answers one --prompt{need}"),
+        (
+            request.prompt is not None and request.prompts is not None,
+            "--prompts",
+            "stands beside --prompt; fix: give one of them",
+        ),
+        (not has_text and not request.chat, "--prompt", f"is missing{need}"),
+        (not has_text and request.as_json, "--json", f"answers one --prompt{need}"),
         (
             request.system is not None and not request.chat,
             "--system",

@@ -239,11 +239,15 @@ class Transformer(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [B*S, V] of a batch, of a model in one part."""
-        x_TH = self(batch, whole(self.config)._replace(last=False)).x_TH
+        x_TH = self.stream(batch)
         assert self.norm is not None
         x_TH, weight_VH = self._before_head(x_TH, self.norm)
         logits_TV = self.vocabulary.logits(x_TH, weight_VH, batch.num_tokens)
         return self.weights.leave("head", logits_TV)
+
+    def stream(self, batch: Batch) -> Tensor:
+        """The residual stream behind the last layer [T, H], of a model in one part."""
+        return self(batch, whole(self.config)._replace(last=False)).x_TH
 
     def _before_head(self, x_TH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The rows that enter the head, and its weight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import subprocess
@@ -182,6 +183,51 @@ def test_one_answer(
     assert found["text"] == "It is 7." and len(found["tokens"]) == 12
 
 
+def test_prompts_of_a_file_are_answered_together_as_each_alone(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
+        if found := work(Mesh.single("cpu")):
+            print(found)
+        return 0
+
+    monkeypatch.setattr(generation, "on_ranks", work)
+    overrides, options = ["train.dtype=float64"], {"max_tokens": 9, "temperature": 0.7}
+    most = generation.config_of(folder, overrides).model.max_position_embeddings
+    prompts = ["a", "", "one and two", "ab" * most, "<7>", "one more"]
+    alone: list[str] = []
+    for seed, prompt in enumerate(prompts):
+        with contextlib.suppress(UserError):
+            generation.generate(folder, prompt, overrides, seed=seed, **options)
+        alone.append(capsys.readouterr().out.removesuffix("\n"))
+    files = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    files[0].write_text("\n".join(prompts) + "\n")
+    files[1].write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    for file in files:
+        given = {"prompts": file, "batch": 3, **options}
+        assert generation.generate(folder, None, overrides, as_json=True, **given) == 2
+        said = capsys.readouterr()
+        rows = [json.loads(line) for line in said.out.splitlines()]
+        assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        errors = {row["line"]: row["error"] for row in rows if "error" in row}
+        assert errors == {
+            2: "line 2 is empty; it needs at least one token",
+            4: f"line 4 has {2 * most} tokens, and the model has {most} positions: at most "
+            f"{most - 1}, and a new one",
+        }
+        assert said.err.splitlines()[-2:] == [f"{file}: {error}" for error in errors.values()]
+        texts = [prompts[row["line"] - 1] + row["text"] for row in rows if "text" in row]
+        assert texts == [text for text in alone if text] and len(texts) == 4
+        generation.generate(folder, None, overrides, **given)
+        assert capsys.readouterr().out.split("\n== line ")[1] == f"3\n{alone[2]}"
+    files[1].write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match="line 2: no text named prompt"):
+        generation.generate(folder, None, overrides, prompts=files[1])
+
+
 def test_a_terminal_shows_the_text_as_it_comes(
     folder: Path,
     answering: Callable[..., Model],
@@ -285,6 +331,7 @@ def test_what_chat_refuses(
     for options, message in (
         ([], "is missing"),
         (["--chat", "--json"], "answers one --prompt"),
+        (["--prompt", "a", "--prompts", "b"], "give one of them"),
         (["--prompt", "a", "--system", "b"], "add --chat"),
     ):
         monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -66,29 +67,77 @@ class KeyValueCache(SliceState):
         key, value = (room[:, :, :stop] for room in kept)
         return key, value
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget the other sequences."""
+        for layer, (key, value) in self._room.items():
+            index = torch.tensor(rows, dtype=torch.int64, device=key.device)
+            self._room[layer] = key[index], value[index]
+
     def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
         return None
 
 
-@torch.no_grad()
-def continuation(
-    model: Transformer, prompt: Sequence[int], choose: Choose, device: torch.device | str = "cpu"
-) -> Iterator[int]:
-    """Ids behind `prompt` (at least one), without end; a model in one part, all ranks of its plan
-    alike."""
-    ids, done, cache = list(prompt), 0, KeyValueCache()
-    while True:
-        tokens_BS = torch.tensor([ids], device=device)
+class Continuations:
+    """Sequences of a model in one part that grow together, a token each at every step; all ranks of
+    its plan do the same. Shorter prompts are padded at their beginning: their tokens are a document
+    of their own, which attention does not leave, and nobody routes the padding."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        choosers: Sequence[Choose],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`prompts` of at least one token."""
+        self.model, self.choosers, self.device = model, list(choosers), device
+        length = max(map(len, prompts))
+        self._starts = [length - len(prompt) for prompt in prompts]
+        self._ids = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+        self._cache, self._done = KeyValueCache(), 0
+
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """The next token of each sequence."""
+        tokens_BS = torch.tensor(self._ids, device=self.device)
+        num_sequences, length = tokens_BS.shape
+        valid_BS = documents_BS = None
+        if any(self._starts):
+            starts_B1 = torch.tensor(self._starts, device=self.device)[:, None]
+            valid_BS = torch.arange(length, device=self.device) >= starts_B1
+            documents_BS = valid_BS.long()
         whole = Batch(
             tokens_BS=tokens_BS,
             targets_BS=tokens_BS,
-            sequences_B=torch.zeros(1, dtype=torch.int64, device=device),
+            sequences_B=torch.arange(num_sequences, device=self.device),
+            valid_BS=valid_BS,
+            documents_BS=documents_BS,
             training=False,
         )
-        logits_TV = model.logits(whole.slice(done, len(ids), cache))
-        done = len(ids)
-        ids.append(choose(logits_TV[-1]))
-        yield ids[-1]
+        if self._done < length - 1:  # of a prompt only the last position needs logits
+            self.model.stream(whole.slice(self._done, length - 1, self._cache))
+        logits_BV = self.model.logits(whole.slice(length - 1, length, self._cache))
+        self._done = length
+        chosen = [choose(row) for choose, row in zip(self.choosers, logits_BV, strict=True)]
+        for ids, one in zip(self._ids, chosen, strict=True):
+            ids.append(one)
+        return chosen
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
+        self._ids, self._starts, self.choosers = (
+            [values[row] for row in rows] for values in (self._ids, self._starts, self.choosers)
+        )
+        self._cache.keep(rows)
+
+
+def continuation(
+    model: Transformer, prompt: Sequence[int], choose: Choose, device: torch.device | str = "cpu"
+) -> Iterator[int]:
+    """Ids behind one `prompt`, without end: see :class:`Continuations`."""
+    growing = Continuations(model, [prompt], [choose], device)
+    while True:
+        yield growing.step()[0]
 
 
 def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choose:
@@ -113,11 +162,81 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
     return choose
 
 
+class Answer:
+    """The text that the tokens of one sequence make, until it ends; `say` gets it piece by piece.
+
+    It ends at an id of `stops`, behind the text `stop`, or with `max_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Collection[int],
+        stop: str,
+        max_tokens: int,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
+        self.max_tokens, self.say = max_tokens, say
+        self.tokens: list[int] = []
+        self._said = ""
+
+    def add(self, token: int) -> bool:
+        """Whether the text goes on behind this token."""
+        if token in self.stops:
+            return False
+        self.tokens.append(token)
+        stop, decode = self.stop, self.tokenizer.decode
+        if stop and decode(self.tokens[-len(stop) :], special=True).endswith(stop):
+            return False
+        # A token may be a part of a character, and a text end as the stop begins.
+        text = decode(self.tokens)
+        if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
+            self.say(text[len(self._said) :])
+            self._said = text
+        return len(self.tokens) < self.max_tokens
+
+    def text(self) -> str:
+        """All of it; what was not said is."""
+        text = self.tokenizer.decode(self.tokens).removesuffix(self.stop)
+        self.say(text[len(self._said) :])
+        self._said = text
+        return text
+
+
+def prompts_of(file: Path) -> list[str]:
+    """The prompts of a file: its lines, or of ``.jsonl`` the strings named "prompt". UserError with
+    the line that holds none."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: its byte {error.start + 1} is none") from error
+    lines = lines[:-1] if not lines[-1] else lines
+    if file.suffix == ".jsonl":
+        for number, line in enumerate(lines):
+            try:
+                lines[number] = json.loads(line)["prompt"]
+                assert isinstance(lines[number], str)
+            except (ValueError, TypeError, KeyError, AssertionError) as error:
+                need = 'a line is an object such as {"prompt": "2 + 2 is"}'
+                raise UserError(
+                    f"{file}, line {number + 1}: no text named prompt; {need}"
+                ) from error
+    if not lines:
+        raise UserError(f"{file}: holds no prompt")
+    return lines
+
+
 def generate(
     source: Path,
     prompt: str | None,
     overrides: Sequence[str] = (),
     *,
+    prompts: Path | None = None,
+    batch: int = 16,
     chat: bool = False,
     system: str | None = None,
     max_tokens: int = 100,
@@ -128,7 +247,9 @@ def generate(
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
     returns the exit code. With `chat`, `prompt` is a question, put and answered by the chat
-    template; None: questions are the lines of stdin."""
+    template; None: questions are the lines of stdin. `prompts`: continue those of a file instead,
+    `batch` at a time, number i with the draws of ``seed + i``; one that cannot be continued is
+    named, and the others are answered."""
     config = config_of(source, overrides)
     # Keys and values of a sequence are kept where its tokens are: on every rank.
     problems = [
@@ -149,32 +270,39 @@ def generate(
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
         note = "this run was tuned on conversations: --chat asks by their template"
         print(f"note: {note}", file=sys.stderr, flush=True)
-    if prompt is None and config.plan.world_size > 1:
+    converses = prompt is None and prompts is None
+    if converses and config.plan.world_size > 1:
         raise UserError(
             f"the plan has {config.plan.world_size} ranks, and a conversation is held by one: "
             "give --prompt TEXT, or one rank"
         )
     turns = [] if system is None else [{"role": "system", "content": system}]
 
-    def ids_of(text: str) -> list[int]:
+    def ids_of(text: str, name: str = "--prompt") -> list[int]:
         if template is not None:
             text = template.prompt([*turns, {"role": "user", "content": text}])
         try:
-            ids = tokenizer.encode(text.encode(), "--prompt").tolist()
+            ids = tokenizer.encode(text.encode(), name).tolist()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"--prompt is not UTF-8 text: its character {error.start + 1} is none"
+                f"{name} is not UTF-8 text: its character {error.start + 1} is none"
             ) from error
         if not ids:
-            raise UserError("--prompt is empty; it needs at least one token")
+            raise UserError(f"{name} is empty; it needs at least one token")
         if max(ids) >= config.model.vocab_size:
             raise UserError(
-                f"--prompt has the id {max(ids)}, not below model.vocab_size "
+                f"{name} has the id {max(ids)}, not below model.vocab_size "
                 f"{config.model.vocab_size}: another tokenizer than the model's?"
+            )
+        if len(ids) >= (most := config.model.max_position_embeddings or len(ids) + 1):
+            raise UserError(
+                f"{name} has {len(ids)} tokens, and the model has {most} positions: at most "
+                f"{most - 1}, and a new one"
             )
         return ids
 
     asked = [] if prompt is None else ids_of(prompt)
+    wanted = [] if prompts is None else prompts_of(prompts)
     stop = "" if template is None else template.stop
     # The ids that end a text, as the first file of the model's folder says that names them.
     stops: Collection[int] = ()
@@ -189,37 +317,70 @@ def generate(
         if found is not None:
             stops = {found} if isinstance(found, int) else set(found)
             break
+    new_answer = partial(Answer, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
+    rows: dict[int, list[int]] = {}
+    errors: dict[int, str] = {}
+    for number, line in enumerate(wanted, start=1):
+        try:
+            rows[number] = ids_of(line, f"line {number}")
+        except UserError as error:
+            errors[number] = str(error)
+            if not launch.launched():
+                to_stderr(f"{prompts}: {error}")
+
+    def answer_lines(mesh: Mesh, model: Transformer, numbers: range) -> None:
+        """Answer these lines together, each until its own end, and print what rank 0 has."""
+        answers = {number: new_answer() for number in numbers if number in rows}
+        open_lines = list(answers)
+        growing = None
+        if open_lines:
+            choosers = [chooser(temperature, top_p, seed + number - 1) for number in open_lines]
+            asked = [rows[number] for number in open_lines]
+            growing = Continuations(model, asked, choosers, mesh.device)
+        while growing is not None and open_lines:
+            goes_on = [
+                answers[number].add(token)
+                for number, token in zip(open_lines, growing.step(), strict=True)
+            ]
+            if not all(goes_on):
+                growing.keep([place for place, goes in enumerate(goes_on) if goes])
+                open_lines = list(compress(open_lines, goes_on))
+        for number in numbers if mesh.rank == 0 else ():
+            found = answers.get(number)
+            if as_json and found is None:
+                print(strict_json({"line": number, "error": errors[number]}), flush=True)
+            elif as_json and found is not None:
+                row = {"line": number, "text": found.text(), "tokens": found.tokens}
+                print(strict_json(row), flush=True)
+            elif found is not None:
+                head = "" if chat else wanted[number - 1]
+                print(f"== line {number}\n{head}{found.text()}", flush=True)
 
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
-        choose = chooser(temperature, top_p, seed)
 
         def answer(ids: list[int], say: Callable[[str], object]) -> tuple[str, list[int]]:
-            found: list[int] = []
-            text = told = ""
+            found = new_answer(say=say)
+            # One generator of numbers for all answers of a conversation.
             for one in continuation(parallel.model, ids, choose, mesh.device):
-                if one in stops:
+                if not found.add(one):
                     break
-                found.append(one)
-                if stop and tokenizer.decode(found[-len(stop) :], special=True).endswith(stop):
-                    break
-                # A token may be a part of a character, and a text end as the stop begins.
-                text = tokenizer.decode(found)
-                if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
-                    say(text[len(told) :])
-                    told = text
-                if len(found) == max_tokens:
-                    break
-            text = tokenizer.decode(found).removesuffix(stop)
-            say(text[len(told) :])
+            text = found.text()
             if not text and mesh.rank == 0:
                 to_stderr("note: the answer is empty: the model ends the text at once")
-            return text, found
+            return text, found.tokens
 
-        if prompt is None:
+        choose = chooser(temperature, top_p, seed)
+        if wanted:
+            for first in range(1, len(wanted) + 1, batch):
+                numbers = range(first, min(first + batch, len(wanted) + 1))
+                answer_lines(mesh, parallel.model, numbers)
+            parallel.close()
+            return ""
+        if converses:
             _converse(turns, ids_of, answer)
             return ""
-        head = "" if chat else prompt
+        head = "" if chat else prompt or ""
         if mesh.rank == 0 and sys.stdout.isatty() and not as_json:
             # A person reads along.
             _print_more(head)
@@ -227,11 +388,12 @@ def generate(
             print(flush=True)
             parallel.close()
             return ""
-        text, found = answer(asked, lambda text: None)
+        text, tokens = answer(asked, lambda text: None)
         parallel.close()
-        return strict_json({"text": text, "tokens": found}) if as_json else head + text
+        return strict_json({"text": text, "tokens": tokens}) if as_json else head + text
 
-    return on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
+    code = on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
+    return code or (2 if errors and not launch.launched() else 0)
 
 
 _print_more = partial(print, end="", flush=True)
