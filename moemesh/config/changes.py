@@ -24,6 +24,7 @@ FREE = frozenset(
         "train.checkpoint_every",
         "train.checkpoints_kept",
         "train.cluster",
+        "train.compile",
         "train.load_bins",
         "train.log_every",
         "train.validate_every",

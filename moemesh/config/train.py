@@ -105,6 +105,9 @@ class TrainConfig(Section):
     #: between; 0: never.
     restarts: Count = 2
     device: Device = "auto"
+    #: Pointwise operations of a device (SwiGLU, rotary positions, cross-entropy) run as kernels of
+    #: torch.compile, where Triton is installed; without, or on a CPU, operation by operation.
+    compile: bool = True
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
     cluster: str | None = None
     #: A collective that waits longer than this has lost a rank. Ten years, the upper end, keep the

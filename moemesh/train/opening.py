@@ -79,6 +79,8 @@ def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -
     """The model with fresh weights; `schedule` in place of the plan's. All ranks call. Raises
     ValueError for a plan that cannot be carried out."""
     data, train = config.data, config.train
+    if not train.compile:
+        torch.compiler.set_stance("force_eager")
     return parallelize(
         config.model,
         config.plan,
