@@ -129,12 +129,14 @@ def assert_predicted(
             config, plan, **settings, optimizer=train.optimizer, momentum=train.momentum
         ).to_json()
         for part in found["memory"].keys() - {"activations", "kinds"}:
-            # Under zero3 gradients wait as they came, in an order that autograd chooses.
-            near = part == "buffers" and plan.data == "zero3"
-            expected = (
-                pytest.approx(found["memory"][part], rel=0.25) if near else found["memory"][part]
-            )
-            assert memory[part] == expected, f"rank {rank}: {part}"
+            # Under zero3 gradients wait as they came, in an order that autograd chooses; under
+            # zero2 in a pipeline sums of one stage are under way in the backward of another.
+            near = 0.25 if plan.data == "zero3" else 0.05 if plan.pp > 1 else 0.0
+            if part != "buffers" or plan.data not in ("zero2", "zero3"):
+                near = 0.0
+            measured = found["memory"][part]
+            said = f"rank {rank}: {part}: {memory[part]} predicted, {measured} measured"
+            assert memory[part] == pytest.approx(measured, rel=near, abs=0.0), said
         if activations and not tuning.is_full:
             # What only the gradients of weights that do not train would read is not kept.
             kept = found["memory"]["activations"]

@@ -115,7 +115,6 @@ def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
     if plan.data == "replicate":
         return 0
     found = [one for one in data_buckets(placement, rank, element) if one.trains]
-    waiting = [len(bucket.members) for bucket in found]
     homes = {member.name: place for place, bucket in enumerate(found) for member in bucket.members}
     received: list[int] = []
     sends: list[int] = []
@@ -125,31 +124,44 @@ def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
         # Under zero2 and zero3 the vector that is sent is another one than what the rank keeps.
         is_copied = plan.data in ("zero2", "zero3") and received[-1] > 0
         sends.append(bucket.numbers * bucket.gradient_bytes * is_copied)
-    held, most, launched = 0, 0, 0
+    # A second backward finds the last sums of the first one under way.
+    is_per_backward = plan.data in ("zero2", "zero3")
+    names = [tensor.name for tensor in reversed(placement.held(pp_rank)) if tensor.name in homes]
+    held, most = 0, 0
     under_way: list[int] = []
+    working: set[int] = set()
     begun: set[int] = set()
-    names = (tensor.name for tensor in reversed(placement.held(pp_rank)))
-    for place in (homes[name] for name in names if name in homes):
-        if plan.data == "zero3":
-            share = found[place].members
-            held += sends[place] // len(share)
-        elif place not in begun:
-            begun.add(place)
-            held += sends[place]
-        waiting[place] -= 1
-        most = max(most, held)
-        while launched < len(found) and not waiting[launched]:
-            while under_way and found[under_way[0]].unit != found[launched].unit:
-                first = under_way.pop(0)
-                held -= sends[first] + received[first]
-            most = max(most, held + (sends[launched] if plan.data == "zero3" else 0))
-            held += received[launched]
+
+    def wait(place: int) -> int:
+        """The bytes that are free when the sum of a bucket has arrived."""
+        if place not in working:
+            return 0
+        working.remove(place)
+        return sends[place] + received[place]
+
+    for _ in range(2 if is_per_backward and plan.microbatches > 1 else 1):
+        waiting, launched = [len(bucket.members) for bucket in found], 0
+        for place in (homes[name] for name in names):
+            if plan.data == "zero3":
+                held += sends[place] // len(found[place].members)
+            elif place not in begun:
+                begun.add(place)
+                held += sends[place]
+            waiting[place] -= 1
             most = max(most, held)
-            under_way.append(launched)
-            launched += 1
-            if len(under_way) > MOST_UNDER_WAY:
-                first = under_way.pop(0)
-                held -= sends[first] + received[first]
+            while launched < len(found) and not waiting[launched]:
+                while under_way and found[under_way[0]].unit != found[launched].unit:
+                    held -= wait(under_way.pop(0))
+                held -= wait(launched)
+                most = max(most, held + (sends[launched] if plan.data == "zero3" else 0))
+                held += received[launched]
+                most = max(most, held)
+                begun.discard(launched)
+                working.add(launched)
+                under_way.append(launched)
+                launched += 1
+                if len(under_way) > MOST_UNDER_WAY:
+                    held -= wait(under_way.pop(0))
     return most
 
 
