@@ -131,7 +131,9 @@ def assert_predicted(
         for part in found["memory"].keys() - {"activations", "kinds"}:
             # Under zero3 gradients wait as they came, in an order that autograd chooses; under
             # zero2 in a pipeline sums of one stage are under way in the backward of another.
+            # Where a part of the model trains, few sums are, and the prediction is above them.
             near = 0.25 if plan.data == "zero3" else 0.05 if plan.pp > 1 else 0.0
+            near = 0.35 if near and not tuning.is_full else near
             if part != "buffers" or plan.data not in ("zero2", "zero3"):
                 near = 0.0
             measured = found["memory"][part]
