@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.simulated_device import SimulatedDevice
-from moemesh.ops import swiglu
+from moemesh.model import rope
+from moemesh.ops import cross_entropy, swiglu
 from moemesh.ops.fusion import or_else
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -96,6 +98,33 @@ def test_the_compiled_swiglu_is_the_one_as_written() -> None:
             error, own = ((found.double() - exact).abs().max() for found in (one, other))
             # No further from the exact numbers than the form as written, but for one rounding.
             assert error <= own + unit, (form, float(error), float(own))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_rotations_and_cross_entropy_are_those_as_written() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    rotated = torch.compile(rope._rotated, dynamic=True)
+    functions = (cross_entropy._chunk_gradient, cross_entropy._with_chunk)
+    gradient, with_chunk = (torch.compile(f.__wrapped__, dynamic=True) for f in functions)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
+        for rows, columns in ((16, 40), (33, 24)):  # compiled once for both
+            x, tables = draw(2, rows, 3, 10).to(dtype), draw(2, rows, 1, 8).to(dtype).unbind()
+            for options in itertools.product((False, True), repeat=2):
+                pair = rotated(x, *tables, *options), rope._rotated(x, *tables, *options)
+                torch.testing.assert_close(*pair, rtol=tolerance, atol=4 * tolerance)
+            lse, grad, target = draw(rows).exp() + 3, draw(rows), draw(rows)
+            place = torch.randint(columns, (rows,), generator=generator), draw(rows) > 0
+            logits = draw(rows, columns).to(dtype)
+            pair = gradient(logits, lse, grad, *place), functions[0](logits, lse, grad, *place)
+            torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance)
+            arguments = logits, lse, target, *place
+            for pair in zip(with_chunk(*arguments), functions[1](*arguments), strict=True):
+                torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6)
 
 
 def test_what_fails_to_compile_runs_as_written_with_one_line(
