@@ -25,9 +25,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels, start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.executor import EntryRunner
-from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
+from moemesh.parallel.pipeline.messenger import Wire, message_specs
 from moemesh.parallel.pipeline.program import Program
-from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, predecessor, single
 from moemesh.schedule.ampnet import OldestFirst
 from moemesh.schedule.text import parse_op
 from moemesh.trace.timeline import TimelineRecorder
@@ -181,7 +181,7 @@ class MessageDrivenExecutor:
             self._ended.add(source)
             self._end_forwards()
             return
-        producer = producer_of(self.schedule, op)
+        producer = predecessor(self.schedule, op)
         assert producer is not None
         tensors, works = self._wire.receive(message_specs(program, producer), source, op.kind)
         for work in works:
