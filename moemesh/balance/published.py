@@ -93,37 +93,6 @@ def published_division(weight: Floats, num_groups: int, members: Ints, loads: Fl
 
 
 @compiled
-def published_layer(
-    weight: Floats, num_groups: int, num_nodes: int, num_gpus: int, enough: float, slots: Ints
-) -> float:
-    """Fill the slots of one layer with logical experts; returns the load of the hottest GPU.
-
-    The global policy is one group and one node. As soon as a node carries `enough`, the rest is
-    left out: only what stays below is of interest.
-    """
-    loads = np.empty(len(weight))
-    members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
-    published_division(weight, num_groups, members, loads)
-    experts = np.empty(len(weight) // num_nodes, np.int64)
-    per_node = len(slots) // num_nodes
-    heat = np.zeros(num_nodes)
-    for node in range(num_nodes):
-        heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
-    top = 0.0
-    for node in np.argsort(heat, kind="mergesort"):
-        own = gather_node(loads, num_groups, members[node], experts)
-        part = slots[node * per_node : (node + 1) * per_node]
-        published_box(own, num_gpus // num_nodes, part)
-        exact = gather_node(weight, num_groups, members[node], experts)
-        top = max(top, heaviest_gpu(exact, part, num_gpus // num_nodes))
-        if top >= enough:
-            break
-        for slot in range(per_node):
-            part[slot] = experts[part[slot]]
-    return top
-
-
-@compiled
 def published_layers(
     weights: Floats,
     num_groups: int,
@@ -133,11 +102,32 @@ def published_layers(
     slots: Ints,
     tops: Floats,
 ) -> None:
-    """`published_layer` for every row of `weights`; `enough` and `tops` [layers]."""
+    """Fill the `slots` of every layer with logical experts, and `tops` [layers] with the loads of
+    the hottest GPUs.
+
+    The global policy is one group and one node. As soon as a node of a layer carries `enough`
+    [layers], the rest is left out: only what stays below is of interest.
+    """
+    loads = np.empty(weights.shape[1])
+    members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
+    experts = np.empty(weights.shape[1] // num_nodes, np.int64)
+    per_node = slots.shape[1] // num_nodes
+    heat = np.zeros(num_nodes)
     for layer in range(len(weights)):
-        tops[layer] = published_layer(
-            weights[layer], num_groups, num_nodes, num_gpus, enough[layer], slots[layer]
-        )
+        published_division(weights[layer], num_groups, members, loads)
+        for node in range(num_nodes):
+            heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
+        tops[layer] = 0.0
+        for node in np.argsort(heat, kind="mergesort"):
+            own = gather_node(loads, num_groups, members[node], experts)
+            part = slots[layer, node * per_node : (node + 1) * per_node]
+            published_box(own, num_gpus // num_nodes, part)
+            exact = gather_node(weights[layer], num_groups, members[node], experts)
+            tops[layer] = max(tops[layer], heaviest_gpu(exact, part, num_gpus // num_nodes))
+            if tops[layer] >= enough[layer]:
+                break
+            for slot in range(per_node):
+                part[slot] = experts[part[slot]]
 
 
 @compiled
