@@ -190,7 +190,17 @@ class WordFile:
         try:
             if not is_there:
                 os.ftruncate(handle, size)
-                _reserve(handle, range(num_ranks) if reserved is None else reserved)
+                ranks = range(num_ranks) if reserved is None else reserved
+                # Take the room of these records now: on a full file system, whoever writes or reads
+                # a record without room is killed by SIGBUS.
+                try:
+                    if hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(
+                            handle, RANK_BYTES * ranks.start, RANK_BYTES * len(ranks)
+                        )
+                except OSError as error:
+                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                        raise
             self._memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
@@ -208,18 +218,6 @@ class WordFile:
         self.unmap()
         with suppress(OSError):
             self.path.unlink()
-
-
-def _reserve(handle: int, ranks: range) -> None:
-    """Take the room of these records now: on a full file system, whoever writes or reads a record
-    without room is killed by SIGBUS."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(handle, RANK_BYTES * ranks.start, RANK_BYTES * len(ranks))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
 
 
 def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
