@@ -294,22 +294,18 @@ class ScatteredBucket(ShardedBucket):
     reduce-scatter; what a rank owns of the sum is added up over microbatches."""
 
     def allocate_gradients(self) -> None:
-        self._sums = self.zeros(len(self.own))
+        self.total = self.zeros(len(self.own))
         self._clear()
 
     def _clear(self) -> None:
         #: The gradients since the last sum over ranks; a rank alone adds to what it owns.
-        self._flat = self._sums if self.axis.size == 1 else None
+        self._flat = self.total if self.axis.size == 1 else None
         self._filled = set(self.parameters) if self.axis.size == 1 else set[nn.Parameter]()
         if self._flat is not None:
             self._views = self.views_of(self._flat)
 
     def own_sums(self) -> Tensor:
-        return self._sums
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self._sums.numel() * self._sums.element_size()
+        return self.total
 
     @property
     def buffer_bytes(self) -> int:
@@ -319,7 +315,7 @@ class ScatteredBucket(ShardedBucket):
         return super().buffer_bytes + whole
 
     def begin(self) -> None:
-        self._sums.zero_()
+        super().begin()
         self._clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -332,7 +328,7 @@ class ScatteredBucket(ShardedBucket):
 
     def _fill(self) -> Tensor:
         if self._flat is None:
-            self._flat = self._sums.new_empty(self.rule.numbers)
+            self._flat = self.total.new_empty(self.rule.numbers)
             self._views = self.views_of(self._flat)
         return self._flat
 
@@ -348,7 +344,7 @@ class ScatteredBucket(ShardedBucket):
         del flat
         self._views.clear()
         self._clear()
-        self._work = lambda: self._sums.add_(receive())
+        self._work = lambda: self.total.add_(receive())
 
 
 class GatheredBucket(ScatteredBucket):

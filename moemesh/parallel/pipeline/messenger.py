@@ -27,11 +27,9 @@ class Messenger(Protocol):
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         """The tensors of the neighbouring stage that `op` works on; waits for them."""
-        ...
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
         """Pass on what `op` has made; never waits."""
-        ...
 
 
 def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
