@@ -79,7 +79,7 @@ def run(settings: PipelineSettings, found: Path | None = None) -> dict[str, Any]
     def measured(ranks: launch.Ranks) -> dict[str, Any]:
         mesh = Mesh.create(Layout(pp=ranks.world_size), ranks.device)
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
-        executor = Executor(schedule, Channels.create(mesh, "pp", pairs))
+        executor = Executor(schedule, Channels(mesh, "pp", pairs))
         steps = {
             seconds: [
                 _step(executor, SleepingStages(schedule, seconds), mesh)

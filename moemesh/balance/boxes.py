@@ -40,22 +40,16 @@ RANDOM_FACTOR, RANDOM_SHIFT, RANDOM_MASK = 1103515245, 12345, 0x7FFFFFFF
 
 
 @compiled
-def place_on_grid(load: float, target: float) -> int:
-    """First cell from which a replica counts, plus 1, negative for one that needs a companion."""
+def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None:
+    """Enter `copies` replicas (or take away, if negative) into the balance of companions: from the
+    first cell from which they count, those that need a companion as missing."""
     width = 0.5 * target / CELLS
     if 2.0 * load > target:
         cell = int(np.floor((target - load) / width))
-        return -1 - max(0, min(cell, CELLS))
-    cell = int(np.ceil(load / width))
-    return 1 + max(0, min(cell, CELLS))
-
-
-@compiled
-def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None:
-    """Enter `copies` replicas (or take away, if negative) into the balance of companions."""
-    cell = place_on_grid(load, target)
-    sign = 1 if cell > 0 else -1
-    balance[sign * cell - 1 :] += sign * copies
+        balance[max(0, min(cell, CELLS)) :] -= copies
+    else:
+        cell = int(np.ceil(load / width))
+        balance[max(0, min(cell, CELLS)) :] += copies
 
 
 @compiled
@@ -157,12 +151,30 @@ def pack_pairs(
     seed: int,
     slots: Ints,
 ) -> float:
-    """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load."""
+    """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load.
+
+    The search lowers the largest folded pair to `bound` (1 + tolerance). It halves the way to the
+    bound: what is reached becomes the new top, what is not the new bottom.
+    """
     counts = np.empty(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
     counts_by_quotient(weight, len(slots), num_gpus, counts)
-    search_pairs(weight, num_gpus, bound, tolerance, num_steps, seed, counts)
+    best = heaviest_pair(weight, counts)
+    trial = counts.copy()
+    low = bound
+    for turn in range(10):
+        if best <= bound * (1.0 + tolerance) or best <= low * (1.0 + tolerance):
+            break
+        target = 0.5 * (low + best)
+        trial[:] = counts
+        companions(weight, num_gpus, target, num_steps, seed + turn, trial)
+        reached = heaviest_pair(weight, trial)
+        if reached < best:
+            best = reached
+            counts[:] = trial
+        if best > target:
+            low = target
     return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
 
 
@@ -244,12 +256,6 @@ def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots:
         separate(slots, unit, load)
     else:
         part_twins(weight, counts, limit, slots, unit, load)
-    return count_twins(slots, num_gpus)
-
-
-@compiled
-def count_twins(slots: Ints, num_gpus: int) -> int:
-    """Second and further copies of an expert on one GPU."""
     per_gpu = len(slots) // num_gpus
     twins = 0
     for slot in range(len(slots)):
@@ -275,38 +281,6 @@ def heaviest_pair(weight: Floats, counts: Ints) -> float:
         pair = value[ascending[place]] + value[ascending[slot - 1 - place]]
         top = max(top, float(pair))
     return top
-
-
-@compiled
-def search_pairs(
-    weight: Floats,
-    limit: int,
-    bound: float,
-    tolerance: float,
-    num_steps: int,
-    seed: int,
-    counts: Ints,
-) -> float:
-    """Improve `counts` until the largest folded pair is `bound` (1 + tolerance). Returns it.
-
-    Halves the way to the bound: what is reached becomes the new top, what is not the new bottom.
-    """
-    best = heaviest_pair(weight, counts)
-    trial = counts.copy()
-    low = bound
-    for turn in range(10):
-        if best <= bound * (1.0 + tolerance) or best <= low * (1.0 + tolerance):
-            break
-        target = 0.5 * (low + best)
-        trial[:] = counts
-        companions(weight, limit, target, num_steps, seed + turn, trial)
-        reached = heaviest_pair(weight, trial)
-        if reached < best:
-            best = reached
-            counts[:] = trial
-        if best > target:
-            low = target
-    return best
 
 
 #: A box with more slots is not searched completely.

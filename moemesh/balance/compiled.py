@@ -70,11 +70,6 @@ def plain_loops() -> Generator[None]:
         _plain.reset(token)
 
 
-def is_compiled() -> bool:
-    """Whether loops that are called here run as compiled code."""
-    return not _plain.get() and _compiler() is not _unchanged
-
-
 _log = logging.getLogger(__name__)
 _FIRST = (
     "the balancer compiles its loops with numba, once on this machine: that takes tens of seconds"

@@ -282,17 +282,11 @@ def find_divisions(weight: Floats, shape: Shape, limit: float) -> tuple[Ints, Fl
     return others[:found], bounds[:found], complete
 
 
-def experts_of(groups: Ints, shape: Shape) -> Ints:
-    """The experts of some groups, in order of the groups."""
-    size = shape.num_experts // shape.num_groups
-    return (groups[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
-
-
 def _of_division(weight: Floats, shape: Shape, members: Ints, enough: float) -> float:
     """The largest bound of the nodes of one division; no further than `enough`."""
-    bound = 0.0
+    bound, by_group = 0.0, weight.reshape(shape.num_groups, -1)
     for groups in members:
-        loads = weight[experts_of(groups, shape)]
+        loads = by_group[groups].reshape(-1)
         low = max(bound, quick_bound(loads, shape.node_slots, shape.node_gpus))
         if low >= enough:
             return low

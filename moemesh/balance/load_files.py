@@ -50,9 +50,9 @@ def gpus_of(path: Path) -> int | None:
 
 
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
-    readers: dict[str, Callable[[Path, tuple[str, ...]], Any]] = {
-        ".json": _read_json,
-        ".jsonl": _read_run,
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
+        ".jsonl": partial(_read_run, keys=keys),
         ".csv": partial(_read_csv, warn=warn),
         ".npy": _read_numpy,
         ".npz": _read_numpy,
@@ -61,7 +61,14 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     if reader is None:
         raise BalanceError(f"{path}: not a file of a known kind ({', '.join(readers)})")
     try:
-        found = reader(path, keys)
+        found = reader(path)
+        if isinstance(found, dict):
+            held = cast("dict[str, Any]", found)
+            key = next((key for key in keys if key in held), None)
+            if key is None:
+                names = ", ".join(sorted(held)) or "nothing"
+                raise BalanceError(f"no {' or '.join(keys)} in it: it has {names}")
+            found = held[key]
         table = _as_numbers(path, found)
     except BalanceError:
         raise
@@ -102,21 +109,7 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
     return np.asarray(table, np.float64)  # integers of more than 64 bits
 
 
-def _read_json(path: Path, keys: tuple[str, ...]) -> Any:
-    data: Any = json.loads(path.read_text(encoding="utf-8"))
-    return _pick(data, keys) if isinstance(data, dict) else data  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _pick(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        if key in data:
-            return data[key]
-    raise BalanceError(
-        f"no {' or '.join(keys)} in it: it has {', '.join(sorted(data)) or 'nothing'}"
-    )
-
-
-def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> Any:
+def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
     # Spreadsheets begin a file with a mark of its encoding.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
@@ -164,7 +157,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _read_numpy(path: Path, keys: tuple[str, ...]) -> Any:
+def _read_numpy(path: Path) -> Any:
     try:
         loaded: Any = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -175,7 +168,7 @@ def _read_numpy(path: Path, keys: tuple[str, ...]) -> Any:
         raise
     except Exception as error:  # damage ends in errors of zipfile, zlib, struct, tokenize and numpy
         raise BalanceError(f"{path}: no NumPy file of numbers, or a damaged one") from error
-    return next(iter(data.values())) if len(data) == 1 else _pick(data, keys)
+    return next(iter(data.values())) if len(data) == 1 else data
 
 
 def _read_run(path: Path, keys: tuple[str, ...]) -> Any:

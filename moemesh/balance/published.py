@@ -74,56 +74,6 @@ def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
 
 
 @compiled
-def published_division(weight: Floats, num_groups: int, members: Ints, loads: Floats) -> None:
-    """Fill `members` [nodes, groups per node], and `loads` with the weights rounded to float32."""
-    for expert in range(len(weight)):
-        loads[expert] = single(weight[expert])
-    size = len(weight) // num_groups
-    sums = np.empty(num_groups)
-    for group in range(num_groups):
-        whole = 0.0
-        for expert in range(group * size, (group + 1) * size):
-            whole += loads[expert]
-        sums[group] = single(whole)
-    node_of = np.empty(num_groups, np.int64)
-    rank_of = np.empty(num_groups, np.int64)
-    pack_greedily(sums, len(members), node_of, rank_of)
-    for group in range(num_groups):
-        members[node_of[group], rank_of[group]] = group
-
-
-@compiled
-def published_layer(
-    weight: Floats, num_groups: int, num_nodes: int, num_gpus: int, enough: float, slots: Ints
-) -> float:
-    """Fill the slots of one layer with logical experts; returns the load of the hottest GPU.
-
-    The global policy is one group and one node. As soon as a node carries `enough`, the rest is
-    left out: only what stays below is of interest.
-    """
-    loads = np.empty(len(weight))
-    members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
-    published_division(weight, num_groups, members, loads)
-    experts = np.empty(len(weight) // num_nodes, np.int64)
-    per_node = len(slots) // num_nodes
-    heat = np.zeros(num_nodes)
-    for node in range(num_nodes):
-        heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
-    top = 0.0
-    for node in np.argsort(heat, kind="mergesort"):
-        own = gather_node(loads, num_groups, members[node], experts)
-        part = slots[node * per_node : (node + 1) * per_node]
-        published_box(own, num_gpus // num_nodes, part)
-        exact = gather_node(weight, num_groups, members[node], experts)
-        top = max(top, heaviest_gpu(exact, part, num_gpus // num_nodes))
-        if top >= enough:
-            break
-        for slot in range(per_node):
-            part[slot] = experts[part[slot]]
-    return top
-
-
-@compiled
 def published_layers(
     weights: Floats,
     num_groups: int,
@@ -133,11 +83,45 @@ def published_layers(
     slots: Ints,
     tops: Floats,
 ) -> None:
-    """`published_layer` for every row of `weights`; `enough` and `tops` [layers]."""
+    """Fill the `slots` of every layer with logical experts, and `tops` [layers] with the loads of
+    the hottest GPUs.
+
+    The global policy is one group and one node. As soon as a node of a layer carries `enough`
+    [layers], the rest is left out: only what stays below is of interest.
+    """
+    loads = np.empty(weights.shape[1])  # rounded to float32
+    sums = np.empty(num_groups)
+    node_of = np.empty(num_groups, np.int64)
+    rank_of = np.empty(num_groups, np.int64)
+    members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
+    experts = np.empty(weights.shape[1] // num_nodes, np.int64)
+    per_node = slots.shape[1] // num_nodes
+    heat = np.zeros(num_nodes)
     for layer in range(len(weights)):
-        tops[layer] = published_layer(
-            weights[layer], num_groups, num_nodes, num_gpus, enough[layer], slots[layer]
-        )
+        for expert in range(len(loads)):
+            loads[expert] = single(weights[layer, expert])
+        size = len(loads) // num_groups
+        for group in range(num_groups):
+            whole = 0.0
+            for expert in range(group * size, (group + 1) * size):
+                whole += loads[expert]
+            sums[group] = single(whole)
+        pack_greedily(sums, num_nodes, node_of, rank_of)
+        for group in range(num_groups):
+            members[node_of[group], rank_of[group]] = group
+        for node in range(num_nodes):
+            heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
+        tops[layer] = 0.0
+        for node in np.argsort(heat, kind="mergesort"):
+            own = gather_node(loads, num_groups, members[node], experts)
+            part = slots[layer, node * per_node : (node + 1) * per_node]
+            published_box(own, num_gpus // num_nodes, part)
+            exact = gather_node(weights[layer], num_groups, members[node], experts)
+            tops[layer] = max(tops[layer], heaviest_gpu(exact, part, num_gpus // num_nodes))
+            if tops[layer] >= enough[layer]:
+                break
+            for slot in range(per_node):
+                part[slot] = experts[part[slot]]
 
 
 @compiled

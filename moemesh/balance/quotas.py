@@ -80,8 +80,8 @@ def plan_quotas(
         raise BalanceError(
             f"counts must be ranks x experts, or experts: {table.ndim} dims, {table.size} numbers"
         )
-    totals = np.empty(table.shape[-1], np.int64)
-    if sum_counts(table.reshape(-1, len(totals)), totals) < 0:
+    totals: Ints = table.reshape(-1, table.shape[-1]).sum(axis=0)
+    if table.min() < 0:
         raise BalanceError(f"counts must not be negative, and hold {table.min()}")
     homes = _whole(home, "home")
     if homes.shape != table.shape[-1:]:
@@ -140,19 +140,6 @@ def _whole(value: Any, name: str) -> Ints:
     if np.any(whole != array):
         raise BalanceError(f"{name} must hold whole numbers")
     return whole
-
-
-@compiled
-def sum_counts(counts: Ints, totals: Ints) -> int:
-    """Fill `totals` [experts] with sums of `counts` [ranks, experts]; returns the least count."""
-    least = counts[0, 0]
-    totals[:] = 0
-    for rank in range(len(counts)):
-        for expert in range(counts.shape[1]):
-            count = counts[rank, expert]
-            totals[expert] += count
-            least = min(least, count)
-    return least
 
 
 @compiled

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.compiled import Floats, Ints
 from moemesh.balance.groups import bounds_of
 from moemesh.balance.inputs import (
     Effort,
@@ -121,10 +121,13 @@ def lower_bound(
 
 def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
     """(physical_to_logical, logical_to_physical, counts) of slots [layers, slots]."""
-    counts = np.empty((len(slots), num_experts), np.int64)
-    count_replicas(slots, counts)
-    replicas = np.empty((*counts.shape, int(counts.max())), np.int64)
-    invert(slots, replicas)
+    counts = np.stack([np.bincount(row, minlength=num_experts) for row in slots])
+    replicas = np.full((*counts.shape, int(counts.max())), -1, np.int64)
+    for layer, row in enumerate(slots):
+        # Slots by expert, ascending, each behind the expert's earlier ones.
+        order = np.argsort(row, kind="stable")
+        first = np.cumsum(counts[layer]) - counts[layer]
+        replicas[layer, row[order], np.arange(len(row)) - first[row[order]]] = order
     return slots, replicas, counts
 
 
@@ -149,28 +152,6 @@ def balance_of(loads: Floats) -> Floats:
     """Load of the most loaded GPU over the mean, per layer; 1 for a layer without any load."""
     mean = loads.mean(axis=1)
     return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
-
-
-@compiled
-def count_replicas(slots: Ints, counts: Ints) -> None:
-    """Fill `counts` [layers, experts] from `slots` [layers, slots]."""
-    counts[:] = 0
-    for layer in range(len(slots)):
-        for slot in range(slots.shape[1]):
-            counts[layer, slots[layer, slot]] += 1
-
-
-@compiled
-def invert(slots: Ints, replicas: Ints) -> None:
-    """Fill `replicas` [layers, experts, most replicas] with slots, ascending, then -1."""
-    replicas[:] = -1
-    found = np.empty(replicas.shape[1], np.int64)
-    for layer in range(len(slots)):
-        found[:] = 0
-        for slot in range(slots.shape[1]):
-            expert = slots[layer, slot]
-            replicas[layer, expert, found[expert]] = slot
-            found[expert] += 1
 
 
 def permute_experts(

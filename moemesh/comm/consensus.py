@@ -53,7 +53,28 @@ def run_with_consensus(
     call = store.add(f"calls/{mesh.rank}", 1)
     store = dist.PrefixStore(f"call/{call}", store)
     deadline = time.monotonic() + timeout_seconds
-    own = _watched(work, mesh, store, deadline, timeout_seconds)
+    done: list[RankOutcome] = []
+
+    def run() -> None:
+        if mesh.device.type == "cuda":
+            torch.cuda.set_device(mesh.device)  # a property of the thread
+        done.append(_outcome(work))
+
+    thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)
+    thread.start()
+    # This rank's outcome: of the work, of the clock, or of a peer's failure, what comes first.
+    own: RankOutcome | None = None
+    while own is None:
+        thread.join(_POLL_SECONDS)
+        if done:
+            own = done[0]
+        elif store.check(["raised"]):
+            problem = "stopped because another rank failed"
+            own = RankOutcome(problem=problem, raised=True, followed=True)
+        elif time.monotonic() > deadline:
+            own = RankOutcome(problem=f"no end after {timeout_seconds:g} s", raised=True)
+    if own.raised and not own.followed:
+        store.set("raised", "yes")
     store.set(str(mesh.rank), json.dumps(asdict(own)))
     keys = [str(rank) for rank in range(mesh.world_size)]
     while not store.check(keys) and time.monotonic() < deadline + _ANSWER_SECONDS:
@@ -69,36 +90,6 @@ def run_with_consensus(
         while store.add("read", 0) < mesh.world_size and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
     return outcomes
-
-
-def _watched(
-    work: Callable[[], str | None],
-    mesh: Mesh,
-    store: dist.Store,
-    deadline: float,
-    timeout_seconds: float,
-) -> RankOutcome:
-    """This rank's outcome: of the work, of the clock, or of a peer's failure, what comes first."""
-    done: list[RankOutcome] = []
-
-    def run() -> None:
-        if mesh.device.type == "cuda":
-            torch.cuda.set_device(mesh.device)  # a property of the thread
-        done.append(_outcome(work))
-
-    thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)
-    thread.start()
-    while not done:
-        thread.join(_POLL_SECONDS)
-        if not done and store.check(["raised"]):
-            return RankOutcome(
-                problem="stopped because another rank failed", raised=True, followed=True
-            )
-        if not done and time.monotonic() > deadline:
-            done.append(RankOutcome(problem=f"no end after {timeout_seconds:g} s", raised=True))
-    if done[0].raised:
-        store.set("raised", "yes")
-    return done[0]
 
 
 def _outcome(work: Callable[[], str | None]) -> RankOutcome:

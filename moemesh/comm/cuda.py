@@ -49,8 +49,21 @@ def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
     if resolved(device) == "cpu":
         return
     found = num_devices()
-    if not found and (reason := _why_none()):
-        raise DeviceError(f"{reason}; or {ON_CPU}")
+    if not found:
+        version = torch.__version__
+        if torch.version.cuda is None and torch.version.hip is None:
+            raise DeviceError(
+                f"torch {version} is a build without CUDA: install one with CUDA "
+                f"({CUDA_BUILD}); or {ON_CPU}"
+            )
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DeviceError(
+                f"CUDA {torch.version.cuda} of torch {version} does not start: {reason}; or "
+                f"{ON_CPU}"
+            ) from error
     if found < num_ranks:
         raise too_few(num_ranks, found)
     if num_ranks > 1 and not dist.is_nccl_available():
@@ -120,21 +133,6 @@ def agree(store: dist.Store, rank: int, device: torch.device, timeout: timedelta
                 f"rank 0 on {first['host']} {words} {first.get(key)}, rank {rank} on "
                 f"{own['host']} {own.get(key)}: use machines of one kind, or {ON_CPU}"
             )
-
-
-def _why_none() -> str:
-    """The reason why torch sees no device; "" where it does not say."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"torch {torch.__version__} is a build without CUDA: install one with CUDA "
-            f"({CUDA_BUILD})"
-        )
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"CUDA {torch.version.cuda} of torch {torch.__version__} does not start: {reason}"
-    return ""
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -50,20 +50,16 @@ from moemesh.watch.peers import introduce
 from moemesh.watch.progress_words import RANK_BYTES
 from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
-    STOPPING_SOON,
     Ended,
-    SlowRank,
     Supervisor,
     describe,
     python_command,
 )
-from moemesh.watch.verdict import Limits
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.
 MODULE = ("moemesh",)
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
-_PATIENCE_SECONDS = 1200.0
 _WATCHDOG_SECONDS = 60.0
 #: Longer than a watcher takes to tell a cause from what followed.
 _VERDICT_SECONDS = 6.0
@@ -136,7 +132,21 @@ def attach() -> None:
         if joined():  # nobody looks; the rank itself asks how long it has waited
             progress_words.attach_memory(bytearray(RANK_BYTES), 0)
         return
-    _die_with_the_launcher(_launcher())
+    # This rank ends when the launcher dies without having been able to: one that lived on would
+    # write into a folder that the next run believes to have for itself. The kernel does it, else a
+    # thread that looks each second.
+    is_seen_to, parent = die_with_parent(), os.getppid()
+    # It may have died before: then its lock is free.
+    if not has_supervisor(_launcher()):
+        os._exit(128 + signal.SIGKILL)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(128 + signal.SIGKILL)
+
+    if not is_seen_to:
+        threading.Thread(target=look, daemon=True).start()
     _show(_launcher(), own_rank())
 
 
@@ -286,9 +296,8 @@ def launch(
     arguments: Sequence[str],
     *,
     log_folder: Path | None = None,
-    grace_seconds: int = 120,
     entry: Sequence[str] | None = None,
-    answer: str = STOPPING_SOON,
+    **watching: Any,
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
 
@@ -297,9 +306,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
-        ended = run_ranks(
-            num_ranks, arguments, logs=logs, grace_seconds=grace_seconds, entry=entry, answer=answer
-        )
+        ended = run_ranks(num_ranks, arguments, logs=logs, entry=entry, **watching)
         if ended.verdict is not None:
             print(describe(ended, logs, kept=log_folder), file=sys.stderr)
         return ended.code
@@ -310,14 +317,12 @@ def run_ranks(
     arguments: Sequence[str],
     *,
     logs: Path,
-    limits: Limits | None = None,
-    grace_seconds: int = 120,
     entry: Sequence[str] | None = None,
-    answer: str = STOPPING_SOON,
-    still_ours: Callable[[], bool] = lambda: True,
-    notice: Callable[[SlowRank], None] = lambda slow: None,
+    **watching: Any,
 ) -> Ended:
-    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended.
+    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended;
+    `entry`: the module and its first arguments in place of these. `watching` are the keywords of
+    :class:`~moemesh.watch.supervisor.Supervisor`.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
     When a rank fails the others are ended, and the verdict names the first that failed and why; the
@@ -327,8 +332,7 @@ def run_ranks(
     rank, once: ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as
     well. They have `grace_seconds` to save and leave before they are killed, and none where nothing
     has been trained yet; the exit code is 128 + signal (SIGUSR1: that of SIGTERM). A second Ctrl-C
-    kills them at once; `answer` is said at the first. `still_ours` is asked once a second;
-    `notice` gets slow ranks.
+    kills them at once.
     """
     # Those of an earlier run go: they are written at the end, or only where there is something to
     # write. A folder in which nothing can be written any more ends no run.
@@ -340,11 +344,7 @@ def run_ranks(
         [sys.executable, *entry, *arguments] if entry else python_command(*MODULE, *arguments),
         num_ranks,
         logs=logs,
-        limits=limits or Limits(patience=_PATIENCE_SECONDS),
-        grace_seconds=grace_seconds,
-        answer=answer,
-        still_ours=still_ours,
-        notice=notice,
+        **watching,
     ).run()
     if 0 in ended.traces:  # rank 0 has no log of its own
         with suppress(OSError):
@@ -372,21 +372,3 @@ def _report_and_print(
 def _launcher() -> Path:
     """The folder in which ranks of ours meet."""
     return Path(os.environ[FOLDER_VARIABLE])
-
-
-def _die_with_the_launcher(folder: Path) -> None:
-    """End this rank when the launcher dies without having been able to: a rank that lived on would
-    write into a folder that the next run believes to have for itself. The kernel does it, else a
-    thread that looks each second."""
-    is_seen_to, parent = die_with_parent(), os.getppid()
-    # It may have died before: then its lock is free.
-    if not has_supervisor(folder):
-        os._exit(128 + signal.SIGKILL)
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(128 + signal.SIGKILL)
-
-    if not is_seen_to:
-        threading.Thread(target=look, daemon=True).start()

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moemesh.comm.mesh import Axis, Mesh, new_group
 from moemesh.comm.transfers import pair_of, record, watched
-from moemesh.trace import wire
+from moemesh.trace.wire import WireBytes
 from moemesh.watch.progress_words import Ticket
 
 # Messages between two ranks of an axis, blocking and not, entered as "send_receive".
@@ -96,10 +96,9 @@ def _enter(
     assert index != axis.index, f"rank {index} of {axis.name} sends to itself"
     assert x.is_contiguous(), "messages are contiguous tensors"
     own, other, num_bytes = axis.ranks[axis.index], axis.ranks[index], x.numel() * x.element_size()
-    if is_sent:
-        pair, moved = pair_of(own, other), wire.send(num_bytes)
-    else:
-        pair, moved = pair_of(other, own), wire.receive(num_bytes)
+    pair, moved = pair_of(own, other), WireBytes(num_bytes, num_bytes, 0)
+    if not is_sent:
+        pair, moved = pair_of(other, own), WireBytes(num_bytes, 0, num_bytes)
     return record(axis, "send_receive", phase, caller, moved, pair=pair)
 
 
@@ -117,50 +116,43 @@ _NUM_TAGS = 1 << 30
 
 
 class Channels:
-    """The queues of one rank with the other members of its axis."""
+    """The queues of one rank with the other members of its axis, for the ordered `pairs` of indices
+    there; all ranks of the mesh make them.
+
+    A group of their own keeps these messages apart from everything else on the axis. `on_host`: for
+    tensors on the CPU, by gloo, whatever carries those of the mesh.
+    """
 
     def __init__(
-        self, axis: Axis, groups: dict[tuple[int, int], ProcessGroup], *, tagged: bool
+        self, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]], *, on_host: bool = False
     ) -> None:
-        """Use :meth:`create`; `groups` by (source, destination)."""
-        self.axis = axis
-        self._groups = groups
-        #: Whether messages find their receives by tags. NCCL has none: a receive there is work of
-        #: the device, which holds up what else must wait for it until the message comes.
-        self.tagged = tagged
-        self._num_sent: Counter[int] = Counter()
-        self._num_received: Counter[int] = Counter()
-
-    @classmethod
-    def create(
-        cls, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]], *, on_host: bool = False
-    ) -> Channels:
-        """Queues for the ordered `pairs` of indices on `axis`; all ranks of the mesh call this.
-
-        A group of their own keeps these messages apart from everything else on the axis. `on_host`:
-        for tensors on the CPU, by gloo, whatever carries those of the mesh.
-        """
         own, pairs = mesh[axis], sorted(set(pairs))
         if on_host:
             own = replace(own, device=torch.device("cpu"))
+        self.axis = own
+        #: By (source, destination).
+        self._groups: dict[tuple[int, int], ProcessGroup] = {}
+        #: Whether messages find their receives by tags. NCCL has none: a receive there is work of
+        #: the device, which holds up what else must wait for it until the message comes.
+        self.tagged = True
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
         if own.size == 1 or not pairs:
-            return cls(own, {}, tagged=True)
+            return
         backend = "gloo" if on_host else own.backend
-        tagged, timeout = backend == "gloo", mesh.timeout
-        found: dict[tuple[int, int], ProcessGroup] = {}
+        self.tagged, timeout = backend == "gloo", mesh.timeout
         # Groups are made by all ranks in one order, whether or not they are members.
         for ranks in mesh.layout.groups(axis):
-            if tagged:
+            if self.tagged:
                 group = new_group(ranks, name="channels", timeout=timeout, backend=backend)
                 if ranks == own.ranks:
-                    found = dict.fromkeys(pairs, group)
+                    self._groups = dict.fromkeys(pairs, group)
                 continue
             for source, destination in pairs:
                 members = [ranks[source], ranks[destination]]
                 group = new_group(members, name=f"channel {members}", timeout=timeout)
                 if ranks == own.ranks and own.index in (source, destination):
-                    found[source, destination] = group
-        return cls(own, found, tagged=tagged)
+                    self._groups[source, destination] = group
 
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
         """Start the next message to index `destination`; keep `x` (contiguous) as it is until the

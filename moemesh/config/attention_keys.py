@@ -163,7 +163,28 @@ class AttentionConfig(Section):
         """The rules between these keys, for a model of `num_layers`."""
         yield from self._latent_rules() if self.attention == "mla" else self._grouped_rules()
         yield from self._rope_rules()
-        yield from self._window_rules(num_layers)
+        types, window = self.layer_types, self.sliding_window
+        if types and num_layers > 0 and num_layers % len(types):
+            near = [size for size in divisors(num_layers) if size <= len(types)][-1]
+            lengths = f"{near} or {num_layers}" if near < num_layers else f"{num_layers}"
+            message = (
+                f"layer_types has {len(types)} entries: as a repeated pattern their number "
+                f"must divide num_layers ({num_layers})"
+            )
+            fix = f"a list of {lengths} entries"
+            yield self.problem("not-divisible", "layer_types", message, fix, "num_layers")
+        slides = "sliding_attention" in types
+        if slides and not window:
+            message = 'layer_types has "sliding_attention", but sliding_window is 0'
+            fix = "sliding_window = 128, or no sliding layers"
+            yield self.problem("missing", "sliding_window", message, fix, "layer_types")
+        if types and window and not slides:
+            message = (
+                f"sliding_window ({window}) has no use: no entry of layer_types "
+                'is "sliding_attention"'
+            )
+            fix = "sliding_window = 0"
+            yield self.problem("conflict", "sliding_window", message, fix, "layer_types")
 
     def _grouped_rules(self) -> Iterator[Problem]:
         heads, keys, share = self.num_heads, self.num_kv_heads, self.partial_rotary_factor
@@ -227,27 +248,3 @@ class AttentionConfig(Section):
             name, other = "rope_low_freq_factor", "rope_high_freq_factor"
             message = f"{name} ({low}) must be below {other} ({high})"
             yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)
-
-    def _window_rules(self, num_layers: int) -> Iterator[Problem]:
-        types, window = self.layer_types, self.sliding_window
-        if types and num_layers > 0 and num_layers % len(types):
-            near = [size for size in divisors(num_layers) if size <= len(types)][-1]
-            lengths = f"{near} or {num_layers}" if near < num_layers else f"{num_layers}"
-            message = (
-                f"layer_types has {len(types)} entries: as a repeated pattern their number "
-                f"must divide num_layers ({num_layers})"
-            )
-            fix = f"a list of {lengths} entries"
-            yield self.problem("not-divisible", "layer_types", message, fix, "num_layers")
-        slides = "sliding_attention" in types
-        if slides and not window:
-            message = 'layer_types has "sliding_attention", but sliding_window is 0'
-            fix = "sliding_window = 128, or no sliding layers"
-            yield self.problem("missing", "sliding_window", message, fix, "layer_types")
-        if types and window and not slides:
-            message = (
-                f"sliding_window ({window}) has no use: no entry of layer_types "
-                'is "sliding_attention"'
-            )
-            fix = "sliding_window = 0"
-            yield self.problem("conflict", "sliding_window", message, fix, "layer_types")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from math import isfinite
 from typing import Annotated, ClassVar, Literal
@@ -128,9 +127,6 @@ class DataConfig(Section):
             if getattr(self, name) == "":
                 fix = f"leave {name} out to take the default, or name a file or folder"
                 problems.append(self.problem("empty", name, f"{name} is empty", fix))
-        return [*problems, *self._source_rules(), *self._format_rules()]
-
-    def _source_rules(self) -> Iterator[Problem]:
         for number, source in enumerate(self.sources):
             found = [(one.code, one.message, one.fix) for one in source.range_problems()]
             for name in ("path", "text_key"):
@@ -138,19 +134,17 @@ class DataConfig(Section):
                     found.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))
             for code, message, fix in found:
                 message = f"sources[{number}]: {message}"
-                yield Problem.of(code, "data.sources", None, message, fix)
+                problems.append(Problem.of(code, "data.sources", None, message, fix))
         for name in ("path", "format", "text_key"):
             if self.sources and getattr(self, name) != type(self).model_fields[name].default:
                 message = f"data.{name} is for a run of one source, and data.sources names its own"
-                yield self.problem("conflict", name, message, "keep one of them", "sources")
-
-    def _format_rules(self) -> Iterator[Problem]:
-        if self.tokenizer == "bytes":
-            return
+                fix = "keep one of them"
+                problems.append(self.problem("conflict", name, message, fix, "sources"))
         formats = [("sources" if self.sources else "format", s.format) for s in self.all_sources]
-        for name, format in [*formats, ("validation_format", self.validation_format)]:
-            if format == "bytes":
-                message = f'{name} "bytes" reads files of any content, for the tokenizer "bytes"'
-                fix = f'{name} = "text", or data.tokenizer = "bytes"'
-                yield self.problem("conflict", name, message, fix, "tokenizer")
-                return
+        formats.append(("validation_format", self.validation_format))
+        raw = [name for name, format in formats if format == "bytes" and self.tokenizer != "bytes"]
+        for name in raw[:1]:
+            message = f'{name} "bytes" reads files of any content, for the tokenizer "bytes"'
+            fix = f'{name} = "text", or data.tokenizer = "bytes"'
+            problems.append(self.problem("conflict", name, message, fix, "tokenizer"))
+        return problems

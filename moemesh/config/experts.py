@@ -179,11 +179,49 @@ class ExpertConfig(Section):
 
     def expert_rules(self) -> Iterator[Problem]:
         """The rules between these keys."""
-        if self.num_experts:
-            yield from self._layer_rules()
-            yield from self._shared_rules()
-            yield from self._group_rules()
-            yield from self._router_rules()
+        if not self.num_experts:
+            return
+        yield from self._layer_rules()
+        chosen, experts = self.experts_per_token, self.num_experts
+        if chosen > experts:
+            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+            fix = f"experts_per_token = {experts}"
+            yield self.problem("too-large", "experts_per_token", message, fix, "num_experts")
+        if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            name = "shared_intermediate_size"
+            message = (
+                f"{name} ({self.shared_intermediate_size}) has no use: num_shared_experts is 0"
+            )
+            fix = f"num_shared_experts = 1, or leave {name} out"
+            yield self.problem("conflict", name, message, fix, "num_shared_experts")
+        if self.shared_gate and not self.shared_width:
+            message = "shared_gate has nothing to multiply: num_shared_experts is 0"
+            fix = "shared_gate = false, or num_shared_experts = 1"
+            yield self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
+        yield from self._group_rules()
+        least, name = self.router_normalize_min > 0, "router_normalize_min"
+        if least and not self.router_normalize:
+            message = f"{name} has no use: router_normalize is false"
+            fix = f"router_normalize = true, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize")
+        if least and self.router_normalize_eps > 0:
+            message = f"{name} and router_normalize_eps are two ways to one end"
+            fix = f"router_normalize_eps = 0.0, or {name} = 0.0"
+            yield self.problem("conflict", name, message, fix, "router_normalize_eps")
+        selection = self.router_selection
+        is_expert_choice = selection == "expert_choice"
+        # Balanced choices leave no room for other means to the same end; and with expert_choice a
+        # token may get no expert at all, or many: no K scores to take the softmax of.
+        for name, wrong, legal in (
+            ("router_selection_bias", self.router_selection_bias, "false"),
+            ("router_groups", self.router_groups > 1, "1"),
+            ("router_when", is_expert_choice and self.router_when == "after", '"before"'),
+        ):
+            if wrong and selection != "token_choice":
+                value = format_value(getattr(self, name))
+                message = f'router_selection = "{selection}" does not go with {name} = {value}'
+                fix = f'{name} = {legal}, or router_selection = "token_choice"'
+                yield self.problem("conflict", name, message, fix, "router_selection")
 
     def _layer_rules(self) -> Iterator[Problem]:
         """Which layers have experts."""
@@ -209,25 +247,6 @@ class ExpertConfig(Section):
             )
             fix = f"first_dense_layers = {default}, or leave moe_layers out"
             yield self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")
-
-    def _shared_rules(self) -> Iterator[Problem]:
-        """Experts of a token, and shared ones."""
-        chosen, experts, width = self.experts_per_token, self.num_experts, self.shared_width
-        if chosen > experts:
-            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
-            fix = f"experts_per_token = {experts}"
-            yield self.problem("too-large", "experts_per_token", message, fix, "num_experts")
-        if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
-            name = "shared_intermediate_size"
-            message = (
-                f"{name} ({self.shared_intermediate_size}) has no use: num_shared_experts is 0"
-            )
-            fix = f"num_shared_experts = 1, or leave {name} out"
-            yield self.problem("conflict", name, message, fix, "num_shared_experts")
-        if self.shared_gate and not width:
-            message = "shared_gate has nothing to multiply: num_shared_experts is 0"
-            fix = "shared_gate = false, or num_shared_experts = 1"
-            yield self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
 
     def _group_rules(self) -> Iterator[Problem]:
         groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
@@ -259,28 +278,3 @@ class ExpertConfig(Section):
             )
             fix = 'router_group_score = "max"'
             yield self.problem("conflict", "router_group_score", message, fix, *keys)
-
-    def _router_rules(self) -> Iterator[Problem]:
-        least, name = self.router_normalize_min > 0, "router_normalize_min"
-        if least and not self.router_normalize:
-            message = f"{name} has no use: router_normalize is false"
-            fix = f"router_normalize = true, or {name} = 0.0"
-            yield self.problem("conflict", name, message, fix, "router_normalize")
-        if least and self.router_normalize_eps > 0:
-            message = f"{name} and router_normalize_eps are two ways to one end"
-            fix = f"router_normalize_eps = 0.0, or {name} = 0.0"
-            yield self.problem("conflict", name, message, fix, "router_normalize_eps")
-        selection = self.router_selection
-        is_expert_choice = selection == "expert_choice"
-        # Balanced choices leave no room for other means to the same end; and with expert_choice a
-        # token may get no expert at all, or many: no K scores to take the softmax of.
-        for name, wrong, legal in (
-            ("router_selection_bias", self.router_selection_bias, "false"),
-            ("router_groups", self.router_groups > 1, "1"),
-            ("router_when", is_expert_choice and self.router_when == "after", '"before"'),
-        ):
-            if wrong and selection != "token_choice":
-                value = format_value(getattr(self, name))
-                message = f'router_selection = "{selection}" does not go with {name} = {value}'
-                fix = f'{name} = {legal}, or router_selection = "token_choice"'
-                yield self.problem("conflict", name, message, fix, "router_selection")

@@ -128,9 +128,15 @@ def resolve(
     config = config.with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
-    problems += [
-        _with_origins(item, origins) for item in independent(config.check(run_checks), broken)
-    ]
+    for problem in independent(config.check(run_checks), broken):
+        # The origin of the key itself, then those of the other keys of the rule that were given.
+        others = [
+            f"{key}: {origins[key]}"
+            for key in problem.related
+            if key != problem.key and not origins.get(key, "default").startswith("default")
+        ]
+        origin = "; ".join([origins.get(problem.key, "default"), *others])
+        problems.append(replace(problem, origin=origin))
     if problems:
         raise ConfigError(_as_the_model(problem, base) for problem in problems)
     sources = given if "data.tokenizer" in leaves else [base, *given]
@@ -371,14 +377,3 @@ def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:
         return problem
     name = problem.key.partition(".")[2]
     return replace(problem, fix=f"{name} = {format_value(leaf.value)}, as {leaf.origin}")
-
-
-def _with_origins(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """The origin of the key itself, then those of the other keys of the rule that were given."""
-    others = [
-        f"{key}: {origins[key]}"
-        for key in problem.related
-        if key != problem.key and not origins.get(key, "default").startswith("default")
-    ]
-    origin = "; ".join([origins.get(problem.key, "default"), *others])
-    return replace(problem, origin=origin)

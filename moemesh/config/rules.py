@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moemesh.config.errors import Problem
 from moemesh.config.layout import shard_sizes
@@ -44,43 +44,37 @@ class CutSizes(NamedTuple):
     expert_intermediate_size: int
 
 
-class Degrees(Protocol):
+class Degrees(NamedTuple):
     """Values of a plan or layout that the rules read."""
 
-    @property
-    def pp(self) -> int: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def etp(self) -> int: ...
-    @property
-    def context(self) -> str: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def layers_per_stage(self) -> tuple[int, ...] | None: ...
-    @property
-    def ranks_per_node(self) -> int | None: ...
-    @property
-    def servers(self) -> int: ...
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+    context: str
+    schedule: str
+    num_stages: int
+    stages_per_rank: int
+    layers_per_stage: tuple[int, ...] | None
+    servers: int
+
+    @classmethod
+    def of(cls, plan: object) -> Degrees:
+        """The degrees of anything that has attributes of these names."""
+        return cls(*(getattr(plan, name) for name in cls._fields))
 
 
 def degree_problems(
-    plan: Degrees, sizes: CutSizes | None, *, copied_kv_heads: bool = False
+    values: object, sizes: CutSizes | None, *, copied_kv_heads: bool = False
 ) -> Iterator[Problem]:
-    """Every rule between the degrees and, with `sizes`, between them and a model.
+    """Every rule between the degrees in `values` and, with `sizes`, between them and a model.
 
     `copied_kv_heads`: where there are fewer key/value heads than tp ranks, each rank holds a copy
     of one, as other trainers do; ours shards them and never copies. Degrees must be at least 1.
     """
+    plan = Degrees.of(values)
     yield from _mesh_rules(plan, 0 if sizes is None else max(sizes.num_experts, 0))
     if sizes is not None:
         yield from _stage_rules(plan, sizes.num_layers)
@@ -131,8 +125,9 @@ def _mesh_rules(plan: Degrees, num_experts: int) -> Iterator[Problem]:
     yield plan_problem(plan, "not-divisible", key, message, fix, *keys)
 
 
-def server_problems(plan: Degrees) -> Iterator[Problem]:
+def server_problems(values: object) -> Iterator[Problem]:
     """Of the ranks that share dense weights, some serve and at least one only works."""
+    plan = Degrees.of(values)
     ranks, keys = plan.dp * plan.cp, ("data", "dp", "cp")
     if plan.servers < 1 or plan.servers < ranks:
         return

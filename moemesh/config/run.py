@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -165,25 +165,17 @@ class RunConfig(Shown):
             for one in error.problems:
                 message = f"{one.key}: {one.message}"
                 own.append(self.train.problem(one.code, "cluster", message, one.fix))
-        if not own:
-            own += self._table_problems()
+        if not own and (table := self.train.esft) is not None:
+            fix = "moemesh esft scores"
+            try:
+                if reason := misfit(read_table(table), self.model):
+                    message = f"{table} {reason}: it is a table of another model"
+                    own.append(self.train.problem("conflict", "esft", message, fix))
+            except TableError as error:
+                own.append(self.train.problem("no-file", "esft", str(error), fix))
         if not own:
             own += [one for check in further for one in check(self)]
         return own + independent(rules, {problem.key for problem in own})
-
-    def _table_problems(self) -> Iterator[Problem]:
-        """Problems of the table of experts."""
-        table, fix = self.train.esft, "moemesh esft scores"
-        if table is None:
-            return
-        try:
-            reason = misfit(read_table(table), self.model)
-        except TableError as error:
-            yield self.train.problem("no-file", "esft", str(error), fix)
-            return
-        if reason:
-            message = f"{table} {reason}: it is a table of another model"
-            yield self.train.problem("conflict", "esft", message, fix)
 
 
 #: A check of a whole configuration, on a floor above this one.

@@ -172,32 +172,27 @@ def read_environment(environ: Mapping[str, str]) -> ConfigSource:
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     for variable in sorted(environ):
+        leaf = Leaf(value=environ[variable], origin=f"environment {variable}")
         if not variable.startswith(ENVIRONMENT_PREFIX):
-            if problem := _nearly_ours(variable, environ[variable]):
-                problems.append(problem)
+            # MOEMESH_plan_ep would be ignored without a word.
+            prefix, _, rest = variable.lower().partition("_")
+            section, _, key = rest.lstrip("_").partition("_")
+            if prefix == "moemesh" and section in SECTIONS and key.strip("_"):
+                name = f"{section}.{key.strip('_')}"
+                message = (
+                    "parts of a variable's name are joined by two underscores, and case counts"
+                )
+                fix = f"{ENVIRONMENT_PREFIX}{name.replace('.', '__')}={leaf.value}"
+                problems.append(leaf.problem("syntax", name, message, fix))
             continue
-        key = variable.removeprefix(ENVIRONMENT_PREFIX).replace("__", ".")
-        origin = f"environment {variable}"
+        key, origin = variable.removeprefix(ENVIRONMENT_PREFIX).replace("__", "."), leaf.origin
         if key in SECTIONS:
-            problems.append(_not_a_section(key, Leaf(value=environ[variable], origin=origin)))
+            problems.append(_not_a_section(key, leaf))
         elif isinstance(value := parse_value(environ[variable], key, origin), Problem):
             problems.append(value)
         else:
             leaves[key] = Leaf(value=value, origin=origin)
     return ConfigSource(leaves=leaves, problems=tuple(problems))
-
-
-def _nearly_ours(variable: str, value: str) -> Problem | None:
-    """``MOEMESH_plan_ep``: it would be ignored without a word."""
-    prefix, _, rest = variable.partition("_")
-    section, _, key = rest.lstrip("_").partition("_")
-    if prefix.lower() != "moemesh" or section.lower() not in SECTIONS or not key.strip("_"):
-        return None
-    name = f"{section.lower()}.{key.strip('_').lower()}"
-    message = "parts of a variable's name are joined by two underscores, and case counts"
-    fix = f"{ENVIRONMENT_PREFIX}{name.replace('.', '__')}={value}"
-    leaf = Leaf(value=value, origin=f"environment {variable}")
-    return leaf.problem("syntax", name, message, fix)
 
 
 def read_overrides(overrides: Sequence[str]) -> ConfigSource:

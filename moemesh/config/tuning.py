@@ -42,15 +42,13 @@ class Tuning:
         """Whether the parameter (or bias of a router) of that name in checkpoints trains."""
         if self.freeze and matcher(self.freeze)(name):
             return False
-        if self.experts and self._is_in_table(name):
-            return True
+        if self.experts and (found := _EXPERT.match(name)):
+            layer, expert = map(int, found.groups())
+            if expert in _table(self.experts).get(layer, ()):
+                return True
         if self.train_only:
             return bool(matcher(self.train_only)(name))
         return not self.experts
-
-    def _is_in_table(self, name: str) -> bool:
-        found = _EXPERT.match(name)
-        return found is not None and int(found[2]) in _table(self.experts).get(int(found[1]), ())
 
     def rows(self, name: str, num_experts: int = 0) -> tuple[int, ...]:
         """The experts that train of the stack `name` of `num_experts`; of a parameter that is no

@@ -12,7 +12,7 @@ The steps of ``plan.context``; c ranks, N query heads; a block: keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd
 from typing import Any
@@ -265,9 +265,24 @@ class _Ring:
         """The rank whose block is here at `step`."""
         return (self.axis.index - step) % self.axis.size
 
-    def seen(self, step: int) -> Visibility:
-        runs = context_runs(self.visible.length, self.axis.size, self.source(step))
-        return self.visible.between(self.visible.queries, runs)
+    def blocks(
+        self, key_BMCD: Tensor, value_BMCD: Tensor, phase: str
+    ) -> Iterator[tuple[Tensor, Tensor, Visibility]]:
+        """Keys, values and what the queries see of them, block after block, the own one first;
+        the next one is under way meanwhile."""
+        block = self.pack(key_BMCD, value_BMCD)
+        for step in range(self.axis.size):
+            following, works = block, []
+            if step < self.axis.size - 1:
+                following, works = self.send_on(
+                    block, step, phase=phase, caller="context.keys", tag=_KEYS_TAG
+                )
+            runs = context_runs(self.visible.length, self.axis.size, self.source(step))
+            seen = self.visible.between(self.visible.queries, runs)
+            yield *self.unpack(block, step), seen
+            for work in works:
+                work.wait()
+            block = following
 
     def pack(self, key_BMCD: Tensor, value_BMCD: Tensor) -> Tensor:
         return torch.cat([key_BMCD.flatten(), value_BMCD.flatten()])
@@ -305,19 +320,9 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         ring = _Ring(axis, visible, key_BMCD, value_BMCD)
         found = nothing_seen(query_BNSD, ring.value_size)
-        last = ring.axis.size - 1
-        block = ring.pack(key_BMCD, value_BMCD)
-        for step in range(last + 1):
-            following, works = block, []
-            if step < last:
-                following, works = ring.send_on(
-                    block, step, phase="forward", caller="context.keys", tag=_KEYS_TAG
-                )
-            part = attend_to(query_BNSD, *ring.unpack(block, step), ring.seen(step), scale=scale)
-            found = merge(found, part)
-            for work in works:
-                work.wait()
-            block = following
+        for block in ring.blocks(key_BMCD, value_BMCD, "forward"):
+            found = merge(found, attend_to(query_BNSD, *block, scale=scale))
+            del block  # before the next one is received
         ctx.scale, ctx.ring = scale, ring
         return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, found).y_BNSD
 
@@ -326,24 +331,12 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
         query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
         whole, ring = Partial(*saved), ctx.ring
-        last = ring.axis.size - 1
         by_query = torch.zeros_like(query_BNSD, dtype=wide(query_BNSD.dtype))
-        block = ring.pack(key_BMCD, value_BMCD)
-        own, collected, on_the_way = block, block, []
-        for step in range(last + 1):
-            following, works = block, []
-            if step < last:
-                following, works = ring.send_on(
-                    block, step, phase="backward", caller="context.keys", tag=_KEYS_TAG
-                )
-            found = gradients_of(
-                gradient_BNSD,
-                whole,
-                query_BNSD,
-                *ring.unpack(block, step),
-                ring.seen(step),
-                scale=ctx.scale,
-            )
+        own = collected = query_BNSD
+        on_the_way: list[dist.Work] = []
+        for step, block in enumerate(ring.blocks(key_BMCD, value_BMCD, "backward")):
+            found = gradients_of(gradient_BNSD, whole, query_BNSD, *block, scale=ctx.scale)
+            del block
             by_query += found.query_BNSD
             gradient = ring.pack(found.key_BMCD, found.value_BMCD)
             if step == 0:
@@ -357,12 +350,9 @@ class _RingAttention(torch.autograd.Function):
                 collected, on_the_way = ring.send_on(
                     sent, step, phase="backward", caller="context.gradients", tag=_GRADIENTS_TAG
                 )
-            for work in works:
-                work.wait()
-            block = following
         for work in on_the_way:
             work.wait()
-        if last:
+        if ring.axis.size > 1:
             own += collected
         by_key, by_value = ring.unpack(own, 0)
         return (

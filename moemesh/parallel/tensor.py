@@ -173,20 +173,19 @@ class ShardedVocabulary(Vocabulary):
         return collectives.reduce_scatter(partial_TH, self.axis, sizes, caller="embedding")
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
+        def combine(lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+            """log-sum-exp of the shards' log-sum-exps; only one shard holds the target's logit."""
+            highest_T = lse_T.clone()
+            all_reduce_(highest_T, self.axis, op="max", caller="head.loss", phase="forward")
+            sums_2T = torch.stack([torch.exp(lse_T - highest_T), target_T])
+            all_reduce_(sums_2T, self.axis, caller="head.loss", phase="forward")
+            return highest_T + sums_2T[0].log(), sums_2T[1]
+
         x_TH = self.boundary.enter(x_TH, len(targets_T))
-        return cross_entropy(
-            x_TH, weight_VH, targets_T, first_row=self.rows.start, combine=self._combine
-        )
+        first = self.rows.start
+        return cross_entropy(x_TH, weight_VH, targets_T, first_row=first, combine=combine)
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
         rows_VT = F.linear(weight_VH, self.boundary.enter(x_TH, num_tokens))
         sizes = shard_sizes(self.vocab_size, self.axis.size)
         return all_gather(rows_VT, self.axis, sizes, phase="forward", caller="head").T
-
-    def _combine(self, lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-        """log-sum-exp of the shards' log-sum-exps; only one shard holds the target's logit."""
-        highest_T = lse_T.clone()
-        all_reduce_(highest_T, self.axis, op="max", caller="head.loss", phase="forward")
-        sums_2T = torch.stack([torch.exp(lse_T - highest_T), target_T])
-        all_reduce_(sums_2T, self.axis, caller="head.loss", phase="forward")
-        return highest_T + sums_2T[0].log(), sums_2T[1]

@@ -150,18 +150,13 @@ class Schedule(Shown):
         """
         kind, stage, microbatch, pipe, slice = op
         if kind == "W":
-            return (Op("I", stage, microbatch, pipe, slice),)
-        if kind == "F":
-            found: list[Op] = []
-            if stage > 0:
-                found.append(Op("F", stage - 1, microbatch, pipe, slice))
-            if slice > 0:
-                found.append(Op("F", stage, microbatch, pipe, slice - 1))
-            return tuple(found)
-        found = [Op("F", stage, microbatch, pipe, slice)]
-        if self.first_trained_stage <= stage < self.num_stages - 1:
-            found.append(self.backward(stage + 1, microbatch, pipe, slice))
-        if slice < self.num_slices - 1:
+            return (op._replace(kind="I"),)
+        found = [] if kind == "F" else [op._replace(kind="F")]
+        if (before := predecessor(self, op)) is not None:
+            found.append(before)
+        if kind == "F" and slice > 0:
+            found.append(op._replace(slice=slice - 1))
+        if kind != "F" and slice < self.num_slices - 1:
             found.append(self.backward(stage, microbatch, pipe, slice + 1))
         return tuple(found)
 
@@ -188,6 +183,16 @@ def successor(schedule: Schedule, op: Op) -> Op | None:
         return Op("F", stage + 1, microbatch, pipe, slice)
     if kind in ("B", "I") and stage > schedule.first_trained_stage:
         return schedule.backward(stage - 1, microbatch, pipe, slice)
+    return None
+
+
+def predecessor(schedule: Schedule, op: Op) -> Op | None:
+    """The operation of the neighbouring stage whose output `op` takes: see :func:`successor`."""
+    kind, stage, microbatch, pipe, slice = op
+    if kind == "F" and stage > 0:
+        return Op("F", stage - 1, microbatch, pipe, slice)
+    if kind in ("B", "I") and schedule.first_trained_stage <= stage < schedule.num_stages - 1:
+        return schedule.backward(stage + 1, microbatch, pipe, slice)
     return None
 
 

@@ -92,8 +92,6 @@ def ampnet(
     most ceil((max_in_flight-1)/window), at most `max_in_flight` microbatches per rank. Raises
     ValueError unless max_in_flight >= 1, window >= 1, and no cost or latency is negative.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(ampnet(3, 5)).timeline))
     rank 0: F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
     rank 1: .  F0 F1 F2 .  B0--- .  B1--- F3 B2--- F4 B3--- .  B4---

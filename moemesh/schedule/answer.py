@@ -106,6 +106,17 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
+    # The formulas, where they speak of these costs: equal stages, no latency, nothing relaxed.
+    closed, block = None, costs.overlapped
+    parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
+    numbers = [part for part in parts if isinstance(part, (int, float))]
+    is_plain = len(numbers) == len(parts) and not costs.message and not request.relaxed
+    if request.name in RECIPES and is_plain:
+        assert block is None or isinstance(block, (int, float))
+        times = closed_forms.MicrobatchTimes(
+            forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block
+        )
+        closed = closed_forms.closed_form(schedule, times, held=held)
     block = "" if request.block is None else f", block {request.block}"
     told = f"forward {request.forward}, input gradient {request.dgrad}, "
     told += f"weight gradient {request.wgrad}{block}, message {request.comm}"
@@ -114,7 +125,7 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
     return ScheduleAnswer(
         schedule=schedule,
         simulation=simulation,
-        closed=_closed(request, schedule, costs, held) if request.name in RECIPES else None,
+        closed=closed,
         copies=weight_copies(schedule),
         held=held,
         costs=told,
@@ -171,34 +182,22 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     microbatches = request.microbatches
     if microbatches is None:
         microbatches = 4 * max(ranks, 1)
-    if request.name == "search":
-        return _searched(request, ranks, microbatches, costs, held, problems)
-    if request.memory_cap is not None:
-        problems.append("--memory-cap belongs to search")
-    ampnet = request.name == "ampnet" and ranks >= 1 and not problems
-    schedule = build(
-        request.name,
-        ranks,
-        microbatches,
-        stages_per_rank=1 if request.stages_per_rank is None else request.stages_per_rank,
-        num_slices=request.num_slices,
-        window=request.window,
-        max_in_flight=request.max_in_flight,
-        cost=costs.bind(one_f_one_b(ranks, 1)).op if ampnet else None,
-        latency=_number("--comm", request.comm, []) if ampnet else None,
-    )
-    return schedule, (), None
-
-
-def _searched(
-    request: ScheduleRequest,
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    held: float,
-    problems: list[str],
-) -> _Found:
-    """The result of the automatic scheduler under the memory cap."""
+    if request.name != "search":
+        if request.memory_cap is not None:
+            problems.append("--memory-cap belongs to search")
+        ampnet = request.name == "ampnet" and ranks >= 1 and not problems
+        schedule = build(
+            request.name,
+            ranks,
+            microbatches,
+            stages_per_rank=1 if request.stages_per_rank is None else request.stages_per_rank,
+            num_slices=request.num_slices,
+            window=request.window,
+            max_in_flight=request.max_in_flight,
+            cost=costs.bind(one_f_one_b(ranks, 1)).op if ampnet else None,
+            latency=_number("--comm", request.comm, []) if ampnet else None,
+        )
+        return schedule, (), None
     others = (
         ("--slices", request.num_slices),
         ("--window", request.window),
@@ -310,22 +309,6 @@ def _number(option: str, given: str, problems: list[str]) -> float:
         problems.append(f"{option} {given!r} is no number from 0 to 1e15")
         return 1
     return number
-
-
-def _closed(
-    request: ScheduleRequest, schedule: Schedule, costs: Costs, held: float
-) -> ClosedForm | None:
-    """The formulas, where they speak of these costs: equal stages, no latency, nothing relaxed."""
-    parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
-    numbers = [part for part in parts if isinstance(part, (int, float))]
-    if len(numbers) < len(parts) or costs.message or request.relaxed:
-        return None
-    block = costs.overlapped
-    assert block is None or isinstance(block, (int, float))
-    times = closed_forms.MicrobatchTimes(
-        forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block
-    )
-    return closed_forms.closed_form(schedule, times, held=held)
 
 
 def short(value: float) -> str:

@@ -64,85 +64,69 @@ def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
     """
     if channels not in get_args(ChannelKind):
         raise ValueError(f"channels {channels!r} are none of {', '.join(get_args(ChannelKind))}")
-    machine = _Machine(schedule, channels)
-    while machine.awake:
-        rank = machine.awake.pop()
-        while machine.advance(rank):
-            pass
-    heads = [
-        f"rank {rank} at {'+'.join(map(str, order[at]))}"
-        for rank, (at, order) in enumerate(zip(machine.heads, schedule.orders, strict=True))
-        if at < len(order)
-    ]
-    if not heads:
-        return ""
-    blocked = [str(queue[0]) for queue in machine.queues.values() if queue]
-    return f"blocked: {'; '.join(blocked)}; waiting: {'; '.join(heads)}"
+    by_producer = messages(schedule)
+    by_consumer: dict[Op, list[Message]] = {}
+    sequence: dict[tuple[int, int], list[Message]] = {}
+    for message in by_producer.values():
+        by_consumer.setdefault(message.consumer, []).append(message)
+        sequence.setdefault((message.source, message.destination), []).append(message)
+    queues = defaultdict[tuple[int, int, int], deque[Posted]](deque)
+    # Receives posted and completed of each ordered pair.
+    posted, completed = dict.fromkeys(sequence, 0), dict.fromkeys(sequence, 0)
+    at, awake = [0] * schedule.num_ranks, list(range(schedule.num_ranks))
 
+    def queue_of(item: Posted) -> deque[Posted]:
+        """The channel that `item` shares with others of its rank."""
+        if channels == "rank":
+            return queues[item.rank, -1, 0]
+        return queues[item.rank, item.peer, int(item.send and channels == "ordered_pair")]
 
-class _Machine:
-    def __init__(self, schedule: Schedule, channels: ChannelKind) -> None:
-        self.schedule = schedule
-        self.channels = channels
-        self.by_producer = messages(schedule)
-        self.by_consumer: dict[Op, list[Message]] = {}
-        self.sequence: dict[tuple[int, int], list[Message]] = {}
-        for message in self.by_producer.values():
-            self.by_consumer.setdefault(message.consumer, []).append(message)
-            pair = message.source, message.destination
-            self.sequence.setdefault(pair, []).append(message)
-        self.queues = defaultdict[tuple[int, int, int], deque[Posted]](deque)
-        self.heads = [0] * schedule.num_ranks
-        #: Receives posted and completed of each ordered pair.
-        self.posted: dict[tuple[int, int], int] = dict.fromkeys(self.sequence, 0)
-        self.completed: dict[tuple[int, int], int] = dict.fromkeys(self.sequence, 0)
-        self.awake = list(range(schedule.num_ranks))
-
-    def advance(self, rank: int) -> bool:
-        """Run the head entry of `rank`, or post what it waits for; whether it ran."""
-        order = self.schedule.orders[rank]
-        if self.heads[rank] == len(order):
-            return False
-        entry = order[self.heads[rank]]
-        inputs = [message for op in entry for message in self.by_consumer.get(op, ())]
-        for message in inputs:
-            pair = message.source, message.destination
-            while self.posted[pair] <= message.position:
-                producer = self.sequence[pair][self.posted[pair]].producer
-                self.posted[pair] += 1
-                self.post(Posted(rank, message.source, False, producer))
-        if any(self.completed[m.source, m.destination] <= m.position for m in inputs):
-            return False
-        self.heads[rank] += 1
-        for op in entry:
-            if op in self.by_producer:
-                self.post(Posted(rank, self.by_producer[op].destination, True, op))
-        return True
-
-    def post(self, item: Posted) -> None:
+    def post(item: Posted) -> None:
         """Put `item` in its channel; when it heads it, complete it and what follows it in either
         channel, as long as both ends are up."""
-        queue = self.queues[self.channel(item)]
+        queue = queue_of(item)
         queue.append(item)
         pending = [item] if len(queue) == 1 else []
         while pending:
             item = pending.pop()
             other = Posted(item.peer, item.rank, not item.send, item.producer)
-            queue, opposite = self.queues[self.channel(item)], self.queues[self.channel(other)]
+            queue, opposite = queue_of(item), queue_of(other)
             if not queue or not opposite or queue[0] != item or opposite[0] != other:
                 continue
             for ends in (queue, opposite):
                 ends.popleft()
                 pending.extend(islice(ends, 1))
             receiver = other if item.send else item
-            self.completed[receiver.peer, receiver.rank] += 1
-            self.awake.append(receiver.rank)
+            completed[receiver.peer, receiver.rank] += 1
+            awake.append(receiver.rank)
 
-    def channel(self, item: Posted) -> tuple[int, int, int]:
-        """The rank, and what of it shares a queue with `item`."""
-        if self.channels == "rank":
-            return item.rank, -1, 0
-        return item.rank, item.peer, int(item.send and self.channels == "ordered_pair")
+    while awake:
+        rank = awake.pop()
+        # Run the entries at which the rank stands, until it waits for what it has posted.
+        while at[rank] < len(schedule.orders[rank]):
+            entry = schedule.orders[rank][at[rank]]
+            inputs = [message for op in entry for message in by_consumer.get(op, ())]
+            for message in inputs:
+                pair = message.source, message.destination
+                while posted[pair] <= message.position:
+                    producer = sequence[pair][posted[pair]].producer
+                    posted[pair] += 1
+                    post(Posted(rank, message.source, False, producer))
+            if any(completed[m.source, m.destination] <= m.position for m in inputs):
+                break
+            at[rank] += 1
+            for op in entry:
+                if op in by_producer:
+                    post(Posted(rank, by_producer[op].destination, True, op))
+    heads = [
+        f"rank {rank} at {'+'.join(map(str, order[place]))}"
+        for rank, (place, order) in enumerate(zip(at, schedule.orders, strict=True))
+        if place < len(order)
+    ]
+    if not heads:
+        return ""
+    blocked = [str(queue[0]) for queue in queues.values() if queue]
+    return f"blocked: {'; '.join(blocked)}; waiting: {'; '.join(heads)}"
 
 
 #: Findings shown in full; a broken generator may cause thousands.
@@ -220,24 +204,46 @@ def check(
         raise ScheduleError(schedule.name, findings)
     findings += _completeness(schedule)
     findings += _order(schedule)
-    report = None
     try:
         program = lower(schedule)
         order = issue_order(program)
     except Deadlock as deadlock:
         if deadlock.cycle:  # Without a ring it is a missing producer, found as such.
             findings.append(ScheduleFault(f"deadlock: {deadlock.ring}"))
+        raise ScheduleError(schedule.name, findings) from None
     except ValueError:
-        pass  # Operations outside the schedule: found above.
-    else:
-        if not findings:
-            report, found = _bounds(program, order, caps, activation, weight_memory)
-            findings += found
-            if post_validation:
-                findings += _validation(program, order)
-    if findings or report is None:
+        # Operations outside the schedule: found above.
+        raise ScheduleError(schedule.name, findings) from None
+    if findings:
         raise ScheduleError(schedule.name, findings)
-    return report
+    # Points 4 to 6, for a schedule in which everything else is right.
+    channels: list[ChannelKind] = []
+    for kind in get_args(ChannelKind):
+        blocked = rendezvous_deadlock(schedule, kind)
+        if not blocked:
+            channels.append(kind)
+        elif kind == "ordered_pair":
+            findings.append(ScheduleFault(f"deadlock with rendezvous sends: {blocked}"))
+    stages: dict[tuple[int, int], StageVersions] = {}
+    if schedule.update is not None:
+        stages, breaches = versions(schedule)
+        findings += [ScheduleFault(b.message, b.rank, b.entry, b.op) for b in breaches]
+    peaks = peak_memory(schedule, activation=activation, weight_memory=weight_memory)
+    unread = unread_messages(program, order)
+    for rank, peak in enumerate(peaks):
+        held = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
+        names = ("contexts", "activation", "weight_backlog", "unread_messages")
+        for name, value in zip(names, held, strict=True):
+            cap: float | None = getattr(caps, name, None)
+            if cap is not None and value > cap * (1 + ROUNDING):
+                findings.append(ScheduleFault(f"{name} reaches {value}, the cap is {cap}", rank))
+    if post_validation:
+        findings += _validation(program, order)
+    if findings:
+        raise ScheduleError(schedule.name, findings)
+    return CheckReport(
+        peaks=peaks, unread_messages=unread, channels=tuple(channels), versions=stages
+    )
 
 
 def _shape(schedule: Schedule) -> Iterable[ScheduleFault]:
@@ -326,42 +332,6 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
                     )
                 elif at == index:
                     yield ScheduleFault(f"needs {needed} of the same block", rank, index, op)
-
-
-def _bounds(
-    program: LoweredProgram,
-    order: Sequence[int],
-    caps: Caps | None,
-    activation: Amount,
-    weight: Amount,
-) -> tuple[CheckReport, list[ScheduleFault]]:
-    """Points 4 to 6, for a schedule in which everything else is right."""
-    schedule = program.schedule
-    findings: list[ScheduleFault] = []
-    channels: list[ChannelKind] = []
-    for kind in get_args(ChannelKind):
-        blocked = rendezvous_deadlock(schedule, kind)
-        if not blocked:
-            channels.append(kind)
-        elif kind == "ordered_pair":
-            findings.append(ScheduleFault(f"deadlock with rendezvous sends: {blocked}"))
-    stages: dict[tuple[int, int], StageVersions] = {}
-    if schedule.update is not None:
-        stages, breaches = versions(schedule)
-        findings += [ScheduleFault(b.message, b.rank, b.entry, b.op) for b in breaches]
-    peaks = peak_memory(schedule, activation=activation, weight_memory=weight)
-    unread = unread_messages(program, order)
-    for rank, peak in enumerate(peaks):
-        held = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
-        names = ("contexts", "activation", "weight_backlog", "unread_messages")
-        for name, value in zip(names, held, strict=True):
-            cap: float | None = getattr(caps, name, None)
-            if cap is not None and value > cap * (1 + ROUNDING):
-                findings.append(ScheduleFault(f"{name} reaches {value}, the cap is {cap}", rank))
-    report = CheckReport(
-        peaks=peaks, unread_messages=unread, channels=tuple(channels), versions=stages
-    )
-    return report, findings
 
 
 def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int, ...]:

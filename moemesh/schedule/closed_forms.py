@@ -40,8 +40,8 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the longest
-    slice's share of a sequence."""
+    """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the share of a
+    sequence that a slice is."""
 
     ranks: int
     microbatches: int
@@ -224,17 +224,10 @@ FORMS: Mapping[str, Form] = {
 
 
 def closed_form(
-    schedule: Schedule,
-    times: MicrobatchTimes,
-    *,
-    held: float = 1.0,
-    slice_share: float | None = None,
+    schedule: Schedule, times: MicrobatchTimes, *, held: float = 1.0
 ) -> ClosedForm | None:
-    """The formulas of a generated schedule for equal stages and no latency; None without any.
-
-    `held` is M_w / M_a. `slice_share` is the longest slice's share of a sequence, by default one
-    over their number.
-    """
+    """The formulas of a generated schedule for equal stages and slices and no latency; None without
+    any. `held` is M_w / M_a."""
     form = FORMS.get(schedule.name)
     if form is None:
         return None
@@ -244,7 +237,7 @@ def closed_form(
         chunks=schedule.stages_per_rank,
         times=times,
         held=held,
-        slice_share=1 / schedule.num_slices if slice_share is None else slice_share,
+        slice_share=1 / schedule.num_slices,
     )
     ranks = range(schedule.num_ranks)
     peak = tuple(form.peak(numbers, rank) for rank in ranks) if form.peak_holds(numbers) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemesh.config.errors import UserError
@@ -101,34 +101,29 @@ microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ra
     if not broken:
         return
     lines = [f"{schedule} needs {rule.text}, got {rule.found(numbers)}" for rule in broken]
-    if hint := _nearest(conditions, broken, numbers):
-        lines[-1] += f" (nearest: {hint})"
-    raise ScheduleConditionError("\n".join(lines))
-
-
-def _nearest(conditions: Sequence[Condition], broken: Iterable[Condition], given: Numbers) -> str:
-    """One number changed where that is enough, else all of them in their order."""
-    blamed = list(dict.fromkeys(name for rule in broken for name in rule.names))
-    options: list[str] = []
-    for name in blamed:
-        values = _legal(conditions, given, name)
-        if values:
-            options.append(f"{name} {' or '.join(map(str, values))}")
-    if options:
-        return ", or ".join(options)
-    # Of equally near ones upwards: more microbatches are wanted more often than fewer ranks.
-    together = sorted(
-        _settled(conditions, given, list(given)),
-        key=lambda numbers: (
-            sum(abs(numbers[name] - given[name]) for name in given),
-            -sum(numbers.values()),
-        ),
+    # One number changed where that is enough, else all of them in their order.
+    hint = ", or ".join(
+        f"{name} {' or '.join(map(str, values))}"
+        for name in dict.fromkeys(name for rule in broken for name in rule.names)
+        if (values := _legal(conditions, numbers, name))
     )
-    if not together:
-        return ""
-    nearest = together[0]
-    changed = (name for name in given if nearest[name] != given[name])
-    return ", ".join(f"{name} {nearest[name]}" for name in changed)
+    if not hint:
+        # Of equally near ones upwards: more microbatches are wanted more often than fewer ranks.
+        together = sorted(
+            _settled(conditions, numbers, list(numbers)),
+            key=lambda one: (
+                sum(abs(one[name] - numbers[name]) for name in numbers),
+                -sum(one.values()),
+            ),
+        )
+        hint = ", ".join(
+            f"{name} {nearest[name]}"
+            for nearest in together[:1]
+            for name in numbers
+            if nearest[name] != numbers[name]
+        )
+    lines[-1] += f" (nearest: {hint})" if hint else ""
+    raise ScheduleConditionError("\n".join(lines))
 
 
 def _settled(

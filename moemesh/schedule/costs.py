@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from numbers import Integral, Rational
 from typing import cast
 
-from moemesh.schedule.action import Entry, Op, Schedule
+from moemesh.schedule.action import Entry, Kind, Op, Schedule
 
 #: A number for one microbatch on one rank's whole share of layers (a chunk costs 1/v of it), a
 #: list with the cost of a microbatch on each stage, or a function of the operation. A slice costs
 #: 1/num_slices of a number or of a list's item; what a function returns is taken as it is.
 Cost = float | Sequence[float] | Callable[[Op], float]
+#: The same, bound to a schedule.
+OpCosts = list[float] | Callable[[Op], float]
 
 #: Of a message: a number, a list over the boundaries (item s between stage s and s + 1, both
 #: ways), or a function of producer and consumer. It is never divided: with v chunks there are v
@@ -63,12 +65,29 @@ class BoundCosts:
         forward = self._by_op("forward", costs.forward)
         inner = self._by_op("input_gradient", costs.input_gradient)
         weight = self._by_op("weight_gradient", costs.weight_gradient)
-        if costs.backward is None:
-            backward = _sum_of(inner, weight)
-        else:
+        if costs.backward is not None:
             backward = self._by_op("backward", costs.backward)
+        elif callable(inner) or callable(weight):
+            halves: tuple[tuple[Kind, OpCosts], ...] = (("I", inner), ("W", weight))
+
+            def both(op: Op) -> float:
+                # A function sees the halves it knows, not the full backward that stands for them.
+                a, b = (
+                    table(op._replace(kind=kind)) if callable(table) else table[op.stage]
+                    for kind, table in halves
+                )
+                return a + b
+
+            backward = both
+        else:
+            backward = [a + b for a, b in zip(inner, weight, strict=True)]
         #: Kind -> a list over stages, or a function of the operation.
-        self.by_kind = {"F": forward, "B": backward, "I": inner, "W": weight}
+        self.by_kind: dict[Kind, OpCosts] = {
+            "F": forward,
+            "B": backward,
+            "I": inner,
+            "W": weight,
+        }
         self.delays = self._by_boundary("message", costs.message)
         self._sizes = self._by_boundary("message_size", costs.message_size)
         self._overlapped = costs.overlapped
@@ -111,25 +130,17 @@ class BoundCosts:
         whole, rest = divmod(pieces, schedule.num_ranks)
         return pieces / schedule.num_ranks if rest else whole
 
-    def _by_op(self, name: str, cost: Cost) -> list[float] | Callable[[Op], float]:
+    def _by_op(self, name: str, cost: Cost) -> OpCosts:
         if callable(cost):
             return cost
         stages = self.schedule.num_stages
-        if isinstance(cost, Sequence):
-            if len(cost) != stages:
-                raise ValueError(f"{name} has {len(cost)} costs for {stages} stages")
-            return [_divided(exact(item, name), self.schedule.num_slices) for item in cost]
-        return [_divided(exact(cost, name), self._parts)] * stages
+        parts = self.schedule.num_slices if isinstance(cost, Sequence) else self._parts
+        return [_divided(item, parts) for item in exact_list(cost, name, stages, "costs", "stages")]
 
     def _by_boundary(self, name: str, cost: MessageCost) -> list[float] | Callable[[Op, Op], float]:
         if callable(cost):
             return cost
-        boundaries = self.schedule.num_stages - 1
-        if isinstance(cost, Sequence):
-            if len(cost) != boundaries:
-                raise ValueError(f"{name} has {len(cost)} costs for {boundaries} boundaries")
-            return [exact(item, name) for item in cost]
-        return [exact(cost, name)] * boundaries
+        return exact_list(cost, name, self.schedule.num_stages - 1, "costs", "boundaries")
 
 
 def exact(value: float, name: str) -> float:
@@ -149,26 +160,23 @@ def exact(value: float, name: str) -> float:
     return number
 
 
+def exact_list(
+    value: float | Sequence[float], name: str, count: int, items: str, places: str
+) -> list[float]:
+    """One exact number a place: those of a list, or the same for all. Raises ValueError, in the
+    words `items` and `places`, for a list of another length than `count`."""
+    if not isinstance(value, Sequence):
+        return [exact(value, name)] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} {items} for {count} {places}")
+    return [exact(item, name) for item in value]
+
+
 def _divided(value: float, parts: float) -> float:
     """`value` / `parts`, an integer when it comes out whole."""
     if isinstance(value, int) and isinstance(parts, int) and value % parts == 0:
         return value // parts
     return value / parts
-
-
-def _sum_of(
-    first: list[float] | Callable[[Op], float], second: list[float] | Callable[[Op], float]
-) -> list[float] | Callable[[Op], float]:
-    if not callable(first) and not callable(second):
-        return [a + b for a, b in zip(first, second, strict=True)]
-
-    def both(op: Op) -> float:
-        # A function sees the halves it knows, not the full backward that stands for them.
-        halves = ((first, op._replace(kind="I")), (second, op._replace(kind="W")))
-        a, b = (table(half) if callable(table) else table[half.stage] for table, half in halves)
-        return a + b
-
-    return both
 
 
 def _edge(table: list[float] | Callable[[Op, Op], float], producer: Op, consumer: Op) -> float:

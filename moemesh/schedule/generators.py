@@ -35,8 +35,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     The bubble of GPipe, (p-1)(tF+tB), with less memory: rank r holds min(m, p-r) microbatches.
     Raises ValueError unless m >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(one_f_one_b(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
     rank 1: .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
@@ -77,8 +75,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     Bubble (p-1)(tF+tB)/v for v chunks a rank, and v times the messages; rank r holds
     min(mv, 2(p-1-r) + (v-1)p + 1)/v microbatches. Raises ValueError unless m % p == 0 and v >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(interleaved_1f1b(2, 4, 2)).timeline))
     rank 0: F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
     rank 1: .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---
@@ -132,8 +128,6 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, *, window: int | None =
     Raises ValueError unless window >= p and it divides the microbatches (gradients of a part of a
     window would be lost).
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(pipedream_2bw(2, 6)).timeline))
     rank 0: F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---
     rank 1: .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
@@ -199,8 +193,6 @@ def gpipe(
 
     Bubble (p-1)(tF+tB); rank r holds all m microbatches. Raises ValueError unless m >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(gpipe(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B3--- B2--- B1--- B0---
     rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B3--- B2--- B1--- B0---
@@ -234,8 +226,6 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     steady state; rank r holds p-r microbatches and as many copies of its weights. Raises
     ValueError unless m >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(pipedream(4, 6)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---
     rank 1: .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5---
@@ -265,8 +255,6 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     summed. With tB = 2tF the idle time is 2(p-2)tF for m = p and larger for more blocks. Raises
     ValueError unless p is even and m % p == 0. Pipe 1 is drawn in small letters:
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(chimera(4, 4)).timeline))
     rank 0: F0 F1 .  f0 b0--- f1 b1--- .  B0--- .  .  B1---
     rank 1: .  F0 f0 F1 f1 .  b0--- B0--- b1--- B1---
@@ -307,8 +295,6 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Span bubble (p-1)(tF+tI-tW), exact for m >= p and tW <= tF; rank r holds p-r microbatches and
     what r weight gradients need. Raises ValueError unless m >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(zb_h1(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
     rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
@@ -350,8 +336,6 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     other, so that the optimizer must not wait for all of them (post-validation). Raises ValueError
     unless m >= 1.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(zb_h2(3, 5)).timeline))
     rank 0: F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
     rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
@@ -376,8 +360,6 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     No span bubble for m >= 2p-1 and tF = tI = tW; every rank holds p microbatches. Raises
     ValueError unless m >= 1. Chunk 1 is drawn in small letters:
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(zb_v(2, 4)).timeline))
     rank 0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
@@ -462,8 +444,6 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     microbatches and two copies of weights, whose gradients are summed. Raises ValueError unless p
     and m are even and m >= 2p. Pipe 1 is drawn in small letters:
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(dualpipe(2, 4)).timeline))
     rank 0: F0 f0 F1 b0--- f1+B0--- b1--- I1 W1
     rank 1: f0 F0 f1 B0--- F1+b0--- B1--- i1 w1
@@ -492,8 +472,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     Rank idle (p-1)/2 (tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds
     p + 1/2 microbatches. Raises ValueError unless m >= 2p. Chunk 1 is drawn in small letters:
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(dualpipe_v(2, 4)).timeline))
     rank 0: F0 F1 F2 f0 i0 w0 f1 F3+b1--- .  f2+B0--- b2--- .  f3+B1--- b3--- I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 F2 b0--- f2+B0--- F3+b1--- f3+B1--- b2--- B2--- .  i3 I3 w3 W3

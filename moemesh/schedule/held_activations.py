@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.costs import exact
+from moemesh.schedule.costs import exact_list
 
 #: A number for a microbatch on one rank's whole share of layers (a chunk holds 1/v), or a list
 #: with the amount on each stage. A slice holds 1/num_slices of either.
@@ -78,8 +78,10 @@ def amounts(
 
     Pieces keep the sums exact: a chunk of a rank's share is one piece, not 1/v.
     """
-    whole = _per_stage(schedule, "activation", activation)
-    kept = _per_stage(schedule, "weight_memory", weight_memory)
+    whole, kept = (
+        exact_list(amount, name, schedule.num_stages, "amounts", "stages")
+        for name, amount in (("activation", activation), ("weight_memory", weight_memory))
+    )
     chunks = schedule.num_stages / schedule.num_ranks
     lists = isinstance(activation, Sequence), isinstance(weight_memory, Sequence)
     if not any(lists):
@@ -89,11 +91,3 @@ def amounts(
     if not lists[1]:
         kept = [item / chunks for item in kept]
     return whole, kept, schedule.num_slices
-
-
-def _per_stage(schedule: Schedule, name: str, amount: Amount) -> list[float]:
-    if not isinstance(amount, Sequence):
-        return [exact(amount, name)] * schedule.num_stages
-    if len(amount) != schedule.num_stages:
-        raise ValueError(f"{name} has {len(amount)} amounts for {schedule.num_stages} stages")
-    return [exact(item, name) for item in amount]

@@ -138,10 +138,28 @@ class Deadlock(ValueError):
     def __init__(self, program: LoweredProgram, heads: Sequence[int], cycle: Sequence[int]) -> None:
         self.heads = tuple(heads)
         self.cycle = tuple(cycle)
-        self.ring = _ring(program, cycle) if cycle else ""
-        lines = [f"{program.schedule.name} deadlocks"]
-        if cycle:
-            lines = [f"{program.schedule.name} deadlocks: {self.ring}"]
+        made_by: dict[int, tuple[int, Op]] = {}
+        for rank in {program.rank[entry] for entry in cycle}:
+            for entry in range(program.first[rank], program.first[rank + 1]):
+                made_by |= {
+                    slot: (entry, op)
+                    for slot, op in zip(program.makes[entry], program.entries[entry], strict=True)
+                }
+                for message, _, place in program.sent[entry]:
+                    made_by[message] = entry, program.entries[entry][place]
+        parts: list[str] = []
+        for waiter, head in zip(cycle, (*cycle[1:], *cycle[:1]), strict=True):
+            for slot in program.waits[waiter]:
+                producer, op = made_by.get(slot, (-1, None))
+                if producer >= head and program.rank[producer] == program.rank[head]:
+                    at = f"rank {program.rank[producer]}, entry {program.index(producer)}"
+                    behind = f", which stands behind {program.where(head)}"
+                    behind = "" if producer == head else behind
+                    parts.append(f"{program.where(waiter)} waits for {op} ({at}){behind}")
+                    break
+        #: The ring in words: who waits for what, and where that stands.
+        self.ring = "; ".join(parts)
+        lines = [f"{program.schedule.name} deadlocks" + (f": {self.ring}" if cycle else "")]
         for entry in heads:
             lines.append(f"  rank {program.rank[entry]} stands at {program.where(entry)}")
         super().__init__("\n".join(lines))
@@ -227,28 +245,3 @@ def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> li
         if not best or len(ring) < len(best):
             best = ring[::-1]
     return best
-
-
-def _ring(program: LoweredProgram, cycle: Sequence[int]) -> str:
-    """The ring in words: who waits for what, and where that stands."""
-    made_by: dict[int, tuple[int, Op]] = {}
-    for rank in {program.rank[entry] for entry in cycle}:
-        for entry in range(program.first[rank], program.first[rank + 1]):
-            made_by |= {
-                slot: (entry, op)
-                for slot, op in zip(program.makes[entry], program.entries[entry], strict=True)
-            }
-            for message, _, place in program.sent[entry]:
-                made_by[message] = entry, program.entries[entry][place]
-    parts: list[str] = []
-    for waiter, head in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-        for slot in program.waits[waiter]:
-            producer, op = made_by.get(slot, (-1, None))
-            if producer >= head and program.rank[producer] == program.rank[head]:
-                behind = "" if producer == head else f", which stands behind {program.where(head)}"
-                parts.append(
-                    f"{program.where(waiter)} waits for {op} "
-                    f"(rank {program.rank[producer]}, entry {program.index(producer)}){behind}"
-                )
-                break
-    return "; ".join(parts)

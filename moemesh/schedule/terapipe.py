@@ -38,8 +38,6 @@ def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule
     Bubble (p-1)(max tF + max tB) over the slices; every rank holds all of them. Raises ValueError
     unless there is a slice.
 
-    >>> from moemesh.report.timeline_text import draw
-    >>> from moemesh.schedule.simulate import simulate
     >>> print(draw(simulate(terapipe(2, 2, 2)).timeline))
     rank 0: F0.0 F0.1 F1.0 F1.1 .    .    .    B1.1----- B1.0----- B0.1----- B0.0-----
     rank 1: .    F0.0 F0.1 F1.0 F1.1 B1.1----- B1.0----- B0.1----- B0.0-----
@@ -161,7 +159,9 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
     """
     num_slices = plan.num_slices
     if num_slices > MOST_PLACES:
-        return even_lengths(seq_len, num_slices)
+        if num_slices > seq_len:
+            raise ValueError(f"{num_slices} slices of a sequence of {seq_len} tokens")
+        return shard_sizes(seq_len, num_slices)
     places = min(seq_len, MOST_PLACES)
     layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
     stages = stage_costs(model, layers)
@@ -173,13 +173,6 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
     pieces = best_slices(cost, places, 1, len(stages), plan.microbatches, num_slices).lengths
     ends = [sum(pieces[: index + 1]) * seq_len // places for index in range(num_slices)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
-
-
-def even_lengths(seq_len: int, num_slices: int) -> tuple[int, ...]:
-    """Slices of (nearly) one length."""
-    if num_slices > seq_len:
-        raise ValueError(f"{num_slices} slices of a sequence of {seq_len} tokens")
-    return shard_sizes(seq_len, num_slices)
 
 
 def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, int]]:

@@ -235,16 +235,25 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
     if not lines or lines[0].label != MAGIC:
         found = f"line {lines[0].number}, {lines[0].label!r}" if lines else "no line at all"
         raise TextError(f"{found}: expected {MAGIC!r} and its header")
-    header = _Header(lines[0])
-    ranks, stages = header.count("ranks"), header.count("stages")
-    counts = header.counts("microbatches")
-    slices = header.count("slices", 1)
-    update = None
-    if "update" in header.tokens:
-        index, kind = header.tokens["update"]
+    first, tokens = lines[0], _header_tokens(lines[0])
+
+    def count(key: str) -> int:
+        index, value = tokens.get(key, (0, "1"))
+        if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
+            raise first.error("expected a whole number of at least 1", index)
+        return int(value)
+
+    ranks, stages = count("ranks"), count("stages")
+    index, value = tokens["microbatches"]
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in value.split(",")):
+        raise first.error("expected a count for each pipe, such as 8 or 4,4", index)
+    counts = tuple(map(int, value.split(",")))
+    slices, update = count("slices"), None
+    if "update" in tokens:
+        index, kind = tokens["update"]
         if kind not in UPDATE_KINDS:
-            raise lines[0].error(f"expected one of {', '.join(UPDATE_KINDS)}", index)
-        update = UpdateRule(kind=cast(Any, kind), window=header.count("window", 1))
+            raise first.error(f"expected one of {', '.join(UPDATE_KINDS)}", index)
+        update = UpdateRule(kind=cast(Any, kind), window=count("window"))
     parts: dict[str, dict[int, _Line]] = {"place": {}, "rank": {}}
     for line in lines[1:]:
         word, _, number = line.label.partition(" ")
@@ -269,75 +278,48 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
         if len(line.tokens) != stages:
             raise line.error(f"has {len(line.tokens)} ranks for {stages} stages")
         placement.append(tuple(map(int, line.tokens)))
+    index, value = tokens["name"]
+    name, parameters = _parse_value(value), dict[str, int | float | str]()
+    if not isinstance(name, str):
+        raise first.error('expected a word, or a JSON string ("two\\u0020words")', index)
+    orders = tuple(_entries(parts["rank"][rank]) for rank in range(ranks))
+    for key, (index, value) in tokens.items():
+        if key.startswith("parameter."):
+            parsed = _parse_value(value)
+            if parsed is None or not _PARAMETER.fullmatch(word := key.partition(".")[2]):
+                raise first.error("expected parameter.<word>=<number, word or string>", index)
+            parameters[word] = parsed
     return Schedule(
-        name=header.text("name"),
+        name=name,
         num_ranks=ranks,
         num_stages=stages,
         placement=tuple(placement),
-        orders=tuple(_entries(parts["rank"][rank]) for rank in range(ranks)),
+        orders=orders,
         num_microbatches=counts,
         num_slices=slices,
         update=update,
-        parameters=header.parameters(),
+        parameters=parameters,
     )
 
 
-class _Header:
-    """Typed look-ups in the ``key=value`` tokens of the first line."""
-
-    KEYS = ("name", "ranks", "stages", "slices", "microbatches", "update", "window")
-
-    def __init__(self, line: _Line) -> None:
-        self.line = line
-        self.tokens: dict[str, tuple[int, str]] = {}
-        for index, token in enumerate(line.tokens):
-            key, equals, value = token.partition("=")
-            if not equals or not (key in self.KEYS or key.startswith("parameter.")):
-                known = ", ".join(self.KEYS)
-                raise line.error(
-                    f"expected <key>=<value> with a key of {known}, parameter.*", index
-                )
-            if key in self.tokens:
-                raise line.error(f"{key!r} is given twice", index)
-            self.tokens[key] = (index, value)
-        for key in ("name", "ranks", "stages", "microbatches"):
-            if key not in self.tokens:
-                raise line.error(f"the header has no {key}=")
-        if "window" in self.tokens and "update" not in self.tokens:
-            raise line.error("window= without update=", self.tokens["window"][0])
-
-    def counts(self, key: str) -> tuple[int, ...]:
-        index, value = self.tokens[key]
-        parts = value.split(",")
-        if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
-            raise self.line.error("expected a count for each pipe, such as 8 or 4,4", index)
-        return tuple(map(int, parts))
-
-    def count(self, key: str, default: int | None = None) -> int:
-        if key not in self.tokens and default is not None:
-            return default
-        index, value = self.tokens[key]
-        if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
-            raise self.line.error("expected a whole number of at least 1", index)
-        return int(value)
-
-    def text(self, key: str) -> str:
-        index, value = self.tokens[key]
-        parsed = _parse_value(value)
-        if not isinstance(parsed, str):
-            raise self.line.error('expected a word, or a JSON string ("two\\u0020words")', index)
-        return parsed
-
-    def parameters(self) -> dict[str, int | float | str]:
-        found: dict[str, int | float | str] = {}
-        for key, (index, value) in self.tokens.items():
-            if not key.startswith("parameter."):
-                continue
-            parsed = _parse_value(value)
-            if parsed is None or not _PARAMETER.fullmatch(name := key.partition(".")[2]):
-                raise self.line.error("expected parameter.<word>=<number, word or string>", index)
-            found[name] = parsed
-        return found
+def _header_tokens(line: _Line) -> dict[str, tuple[int, str]]:
+    """Key -> (place of its token, value) in the first line; those that must be there are."""
+    known = ("name", "ranks", "stages", "slices", "microbatches", "update", "window")
+    found: dict[str, tuple[int, str]] = {}
+    for index, token in enumerate(line.tokens):
+        key, equals, value = token.partition("=")
+        if not equals or not (key in known or key.startswith("parameter.")):
+            message = f"expected <key>=<value> with a key of {', '.join(known)}, parameter.*"
+            raise line.error(message, index)
+        if key in found:
+            raise line.error(f"{key!r} is given twice", index)
+        found[key] = (index, value)
+    for key in ("name", "ranks", "stages", "microbatches"):
+        if key not in found:
+            raise line.error(f"the header has no {key}=")
+    if "window" in found and "update" not in found:
+        raise line.error("window= without update=", found["window"][0])
+    return found
 
 
 def _entries(line: _Line) -> tuple[Entry, ...]:

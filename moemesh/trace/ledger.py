@@ -154,30 +154,6 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({len(self)} entries, {self.total().wire_bytes} bytes sent)"
 
-    def difference(self, other: Ledger) -> list[str]:
-        """One readable line per entry that differs; empty when the ledgers are equal.
-
-        `self` is called "here" and `other` "there" (say predicted and measured).
-        """
-        lines: list[str] = []
-        for key in sorted(self._totals.keys() | other._totals.keys()):
-            here, there = self._totals.get(key), other._totals.get(key)
-            if here == there:
-                continue
-            if here is None or there is None:
-                amounts = asdict(here or there or LedgerTotal())
-                found = f"only {'there' if here is None else 'here'}: "
-                found += ", ".join(f"{name} {value}" for name, value in amounts.items())
-            else:
-                theirs = asdict(there)
-                found = ", ".join(
-                    f"{name} {mine} here, {theirs[name]} there ({theirs[name] - mine:+d})"
-                    for name, mine in asdict(here).items()
-                    if mine != theirs[name]
-                )
-            lines.append(f"{' '.join(key)}: {found}")
-        return lines
-
     def rows(self) -> list[dict[str, Any]]:
         """The entries as plain dictionaries, for JSON."""
         return [asdict(entry) for entry in self.entries()]

@@ -107,7 +107,13 @@ class LayerLoads:
     @cached_property
     def entropy(self) -> float:
         """Shannon entropy of the experts' shares over its maximum: 1 uniform, 0 one expert."""
-        return normalised_entropy(self.tokens_per_expert)
+        values, total = self.tokens_per_expert, sum(self.tokens_per_expert)
+        if not total or len(values) == 1:
+            return 1.0
+        shares = (value / total for value in values if value)
+        entropy = -sum(share * math.log(share) for share in shares)
+        # Rounding may leave -0.0 or 1 + 1e-16.
+        return min(max(entropy / math.log(len(values)), 0.0), 1.0)
 
     @property
     def dead_experts(self) -> int:
@@ -166,18 +172,6 @@ def max_over_mean(loads: Iterable[int]) -> float:
     values = list(loads)
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
-
-
-def normalised_entropy(loads: Iterable[int]) -> float:
-    """Entropy of the shares over log(number of loads); 1.0 for one load or none at all."""
-    values = list(loads)
-    total = sum(values)
-    if not total or len(values) == 1:
-        return 1.0
-    shares = (value / total for value in values if value)
-    entropy = -sum(share * math.log(share) for share in shares)
-    # Rounding may leave -0.0 or 1 + 1e-16.
-    return min(max(entropy / math.log(len(values)), 0.0), 1.0)
 
 
 def collapse_text(loads: Iterable[LayerLoads]) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -150,7 +151,12 @@ class Timeline(Shown):
         for rank, records in self.by_rank().items():
             start = min((record.start for record in records), default=0.0)
             end = max((record.end for record in records), default=0.0)
-            busy = busy_time(records)
+            # The length of the union of the records' intervals.
+            busy, reached = 0.0, float("-inf")
+            for record in sorted(records, key=lambda record: record.start):
+                if record.end > reached:
+                    busy += record.end - max(record.start, reached)
+                    reached = record.end
             wait = sum(record.wait for record in records)
             # Rounding may leave idle at -1e-17.
             idle = max(end - start - busy, 0.0)
@@ -203,16 +209,6 @@ class Timeline(Shown):
         )
 
 
-def busy_time(records: Iterable[WorkRecord]) -> float:
-    """Length of the union of the records' intervals."""
-    busy, reached = 0.0, float("-inf")
-    for record in sorted(records, key=lambda record: record.start):
-        if record.end > reached:
-            busy += record.end - max(record.start, reached)
-            reached = record.end
-    return busy
-
-
 def _order(record: WorkRecord) -> tuple[Any, ...]:
     operation = tuple(
         -1 if n is None else n for n in (record.step, record.stage, record.microbatch)
@@ -221,37 +217,11 @@ def _order(record: WorkRecord) -> tuple[Any, ...]:
     return (record.rank, record.start, -record.end, *operation, *rest)
 
 
-class Span:
-    """One piece of work being recorded; leave the context to write it down."""
-
-    def __init__(self, recorder: TimelineRecorder, details: dict[str, Any]) -> None:
-        self._recorder = recorder
-        self._details = details
-        self._start = 0.0
-        self._wait = 0.0
-
-    def ready(self) -> None:
-        """The inputs have arrived: what passed so far was waiting, the work starts now."""
-        now = self._recorder.clock()
-        self._wait += now - self._start
-        self._start = now
-
-    def __enter__(self) -> Span:
-        self._start = self._recorder.clock()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        end = self._recorder.clock()
-        self._recorder.add(start=self._start, end=end, wait=self._wait, **self._details)
-
-
 class TimelineRecorder:
     """Records what one rank does::
 
-        with recorder.span("forward", kind="F", stage=0, microbatch=3) as span:
-            receive()
-            span.ready()
-            compute()
+        with recorder.span("optimizer"):
+            step()
 
     `clock` returns seconds and must not run backwards; the default is the machine's monotonic
     clock, which all processes of one machine share, so that their timelines merge without
@@ -273,19 +243,14 @@ class TimelineRecorder:
         self.step: int | None = None
         self._records: list[WorkRecord] = []
 
-    def span(
-        self,
-        name: str,
-        *,
-        kind: str = "",
-        stage: int | None = None,
-        microbatch: int | None = None,
-        pipe: int = 0,
-        slice: int = 0,
-    ) -> Span:
+    @contextmanager
+    def span(self, name: str) -> Generator[None]:
         """A context that records the time spent inside it."""
-        details = {"name": name, "kind": kind, "stage": stage, "microbatch": microbatch}
-        return Span(self, {**details, "pipe": pipe, "slice": slice})
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.add(name=name, start=start, end=self.clock())
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Write down work that was timed elsewhere (CUDA events, say)."""

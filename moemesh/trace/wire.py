@@ -8,7 +8,7 @@ all_reduce          ring: reduce-scatter, then all-gather, over chunks of balanc
 all_gather          direct: every rank sends its own block to each other rank
 reduce_scatter      direct: every rank sends each other rank its block of the partial sums
 all_to_all          direct, by splits
-broadcast, reduce   minimum spanning tree (recursive halving of the ranks)
+broadcast           minimum spanning tree (recursive halving of the ranks)
 send_receive        one message
 
 `tests/comm/algorithms.py` carries the ring and the tree out message by message; tests hold the two
@@ -69,7 +69,7 @@ def tree_messages(size: int, root: int) -> Iterator[tuple[int, int]]:
     """(sender, receiver) of a minimum-spanning-tree broadcast from `root`, parents first.
 
     The ranks are halved; the root sends to the far end of the half it is not in, and both halves go
-    on. A reduce is the same messages, backwards in order and direction.
+    on.
     """
     spans = [(0, size - 1, root)]
     while spans:
@@ -88,12 +88,6 @@ def broadcast(num_bytes: int, size: int, index: int, source_index: int) -> WireB
     """Minimum-spanning-tree broadcast of `num_bytes` from `source_index`."""
     num_sent = sum(sender == index for sender, _ in tree_messages(size, source_index))
     return WireBytes(num_bytes, num_bytes * num_sent, num_bytes * (index != source_index))
-
-
-def reduce(num_bytes: int, size: int, index: int, destination_index: int) -> WireBytes:
-    """Minimum-spanning-tree reduce of `num_bytes` to `destination_index`: a broadcast mirrored."""
-    payload, sent, received = broadcast(num_bytes, size, index, destination_index)
-    return WireBytes(payload, received, sent)
 
 
 class ServerTraffic(NamedTuple):
@@ -125,13 +119,3 @@ def parameter_server(
         pull_sent=weight_bytes * share * others,
         pull_received=weight_bytes * (1 - share),
     )
-
-
-def send(num_bytes: int) -> WireBytes:
-    """The sender's side of one message."""
-    return WireBytes(num_bytes, num_bytes, 0)
-
-
-def receive(num_bytes: int) -> WireBytes:
-    """The receiver's side of one message."""
-    return WireBytes(num_bytes, 0, num_bytes)

@@ -246,27 +246,25 @@ class Peers:
             link.heard += heard if link in self._greeting else b""
             if not heard:
                 self._drop(link, 0, now)
-            elif link in self._greeting and len(link.heard) >= _GREETING.size:
-                self._meet_again(link, now)
+            if link not in self._greeting or len(link.heard) < _GREETING.size or not heard:
+                return
+            # The connection stands if its greeting is that of a watcher of this run.
+            first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
+            peer = self._peers.get(first)
+            is_one = hmac.compare_digest(link.heard, self._greeting_of(first))
+            if peer is None or not is_one or link.peer not in (None, peer):
+                raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+            if link.peer is None:
+                link.socket.send(self._greeting_of(self._own))
+            before, peer.link = peer.link, link
+            link.peer, peer.lost, peer.has_left = peer, False, False
+            self._greeting.discard(link)
+            if before is not None and before is not link:
+                self._drop(before, errno.EPROTO, now)
         except BlockingIOError:
             return
         except OSError as error:
             self._drop(link, error.errno or errno.ECONNRESET, now)
-
-    def _meet_again(self, link: _Link, now: float) -> None:
-        """The connection stands if its greeting is that of a watcher of this run; else OSError."""
-        first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
-        peer = self._peers.get(first)
-        is_one = hmac.compare_digest(link.heard, self._greeting_of(first))
-        if peer is None or not is_one or link.peer not in (None, peer):
-            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
-        if link.peer is None:
-            link.socket.send(self._greeting_of(self._own))
-        before, peer.link = peer.link, link
-        link.peer, peer.lost, peer.has_left = peer, False, False
-        self._greeting.discard(link)
-        if before is not None and before is not link:
-            self._drop(before, errno.EPROTO, now)
 
     def _greeting_of(self, first: int) -> bytes:
         proof = hmac.digest(self._token, str(first).encode(), "sha256")

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,11 @@ HEADER_BYTES = 2 * PLACE_BYTES
 #: Bytes of one rank's part of the file.
 RANK_BYTES = HEADER_BYTES + NUM_GROUPS * GROUP.size
 assert RECORD.size <= PLACE_BYTES and TICKET.size == 80
+#: Names of the fields of RECORD: those of a Word and of its writer.
+_FIELDS = (
+    *("changes", "pid", "step", "phase", "microbatch", "layer", "stage", "number", "inside"),
+    *("done", "code", "shown", "before", "moved", "waited", "worked", "again"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +196,17 @@ class WordFile:
         try:
             if not is_there:
                 os.ftruncate(handle, size)
-                _reserve(handle, range(num_ranks) if reserved is None else reserved)
+                ranks = range(num_ranks) if reserved is None else reserved
+                # Take the room of these records now: on a full file system, whoever writes or reads
+                # a record without room is killed by SIGBUS.
+                try:
+                    if hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(
+                            handle, RANK_BYTES * ranks.start, RANK_BYTES * len(ranks)
+                        )
+                except OSError as error:
+                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                        raise
             self._memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
@@ -210,27 +226,14 @@ class WordFile:
             self.path.unlink()
 
 
-def _reserve(handle: int, ranks: range) -> None:
-    """Take the room of these records now: on a full file system, whoever writes or reads a record
-    without room is killed by SIGBUS."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(handle, RANK_BYTES * ranks.start, RANK_BYTES * len(ranks))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-
-
 def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
     """The record of `rank` in the memory of all ranks; None where nothing was written."""
     start = rank * RANK_BYTES
     raw = _newest(memory, start)
     if raw is None:
         return None
-    fields = RECORD.unpack(raw)
-    (changes, pid, step, phase, microbatch, layer, stage, number, inside, done, code) = fields[:11]
-    (shown, before, moved, waited, worked, _) = fields[11:]
+    fields = dict(zip(_FIELDS, RECORD.unpack(raw), strict=True))
+    shown, inside, code, _ = (fields.pop(key) for key in ("shown", "inside", "code", "again"))
     counts: dict[str, int] = {}
     names: list[str] = []
     for slot in range(NUM_GROUPS):
@@ -239,27 +242,17 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
             break
         names.append(_text(name))
         counts[names[-1]] = count
+    fields["phase"], fields["done"] = _text(fields["phase"]), bool(fields["done"])
+    fields["before"] = _collective(fields["before"], names)
     return Word(
+        **fields,
         rank=rank,
-        changes=changes,
-        pid=pid,
-        step=step,
-        phase=_text(phase),
-        microbatch=microbatch,
-        layer=layer,
-        stage=stage,
-        number=number,
         inside=bool(inside),
-        done=bool(done),
-        failed=code == FAILED,
-        code=code,
-        collective=_collective(shown, names),
-        moved=moved,
-        waited=waited,
-        worked=worked,
-        counts=counts,
         on_device=inside == ON_DEVICE,
-        before=_collective(before, names),
+        code=code,
+        failed=code == FAILED,
+        collective=_collective(shown, names),
+        counts=counts,
     )
 
 
@@ -304,6 +297,7 @@ def _text(raw: bytes) -> str:
 # The writer: a rank's own record.
 
 _STEP_PHASES = (DATA.encode(), STEP.encode())
+_fields_of = attrgetter(*_FIELDS)
 
 
 class Ticket(NamedTuple):
@@ -331,6 +325,7 @@ class _Writer:
         self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
         #: The bytes of what it shows, and of what it showed before.
         self.shown = self.before = bytes(TICKET.size)
+        self.moved, self.again = 0.0, 0
         self.waited = self.waited_in_steps = self.since = 0.0
         self.worked = self.began = 0.0
         self.waited_before: float | None = None
@@ -341,26 +336,9 @@ class _Writer:
         self.background: set[int] = set()
 
     def write(self) -> None:
-        self.changes += 1
-        record = RECORD.pack(
-            self.changes,
-            self.pid,
-            self.step,
-            self.phase,
-            self.microbatch,
-            self.layer,
-            self.stage,
-            self.number,
-            self.inside,
-            self.done,
-            self.code,
-            self.shown,
-            self.before,
-            time.monotonic(),
-            self.waited,
-            self.worked,
-            self.changes,
-        )
+        self.changes = self.again = self.changes + 1
+        self.moved = time.monotonic()
+        record = RECORD.pack(*_fields_of(self))
         # Not pack_into, which fills the place with zeros first.
         place = self.start + PLACE_BYTES * (self.changes & 1)
         self.memory[place : place + RECORD.size] = record

@@ -333,6 +333,8 @@ def _text(file: Path) -> str:
 #: Set for every rank: the folder in which it meets the others and its supervisor.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _TAIL_LINES = 30
+#: Of ranks of which the caller knows nothing.
+_LIMITS = Limits(patience=1200.0)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -370,9 +372,9 @@ class Supervisor:
         num_ranks: int,
         *,
         logs: Path,
-        limits: Limits,
-        grace_seconds: float,
-        answer: str,
+        limits: Limits = _LIMITS,
+        grace_seconds: float = 120,
+        answer: str = STOPPING_SOON,
         still_ours: Callable[[], bool] = lambda: True,
         notice: Callable[[SlowRank], None] = lambda slow: None,
     ) -> None:

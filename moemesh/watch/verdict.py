@@ -410,8 +410,7 @@ class Judge:
                 return differing
             if since < LATE_SECONDS and not all(one.has_failed for one in seen):
                 return None
-            silent = self._silent_cause(now, seen)
-            if silent is not None:
+            if (silent := self._silent_cause(now, seen)) is not None:
                 return silent
         self._leaving += passed * self._share(cause, passed)
         if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
@@ -502,8 +501,15 @@ class Judge:
             message = f"rank {late[0].rank} did not start within {self._still:.0f} s"
             return Verdict(kind="hung", rank=late[0].rank, message=message, seen=late[0])
         culprit = next(one for one in at_work if one.rank == found.rank)
-        if _waits_for_others(culprit, seen):
-            return None
+        word = culprit.word
+        if word is not None and (word.inside or word.on_device):
+            # It may wait for ranks of another node, whose watcher sees who is at fault. A device,
+            # and a rank inside of an operation, may stand behind any that was begun before.
+            groups = set(word.counts) if word.on_device else set[str]()
+            waited_for = [at for other in seen if (at := _collective(other)) is not None]
+            members = [members_of(group) for group in groups] + [at.members for at in waited_for]
+            if any(not set(group) <= {other.rank for other in seen} for group in members):
+                return None
         kind: Kind = "busy" if culprit.state == "R" and not culprit.is_inside else "hung"
         return self._verdict(kind, culprit, seen, self._still)
 
@@ -519,9 +525,9 @@ class Judge:
 
     def _verdict(self, kind: Kind, one: Seen, seen: Sequence[Seen], waited: float) -> Verdict:
         words = [other.word for other in seen if other.word is not None]
-        found = blame(words)
+        found, word, start = blame(words), one.word, f"rank {one.rank}"
         if kind == "stopped":
-            message = f"rank {one.rank} was stopped (SIGSTOP)"
+            message = f"{start} was stopped (SIGSTOP)"
             waiting = [w for w in words if w.inside and w.collective and w.rank != one.rank]
             if found is None or found.rank != one.rank:
                 # The operation of the first that waits, where this rank is one of its members.
@@ -529,8 +535,16 @@ class Judge:
                 by_rank = {word.rank: word for word in words}
                 is_member = at is not None and one.rank in at.members
                 found = _blame(one.rank, at, by_rank) if at is not None and is_member else None
+        elif word is not None and word.on_device:
+            behind = f", behind {word.collective}" if word.collective is not None else ""
+            message = f"{start} has waited for {waited:.0f} s for its device{behind}"
+        elif word is not None and word.inside:
+            message = f"{start} has waited for {waited:.0f} s in {word.collective}"
         else:
-            message = f"rank {one.rank} {_doing(one, waited)}"
+            is_reading = word is not None and word.phase == DATA
+            state = "is busy" if one.state == "R" else "sleeps"
+            where = "while it read data" if is_reading else "in user code"
+            message = f"{start} {state} {where} for {waited:.0f} s without progress"
         is_missed = found is not None and found.rank == one.rank and bool(found.entered)
         if is_missed and found is not None and found.collective is not None:
             entered = _ranks(found.entered)
@@ -600,34 +614,8 @@ def _network_cut(seen: Sequence[Seen], lost: tuple[LostHost, ...], waited: float
     return None
 
 
-def _waits_for_others(one: Seen, seen: Sequence[Seen]) -> bool:
-    """Whether a rank may wait for ranks that are not among those seen: of another node, whose
-    watcher sees who is at fault. A device, and a rank inside of an operation, may stand behind any
-    operation that was begun before."""
-    ranks = {other.rank for other in seen}
-    if one.word is None or not (one.word.inside or one.word.on_device):
-        return False
-    groups = set(one.word.counts) if one.word.on_device else set[str]()
-    waited_for = [at for other in seen if (at := _collective(other)) is not None]
-    members = [members_of(group) for group in groups] + [at.members for at in waited_for]
-    return any(not set(group) <= ranks for group in members)
-
-
 def _collective(one: Seen) -> Collective | None:
     return one.word.collective if one.word is not None and one.word.inside else None
-
-
-def _doing(one: Seen, waited: float) -> str:
-    """Words for what a rank does that does not move."""
-    word = one.word
-    if word is not None and word.on_device:
-        behind = f", behind {word.collective}" if word.collective is not None else ""
-        return f"has waited for {waited:.0f} s for its device{behind}"
-    if word is not None and word.inside:
-        return f"has waited for {waited:.0f} s in {word.collective}"
-    where = {DATA: "while it read data"}.get(word.phase if word else "", "in user code")
-    state = "is busy" if one.state == "R" else "sleeps"
-    return f"{state} {where} for {waited:.0f} s without progress"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

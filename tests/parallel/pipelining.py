@@ -13,9 +13,9 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.executor import Executor, record
-from moemesh.parallel.pipeline.messenger import OrderedMessenger, producer_of
+from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.program import BackwardState, Forward, Program, TensorSpec
-from moemesh.schedule.action import Entry, Op, Schedule, messages
+from moemesh.schedule.action import Entry, Op, Schedule, messages, predecessor
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.trace.timeline import TimelineRecorder
@@ -119,7 +119,7 @@ class VirtualClock(OrderedMessenger):
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         tensors = super().take(program, op)
-        if (producer := producer_of(self._schedule, op)) in self._messages:
+        if (producer := predecessor(self._schedule, op)) in self._messages:
             self._ends[producer] = float(tensors.pop())
         return tensors
 
@@ -156,7 +156,7 @@ def relay(
     found = []
     for schedule in schedules:
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
-        channels = Channels.create(mesh, "pp", pairs)
+        channels = Channels(mesh, "pp", pairs)
         rank = mesh["pp"].index
         clock = None if costs is None else VirtualClock(schedule, channels, costs)
         program = Relay(schedule, busy or {}, fails, is_timed=clock is not None)

@@ -230,7 +230,7 @@ def _take_back(mesh: Mesh, schedules: list[Schedule], ahead: int) -> list[list[O
     found = []
     for schedule in schedules:
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
-        executor = ValidatedExecutor(schedule, Channels.create(mesh, "pp", pairs))
+        executor = ValidatedExecutor(schedule, Channels(mesh, "pp", pairs))
         recorder = TimelineRecorder(mesh.rank)
         for step in range(3):
             program = Marked(schedule, 2 * step)
@@ -256,7 +256,7 @@ def test_the_warm_up_of_any_schedule_can_be_taken_back(num_ranks: int, ahead: in
 
 
 def _sums(mesh: Mesh) -> list[list[float]]:
-    chain, found = Chain.create(mesh), []
+    chain, found = Chain(mesh), []
     rank = mesh["pp"].index
     for step in range(3):
         own = torch.tensor([2.0**-rank, float(rank == step)], dtype=torch.float64)
@@ -277,8 +277,8 @@ def _seconds(mesh: Mesh, num_steps: int, seconds: float) -> dict[str, float]:
     """Wall time of sleeping stages that reduce before a step, and of those that validate behind."""
     schedule = build("zb_h2", mesh["pp"].size, 2 * mesh["pp"].size - 1)
     pairs = [(m.source, m.destination) for m in messages(schedule).values()]
-    executor = ValidatedExecutor(schedule, Channels.create(mesh, "pp", pairs))
-    chain, recorder = Chain.create(mesh), TimelineRecorder(mesh.rank)
+    executor = ValidatedExecutor(schedule, Channels(mesh, "pp", pairs))
+    chain, recorder = Chain(mesh), TimelineRecorder(mesh.rank)
     program, own = Relay(schedule, dict.fromkeys("FIW", seconds)), torch.ones(1).double()
     found: dict[str, float] = {}
     for way in ("before", "after"):

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.schedule.terapipe import MOST_PLACES, even_lengths, slice_lengths, stage_costs
+from moemesh.schedule.terapipe import MOST_PLACES, slice_lengths, stage_costs
 from moemesh.sharding.stages import cut_layers
 
 MODEL = ModelConfig(num_layers=8)
@@ -39,7 +40,7 @@ def test_slices_of_long_sequences_take_equal_times() -> None:
         ]
 
     assert lengths[0] > 1.2 * lengths[-1]
-    times, even = seconds(lengths), seconds(even_lengths(seq_len, pp))
+    times, even = seconds(lengths), seconds(shard_sizes(seq_len, pp))
     # A cut lies at most half a place beside the best one.
     assert max(times) / min(times) < 1 + 2 * pp / MOST_PLACES
     assert max(even) / min(even) > 1.5 > max(times) / min(times)

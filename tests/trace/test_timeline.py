@@ -143,15 +143,14 @@ class TestMerge:
 
 class TestRecorder:
     def test_injected_clock(self):
-        times = iter([10.0, 12.0, 15.0, 16.0, 20.0])
+        times = iter([16.0, 20.0])
         recorder = TimelineRecorder(3, clock=lambda: next(times))
-        with recorder.span("forward", kind="F", stage=1, microbatch=4) as span:
-            span.ready()
+        recorder.add(name="forward", start=12.0, end=15.0, wait=2.0, kind="F", stage=1)
         with recorder.span("backward"):
             pass
         forward, backward = recorder.timeline().records
         assert (forward.start, forward.end, forward.wait) == (12.0, 15.0, 2.0)
-        assert (forward.rank, forward.kind, forward.stage, forward.microbatch) == (3, "F", 1, 4)
+        assert (forward.rank, forward.kind, forward.stage) == (3, "F", 1)
         assert (backward.start, backward.end, backward.wait) == (16.0, 20.0, 0.0)
         assert recorder.timeline().source == "measured"
 

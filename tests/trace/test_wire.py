@@ -77,13 +77,6 @@ def test_the_tree_reaches_everybody_once_in_few_rounds(world):
     assert sorted(rounds) == list(range(size))
     assert max(rounds.values()) <= ceil(log2(size))
     down = [wire.broadcast(7, size, index, root) for index in range(size)]
-    up = [wire.reduce(7, size, index, root) for index in range(size)]
     balanced(down)
     assert sum(one.wire_bytes for one in down) == 7 * (size - 1)
-    assert down[root].received_bytes == 0 and up[root].wire_bytes == 0
-    assert [(one[2], one[1]) for one in down] == [(one[1], one[2]) for one in up]
-
-
-def test_messages():
-    assert wire.send(5) == (5, 5, 0)
-    assert wire.receive(5) == (5, 0, 5)
+    assert down[root].received_bytes == 0

@@ -124,7 +124,7 @@ def assert_predicted(
             "tuning": tuning,
         }
         predicted = predict_ledger(config, plan, **settings)
-        assert predicted.difference(found["ledger"]) == [], f"rank {rank} (here: predicted)"
+        assert predicted.rows() == found["ledger"].rows(), f"rank {rank} (left: predicted)"
         memory = predict_memory(
             config, plan, **settings, optimizer=train.optimizer, momentum=train.momentum
         ).to_json()

@@ -53,25 +53,18 @@ class ReadConfiguration(Mapping[str, Any]):
 
 def first(config: Config, size: str, default: int | None = None) -> int:
     """The first of a size's names that the configuration has. Raises KeyError with them."""
-    found: int | None = None
-    for name in names(size):
-        # All are asked for: two names of one size are one size.
-        if config.get(name) is not None and found is None:
-            found = scalar(name, config[name])
-    if found is not None:
-        return found
-    if default is None:
-        raise KeyError(" or ".join(names(size)))
-    return default
+    return whole(config, *names(size), default=default)
 
 
-def whole(config: Config, key: str, default: int | None = None) -> int:
-    """One whole number. Raises KeyError without key and default, ConfigError for anything else."""
-    value = config.get(key)
-    if value is not None:
-        return scalar(key, value)
+def whole(config: Config, *keys: str, default: int | None = None) -> int:
+    """One whole number, by the first of `keys` that is there. Raises KeyError without key and
+    default, ConfigError for anything else."""
+    # All are asked for: two names of one size are one size.
+    given = [key for key in keys if config.get(key) is not None]
+    if given:
+        return scalar(given[0], config[given[0]])
     if default is None:
-        raise KeyError(key)
+        raise KeyError(" or ".join(keys))
     return default
 
 
@@ -101,22 +94,19 @@ def scalar(name: str, value: Any) -> int:
 
 def indices(config: Config, key: str) -> tuple[int, ...]:
     """A list of layer numbers; () when there is none."""
-    value: object = config.get(key)
-    if value is None:
-        return ()
-    if not isinstance(value, (list, tuple)):
-        raise wrong("wrong-type", key, value, f"{key} must be a list of layer numbers")
-    return tuple(scalar(key, item) for item in cast("Sequence[object]", value))
+    return tuple(scalar(key, item) for item in _listed(config, key, "of layer numbers"))
 
 
 def words(config: Config, key: str) -> tuple[str, ...]:
     """A list with one word a layer; () when there is none."""
+    return tuple(map(str, _listed(config, key, "with one word a layer")))
+
+
+def _listed(config: Config, key: str, what: str) -> Sequence[object]:
     value: object = config.get(key)
-    if value is None:
-        return ()
-    if not isinstance(value, (list, tuple)):
-        raise wrong("wrong-type", key, value, f"{key} must be a list with one word a layer")
-    return tuple(str(item) for item in cast("Sequence[object]", value))
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise wrong("wrong-type", key, value, f"{key} must be a list {what}")
+    return cast("Sequence[object]", value or ())
 
 
 def check_length(key: str, values: Sequence[object], layers: int) -> None:

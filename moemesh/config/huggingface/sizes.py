@@ -54,7 +54,7 @@ def latent_attention(config: Config) -> dict[str, Any]:
     without_rotary = whole(config, "qk_nope_head_dim")
     return {
         "attention": "mla",
-        "q_lora_rank": whole(config, "q_lora_rank", 0),
+        "q_lora_rank": whole(config, "q_lora_rank", default=0),
         "kv_lora_rank": whole(config, "kv_lora_rank"),
         "qk_nope_head_dim": without_rotary,
         "qk_rotary_head_dim": whole(config, "qk_rope_head_dim"),
@@ -75,7 +75,7 @@ def falcon(config: Config) -> dict[str, Any]:
     parallel = bool(config.get("parallel_attn", True))
     if newer:
         num_kv_heads = first(config, "num_kv_heads", heads)
-        norms = whole(config, "num_ln_in_parallel_attn", 2) if parallel else 2
+        norms = whole(config, "num_ln_in_parallel_attn", default=2) if parallel else 2
     else:
         num_kv_heads = 1 if config.get("multi_query", True) else heads
         norms = 1 if parallel else 2
@@ -109,7 +109,7 @@ def mpt(config: Config) -> dict[str, Any]:
     if not attention.get("alibi", True) and config.get("learned_pos_emb", True):
         message = "an MPT with learned positions is not known"
         raise wrong("unknown-layer", "attn_config.alibi", False, message, "alibi = true")
-    if (ratio := whole(config, "expansion_ratio", 4)) != 4:
+    if (ratio := whole(config, "expansion_ratio", default=4)) != 4:
         message = "the code of an MPT is 4 times as wide whatever this key says"
         raise wrong("unknown-layer", "expansion_ratio", ratio, message, "expansion_ratio = 4")
     width = 4 * first(config, "hidden_size")
@@ -121,10 +121,13 @@ def router_groups(config: Config) -> dict[str, Any]:
     DeepSeek-V2 has none, whatever else is said."""
     if config.get("topk_method") == "greedy":
         for key in ("n_group", "topk_group"):
-            whole(config, key, 1)  # Read, and without effect.
+            whole(config, key, default=1)  # Read, and without effect.
         return {"router_groups": 1, "router_groups_kept": 1}
-    kept = whole(config, "topk_group", 1)
-    return {"router_groups": whole(config, "n_group", 1) or 1, "router_groups_kept": kept or 1}
+    kept = whole(config, "topk_group", default=1)
+    return {
+        "router_groups": whole(config, "n_group", default=1) or 1,
+        "router_groups_kept": kept or 1,
+    }
 
 
 def _last_of(count: int, step: int) -> tuple[int, ...]:
@@ -133,7 +136,7 @@ def _last_of(count: int, step: int) -> tuple[int, ...]:
 
 
 def _step(config: Config, key: str) -> int:
-    step = whole(config, key, 1)
+    step = whole(config, key, default=1)
     if step < 1:
         raise wrong("too-small", key, step, f"{key} must be at least 1", f"{key} = 1")
     return step
@@ -201,14 +204,13 @@ def gated_shared(config: Config) -> dict[str, Any]:
 
 def shared_width(config: Config) -> dict[str, Any]:
     """The width of all shared experts has its own key, in channels."""
-    return {"shared_intermediate_size": whole(config, "shared_intermediate_size", 0)}
+    return {"shared_intermediate_size": whole(config, "shared_intermediate_size", default=0)}
 
 
 def ling_shared(config: Config) -> dict[str, Any]:
     """The width of one shared expert may have its own key; else it is that of the others."""
-    width = whole(
-        config, "moe_shared_expert_intermediate_size", first(config, "expert_intermediate_size")
-    )
+    usual = first(config, "expert_intermediate_size")
+    width = whole(config, "moe_shared_expert_intermediate_size", default=usual)
     return {"shared_intermediate_size": width * first(config, "num_shared", 0)}
 
 
@@ -242,7 +244,7 @@ def hunyuan(config: Config) -> dict[str, Any]:
     """Experts behind the layers that skip them; shared experts as wide as a dense MLP."""
     width = first(config, "intermediate_size")
     shared = first(config, "num_shared", 1) if config.get("use_mixed_mlp_moe", True) else 0
-    skipped = whole(config, "moe_layer_num_skipped", 0)
+    skipped = whole(config, "moe_layer_num_skipped", default=0)
     return {
         "moe_layers": tuple(range(skipped, num_layers(config))),
         "expert_intermediate_size": first(config, "expert_intermediate_size", width),
@@ -256,7 +258,7 @@ def minimax_m2(config: Config) -> dict[str, Any]:
     norm = "full" if per_layer else "head"
     return experts_in_mlp_key(config) | {
         "qk_norm": norm if config.get("use_qk_norm", True) else "none",
-        "shared_intermediate_size": whole(config, "shared_intermediate_size", 0),
+        "shared_intermediate_size": whole(config, "shared_intermediate_size", default=0),
     }
 
 
@@ -264,10 +266,10 @@ def dbrx(config: Config) -> dict[str, Any]:
     """DBRX: sizes in two nested tables, which may leave out what is usual."""
     attention, experts = table(config, "attn_config"), table(config, "ffn_config")
     return every_layer(config) | {
-        "num_kv_heads": whole(attention, "kv_n_heads", 1),
-        "num_experts": whole(experts, "moe_num_experts", 4),
-        "experts_per_token": whole(experts, "moe_top_k", 1),
-        "expert_intermediate_size": whole(experts, "ffn_hidden_size", 3584),
+        "num_kv_heads": whole(attention, "kv_n_heads", default=1),
+        "num_experts": whole(experts, "moe_num_experts", default=4),
+        "experts_per_token": whole(experts, "moe_top_k", default=1),
+        "expert_intermediate_size": whole(experts, "ffn_hidden_size", default=3584),
         "intermediate_size": 0,
     }
 
@@ -356,7 +358,7 @@ def attention_windows(
         message = "which layers have the window is not said: layer_types is missing"
         raise wrong("missing", "layer_types", None, message)
     if isinstance(usual, str):
-        start = whole(config, usual, 0)
+        start = whole(config, usual, default=0)
         return tuple(window if index >= start else 0 for index in range(layers))
     pattern: Any = next((config[key] for key in _PERIOD_KEYS if config.get(key)), usual)
     if not isinstance(pattern, str):

@@ -311,21 +311,17 @@ class ScatteredBucket(ShardedBucket):
     reduce-scatter; what a rank owns of the sum is added up over microbatches."""
 
     def allocate_gradients(self) -> None:
-        self._sums = self.zeros(len(self.own))
+        self.total = self.zeros(len(self.own))
         self._clear()
 
     def _clear(self) -> None:
         #: The gradients since the last sum over ranks; a rank alone adds to what it owns.
-        self._flat = self._sums if self.axis.size == 1 else None
+        self._flat = self.total if self.axis.size == 1 else None
         self._filled = set()
         self._views = {} if self._flat is None else self.views_of(self._flat)
 
     def own_sums(self) -> Tensor:
-        return self._sums
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self._sums.numel() * self._sums.element_size()
+        return self.total
 
     @property
     def buffer_bytes(self) -> int:
@@ -336,7 +332,7 @@ class ScatteredBucket(ShardedBucket):
 
     def begin(self) -> None:
         if self.axis.size > 1:
-            self._sums.zero_()
+            self.total.zero_()
         self._clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -345,7 +341,7 @@ class ScatteredBucket(ShardedBucket):
 
     def _fill(self) -> Tensor:
         if self._flat is None:
-            self._flat = self._sums.new_empty(self.rule.numbers)
+            self._flat = self.total.new_empty(self.rule.numbers)
             self._views = self.views_of(self._flat)
         return self._flat
 
@@ -358,7 +354,7 @@ class ScatteredBucket(ShardedBucket):
         receive = self.scatter(flat)
         del flat
         self._clear()
-        self._work = lambda: self._sums.add_(receive())
+        self._work = lambda: self.total.add_(receive())
 
 
 class GatheredBucket(ScatteredBucket):

@@ -60,9 +60,18 @@ def available() -> Probe:
         missing.append("deep_ep.Buffer (V1); this one has ElasticBuffer (V2) only")
     else:
         missing.append("deep_ep.Buffer; this module named deep_ep has none")
-    return Probe(
-        interface=interface, missing=(*missing, *_missing_hardware(found)), found=tuple(found)
-    )
+    import torch  # only here: the package is looked for without it
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        missing.append("a CUDA device")
+    else:
+        found.append(f"CUDA {torch.version.cuda}")
+        major, minor = torch.cuda.get_device_capability()
+        if major < 9:
+            missing.append(f"a device of compute capability 9.0 (this one has {major}.{minor})")
+        if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
+            missing.append("a torch built for CUDA 12.3 or later")
+    return Probe(interface=interface, missing=tuple(missing), found=tuple(found))
 
 
 def _version(package: str) -> str | None:
@@ -70,22 +79,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _missing_hardware(found: list[str]) -> list[str]:
-    """Requirements of V1 that this device lacks; versions that were looked at go to `found`."""
-    import torch  # only here: the package is looked for without it
-
-    if not torch.cuda.is_available() or torch.version.cuda is None:
-        return ["a CUDA device"]
-    found.append(f"CUDA {torch.version.cuda}")
-    missing: list[str] = []
-    major, minor = torch.cuda.get_device_capability()
-    if major < 9:
-        missing.append(f"a device of compute capability 9.0 (this one has {major}.{minor})")
-    if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
-        missing.append("a torch built for CUDA 12.3 or later")
-    return missing
 
 
 def refusals(*, etp: int, exact: bool, coded: bool, dtype: str, hidden: int) -> list[str]:

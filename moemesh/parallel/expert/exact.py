@@ -48,7 +48,6 @@ class OwnerCounting(Dispatcher, Protocol):
 
     def rows_per_owner(self, plan: Any) -> Tensor:
         """Rows of each local expert and owner of their tokens, int64 [L, O]. No communication."""
-        ...
 
 
 class ExactRows(NamedTuple):

@@ -168,7 +168,14 @@ class ReplicaDispatcher(Dispatcher):
                 )
             self.rank_tokens += decided.rank_tokens
             quotas.append(decided)
-            place_S = _rank_major(decided, self.num_local)[place_S]
+            # From QuotaPlan's number of a place to the one where each rank's places follow one
+            # another.
+            place, width = np.arange(len(decided.place_rank)), self.num_places
+            spare = place - self.num_experts
+            within = np.where(
+                spare < 0, place % self.num_local, self.num_local + spare % max(self.spare_slots, 1)
+            )
+            place_S = (decided.place_rank * width + within)[place_S]
             places_TK = torch.full_like(experts_TK, -1)
             places_S = upload(torch.from_numpy(place_S), experts_TK.device)
             places_TK.view(-1).scatter_(0, one.order[: len(place_S)], places_S)
@@ -303,18 +310,6 @@ def own_places(
     own = expert[order]
     runs = np.clip(stops, begin[own], end[own]) - np.clip(stops - sent[order], begin[own], end[own])
     return np.repeat(order, runs)
-
-
-def _rank_major(quotas: QuotaPlan, num_local: int) -> Ints:
-    """`QuotaPlan`'s number of a place -> its number when each rank's places follow one another."""
-    num_ranks, spares = quotas.spare_expert.shape
-    width = num_local + spares
-    expert = np.arange(len(quotas.home), dtype=np.int64)
-    spare = np.arange(num_ranks * spares, dtype=np.int64)
-    homes = expert // num_local * width + expert % num_local
-    if not spares:
-        return homes
-    return np.concatenate([homes, spare // spares * width + num_local + spare % spares])
 
 
 class _Pack(torch.autograd.Function):

@@ -52,25 +52,20 @@ class Stream(Protocol):
 
     def batch(self, sample: int) -> Batch:
         """Microbatch number `sample`; may be asked for early."""
-        ...
 
     def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
         """This part's share of what is differentiated, divided by what its update window counts;
         `again`: its forward has been run, and counted, before."""
-        ...
 
     def update(self, window: int, versions: WeightVersions) -> None:
         """All gradients of update window `window` are in the reducer: make the next version."""
-        ...
 
     def end(self, sample: int) -> int:
         """Asked before each forward: up to where (exclusive) the stream is known to go on;
         `sample` or less when it has ended."""
-        ...
 
     def finished(self, sample: int) -> None:
         """The backward of `sample` has run here, and what it updates."""
-        ...
 
 
 class _State(NamedTuple):

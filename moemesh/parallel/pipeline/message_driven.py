@@ -25,9 +25,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels, start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.executor import EntryRunner
-from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
+from moemesh.parallel.pipeline.messenger import Wire, message_specs
 from moemesh.parallel.pipeline.program import Program
-from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, predecessor, single
 from moemesh.schedule.ampnet import OldestFirst
 from moemesh.schedule.text import parse_op
 from moemesh.trace.timeline import TimelineRecorder
@@ -114,10 +114,25 @@ class MessageDrivenExecutor:
 
     def _decide(self, program: AsynchronousProgram) -> Op | None:
         """The next operation, None at the end of the stream: the same on all ranks of the stage."""
-        op = self._choose(program) if self._leads else None
+        policy, op = self._policy, None
+        while self._leads and op is None:
+            # By the policy, from all messages that have arrived.
+            while (message := self._listener.poll()) is not None:
+                self._accept(program, *message)
+            if policy.done:
+                break
+            op = policy.next()
+            if op is None:
+                self._accept(program, *self._listener.next())
+            elif op.kind == "F" and program.stream.end(op.microbatch) <= op.microbatch:
+                # The stream ends before a microbatch that only the first rank knows of.
+                assert self._before is None
+                policy.order.pop()
+                policy.num_microbatches, op = op.microbatch, None
+                self._end_forwards()
         if self._peers.size > 1:
             kind = _END if op is None else _FORWARD if op.kind == "F" else _BACKWARD
-            number = self._policy.num_microbatches if op is None else op.microbatch
+            number = policy.num_microbatches if op is None else op.microbatch
             said = torch.tensor([kind, number], device=self._mesh.device)
             said = transfers.broadcast(said, self._peers, 0, phase="control", caller="pipeline")
             op = self._understand(*said.tolist())
@@ -129,26 +144,6 @@ class MessageDrivenExecutor:
             if op.kind == "F":
                 program.stream.end(op.microbatch)
         return op
-
-    def _choose(self, program: AsynchronousProgram) -> Op | None:
-        """The next operation by the policy, from all messages that have arrived."""
-        policy = self._policy
-        while True:
-            while (message := self._listener.poll()) is not None:
-                self._accept(program, *message)
-            if policy.done:
-                return None
-            op = policy.next()
-            if op is None:
-                self._accept(program, *self._listener.next())
-            elif op.kind == "F" and program.stream.end(op.microbatch) <= op.microbatch:
-                # The stream ends before a microbatch that only the first rank knows of.
-                assert self._before is None
-                policy.order.pop()
-                policy.num_microbatches = op.microbatch
-                self._end_forwards()
-            else:
-                return op
 
     def _end_forwards(self) -> None:
         """Tell the rank behind, after the last forward, that it was the last."""
@@ -181,7 +176,7 @@ class MessageDrivenExecutor:
             self._ended.add(source)
             self._end_forwards()
             return
-        producer = producer_of(self.schedule, op)
+        producer = predecessor(self.schedule, op)
         assert producer is not None
         tensors, works = self._wire.receive(message_specs(program, producer), source, op.kind)
         for work in works:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
-from moemesh.schedule.action import Message, Op, Schedule, messages, successor
+from moemesh.schedule.action import Message, Op, Schedule, messages, predecessor, successor
 
 #: Receives posted beyond the one that is waited for. None by NCCL: on a device they would wait for
 #: what this rank may not have launched yet, and a first use of a kernel, or memory, for them.
@@ -27,21 +27,9 @@ class Messenger(Protocol):
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         """The tensors of the neighbouring stage that `op` works on; waits for them."""
-        ...
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
         """Pass on what `op` has made; never waits."""
-        ...
-
-
-def producer_of(schedule: Schedule, op: Op) -> Op | None:
-    """The operation of another stage whose output `op` takes."""
-    kind, stage, microbatch, pipe, slice = op
-    if kind == "F" and stage > 0:
-        return Op("F", stage - 1, microbatch, pipe, slice)
-    if kind in ("B", "I") and schedule.first_trained_stage <= stage < schedule.num_stages - 1:
-        return schedule.backward(stage + 1, microbatch, pipe, slice)
-    return None
 
 
 def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
@@ -127,7 +115,7 @@ class OrderedMessenger:
         self._inbox: dict[Op, list[Tensor]] = {}
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
-        producer = producer_of(self._schedule, op)
+        producer = predecessor(self._schedule, op)
         if producer is None:
             return []
         if producer not in self._messages:

@@ -228,7 +228,7 @@ class Pipeline:
                 "of them the same plan and, where it names a file, the same content"
             )
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
-        self.channels = Channels.create(mesh, "pp", pairs)
+        self.channels = Channels(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
         self._form: Callable[..., Program] = ModelProgram
         in_parts: list[nn.Parameter] = []

@@ -42,23 +42,17 @@ class Chain:
 
     The order of the additions is that of the ranks, and every rank gets the same bits. Vectors are
     float64, on the host, where they are read. Of each step every rank calls :meth:`pass_on`, then
-    :meth:`answer`.
+    :meth:`answer`. All ranks of the mesh make it, over the axis ``pp``.
     """
 
-    def __init__(self, channels: Channels) -> None:
-        """Use :meth:`create`."""
-        self._channels = channels
-        self._rank, self._last = channels.axis.index, channels.axis.size - 1
+    def __init__(self, mesh: Mesh) -> None:
+        self._rank, self._last = mesh["pp"].index, mesh["pp"].size - 1
+        neighbours = [(rank, rank + 1) for rank in range(self._last)]
+        pairs = neighbours + [(there, here) for here, there in neighbours]
+        self._channels = Channels(mesh, "pp", pairs, on_host=True)
         self._answer = torch.empty(0, dtype=torch.float64)
         #: Until the answer is there: what it comes with, and the part of the sum that went on.
         self._under_way: tuple[dist.Work, dist.Work, Tensor] | None = None
-
-    @classmethod
-    def create(cls, mesh: Mesh) -> Chain:
-        """The chain over the axis ``pp``; all ranks of the mesh call this."""
-        neighbours = [(rank, rank + 1) for rank in range(mesh["pp"].size - 1)]
-        pairs = neighbours + [(there, here) for here, there in neighbours]
-        return cls(Channels.create(mesh, "pp", pairs, on_host=True))
 
     def pass_on(self, own: Tensor) -> Tensor:
         """The sum over ranks 0 to this one, which goes on; waits for the rank before."""
@@ -149,7 +143,7 @@ class ValidatedPipeline:
         """All ranks of the mesh call this."""
         self._pipeline = pipeline
         self._executor = ValidatedExecutor(pipeline.schedule, pipeline.channels)
-        self.chain = Chain.create(mesh)
+        self.chain = Chain(mesh)
 
     def run(
         self,

@@ -123,28 +123,22 @@ class Program(Protocol):
 
     def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         """The outputs of the forward `op`; its backward receives gradients of the same specs."""
-        ...
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         """Run a stage on the previous stage's outputs (none on the first); `inputs` are leaves."""
-        ...
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         """From gradients of the outputs to gradients of the inputs; weight gradients go to where
         they are summed, or into ``context.pending`` when `op` is an ``I``."""
-        ...
 
     def weight_gradients(self, op: Op, context: BackwardState) -> None:
         """Compute what an ``I`` has left in ``context.pending``."""
-        ...
 
     def starting(self, op: Op) -> None:
         """Called before each operation, before its inputs have arrived."""
-        ...
 
     def finished(self, op: Op) -> None:
         """Called after each operation, its outputs on their way."""
-        ...
 
 
 def make_context(inputs: list[Tensor], forward: Forward) -> BackwardState:

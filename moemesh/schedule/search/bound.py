@@ -59,23 +59,6 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
     return max(_rank_bound(problem, times, rank) for rank in range(problem.num_ranks))
 
 
-def least_busy(problem: SearchProblem, times: Shortest, rank: int) -> float:
-    """The least time that a rank works, with as many blocks as help."""
-    m, stages = problem.num_microbatches, problem.num_stages
-    forwards: list[float] = []
-    backwards: list[float] = []
-    for stage in problem.stages[rank]:
-        for microbatch in range(m):
-            op = stage * m + microbatch
-            split = problem.cost[op + stages * m] + problem.cost[op + 2 * stages * m]
-            forwards.append(problem.cost[op])
-            backwards.append(min(split, times.full[stage]))
-    total = math.fsum(forwards) + math.fsum(backwards)
-    pairs = zip(sorted(forwards), sorted(backwards), strict=True)
-    # The rounding of a sum must not lift the bound above what is reached.
-    return total + sum(min(0, times.block - a - b) for a, b in pairs)
-
-
 def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     first, last = problem.stages[rank][0], problem.stages[rank][-1]
     m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
@@ -85,20 +68,30 @@ def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     # (time, size in memory): forwards held at once, gradients held back at once.
     held: list[tuple[float, float]] = []
     owed: list[tuple[float, float]] = []
+    # The least times of whole backwards.
+    least: list[float] = []
     backwards = problem.num_stages * m
     for stage in owned:
         kept = min(problem.kept[stage], problem.whole[stage])
         for op in range(stage * m, (stage + 1) * m):
+            inner, weight = problem.cost[op + backwards], problem.cost[op + 2 * backwards]
             held.append((problem.cost[op], problem.whole[stage]))
-            owed.append((problem.cost[op + 2 * backwards], kept))
-            owed.append((problem.cost[op + backwards], problem.whole[stage] - kept))
+            owed.append((weight, kept))
+            owed.append((inner, problem.whole[stage] - kept))
+            least.append(min(inner + weight, times.full[stage]))
+    # The least time that the rank works, with as many blocks as help. The rounding of a sum must
+    # not lift the bound above what is reached.
+    forwards = [cost for cost, _ in held]
+    pairs = zip(sorted(forwards), sorted(least), strict=True)
+    busy = math.fsum(forwards) + math.fsum(least)
+    busy += sum(min(0, times.block - a - b) for a, b in pairs)
     idle_before = max(0, up + around - _knapsack(held, problem.caps[rank]))
     after = around + down + times.rest(first)
     idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
     # With room for every forward the two waits may be one.
     fits = m * sum(problem.whole[stage] for stage in owned) <= cap
     idle = max(idle_before, idle_after) if fits else idle_before + idle_after
-    span = max(least_busy(problem, times, rank) + idle, _memory_bound(problem, times, rank))
+    span = max(busy + idle, _memory_bound(problem, times, rank))
     if problem.objective == "span":
         return span
     head = _forwards(times, 0, first) - times.forward[first]

@@ -20,12 +20,11 @@ _T = TypeVar("_T")
 
 class ExactSearch(NamedTuple):
     """The best order found, None when none is better than the bound that was given; whether the
-    tree was searched to its end; how many partial orders were looked at."""
+    tree was searched to its end."""
 
     letters: Letters | None
     cost: float
     complete: bool
-    nodes: int
 
 
 def applies(problem: SearchProblem) -> bool:
@@ -61,8 +60,13 @@ def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> 
             continue
         # The last is looked at first: the likeliest.
         stack.extend(reversed(tree.children(node)))
-    letters = None if tree.found is None else tree.letters(tree.found)
-    return ExactSearch(letters, tree.best, not stack, tree.nodes)
+    letters, at = None, tree.found
+    if at is not None:
+        letters = [list[int]() for _ in range(problem.num_ranks)]
+    while letters is not None and at is not None and at.letter >= 0:
+        letters[problem.placement[at.letter % stages]].insert(0, at.letter)
+        at = at.parent
+    return ExactSearch(letters, tree.best, not stack)
 
 
 class _Node(NamedTuple):
@@ -84,16 +88,6 @@ class _Tree:
         self.nodes = 0
         self.found: _Node | None = None
         self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-
-    def letters(self, node: _Node) -> Letters:
-        """The orders that lead to `node`."""
-        problem = self.problem
-        found: Letters = [[] for _ in range(problem.num_ranks)]
-        at: _Node | None = node
-        while at is not None and at.letter >= 0:
-            found[problem.placement[at.letter % problem.num_stages]].append(at.letter)
-            at = at.parent
-        return [order[::-1] for order in found]
 
     def dominated(self, node: _Node) -> bool:
         """Whether the same operations were run before, with everything ready as early."""
@@ -179,22 +173,10 @@ class _Tree:
     def bound(self, node: _Node) -> float:
         """No completion of `node` is better: the work left, and the wait of each rank for the
         first input gradient that it can run."""
-        problem = self.problem
-        next_inner = self._next_inners(node, self._next_forwards(node))
-        worst: float = 0
-        for rank, clock in enumerate(node.clocks):
-            total = clock + node.left[rank]
-            start = min((next_inner[s] for s in problem.stages[rank] if s in next_inner), default=0)
-            total += max(0, start - clock - self._fill(node, rank)) if start > clock else 0
-            worst = max(worst, total - problem.origins[rank])
-        # Rounding of the remaining work must not cut off a better order.
-        return worst * (1 - 1e-12)
-
-    def _next_forwards(self, node: _Node) -> list[float]:
-        """Earliest start of each stage's next forward."""
-        problem, m = self.problem, self.problem.num_microbatches
-        found: list[float] = []
-        for stage in range(problem.num_stages):
+        problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages
+        # Earliest start of each stage's next forward.
+        next_forward: list[float] = []
+        for stage in range(stages):
             start = node.clocks[problem.placement[stage]]
             count = node.counts[stage]
             if node.arrivals[stage]:
@@ -202,15 +184,11 @@ class _Tree:
             elif count < m and stage > 0:
                 below = (stage - 1) * m
                 made = node.counts[stage - 1]
-                path = found[stage - 1] + sum(problem.cost[below + made : below + count + 1])
+                path = next_forward[stage - 1] + sum(problem.cost[below + made : below + count + 1])
                 start = max(start, path + problem.delay[stage * m + count])
-            found.append(start)
-        return found
-
-    def _next_inners(self, node: _Node, next_forward: list[float]) -> dict[int, float]:
-        """Earliest start of the next input gradient of each stage that has any left."""
-        problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages
-        found: dict[int, float] = {}
+            next_forward.append(start)
+        # Earliest start of the next input gradient of each stage that has any left.
+        next_inner: dict[int, float] = {}
         for stage in range(stages - 1, -1, -1):
             letter = stages + stage
             count = node.counts[letter]
@@ -224,12 +202,20 @@ class _Tree:
             else:
                 above = (letter + 1) * m
                 made = node.counts[letter + 1]
-                path = found[stage + 1] + sum(problem.cost[above + made : above + count + 1])
+                path = next_inner[stage + 1] + sum(problem.cost[above + made : above + count + 1])
                 start = max(start, path + problem.delay[letter * m + count])
-            found[stage] = start
-        return found
+            next_inner[stage] = start
+        worst: float = 0
+        for rank, clock in enumerate(node.clocks):
+            total = clock + node.left[rank]
+            start = min((next_inner[s] for s in problem.stages[rank] if s in next_inner), default=0)
+            if start > clock:
+                total += max(0, start - clock - self.fill(node, rank))
+            worst = max(worst, total - problem.origins[rank])
+        # Rounding of the remaining work must not cut off a better order.
+        return worst * (1 - 1e-12)
 
-    def _fill(self, node: _Node, rank: int) -> float:
+    def fill(self, node: _Node, rank: int) -> float:
         """Work that the rank can do before its next input gradient: weight gradients owed, and
         forwards that memory can hold once these are paid."""
         problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages

@@ -33,10 +33,21 @@ class GreedyPolicy:
 def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
     """Policies with all flag settings, the likelier ones first."""
     chunks = [len(stages) for stages in problem.stages]
-    ranks, most = problem.num_ranks, problem.num_microbatches
+    ranks, stages, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     # One microbatch enters a rank in the time that the slowest rank works on one.
-    pace = max(problem.busy) / most
-    away = [math.ceil(trip / pace) if pace else 1 for trip in round_trips(problem)]
+    pace = max(problem.busy) / m
+    away: list[int] = []
+    for rank in range(ranks):
+        # From the end of microbatch 0's first forward there until its last input gradient there
+        # can start.
+        first = problem.stages[rank][0]
+        trip: float = 0
+        for stage in range(first + 1, stages):
+            trip += problem.cost[stage * m] + problem.delay[stage * m]
+        for stage in range(stages - 1, first, -1):
+            op = (stages + stage) * m
+            trip += problem.cost[op] + problem.delay[op - m]
+        away.append(math.ceil(trip / pace) if pace else 1)
     # How many microbatches each rank may have in flight.
     profiles: list[list[int]] = []
     for extra in (0, 1, 2):
@@ -44,9 +55,9 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
         profiles.append([2 * (ranks - rank) - 1 + extra for rank in range(ranks)])
         profiles.append([ranks - rank + extra for rank in range(ranks)])
         profiles.append([ranks + extra] * ranks)
-    profiles.append([most] * ranks)
+    profiles.append([m] * ranks)
     limit_settings = dict.fromkeys(
-        tuple(min(max(n, 1), most) * chunk for n, chunk in zip(profile, chunks, strict=True))
+        tuple(min(max(n, 1), m) * chunk for n, chunk in zip(profile, chunks, strict=True))
         for profile in profiles
     )
     several = any(chunk > 1 for chunk in chunks)
@@ -55,23 +66,6 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
             for prefer in ("I", "alternate", "F"):
                 for limits in limit_settings:
                     yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
-
-
-def round_trips(problem: SearchProblem) -> list[float]:
-    """Per rank, the time from the end of microbatch 0's first forward there until its last input
-    gradient there can start."""
-    m, stages = problem.num_microbatches, problem.num_stages
-    found: list[float] = []
-    for rank in range(problem.num_ranks):
-        first = problem.stages[rank][0]
-        trip: float = 0
-        for stage in range(first + 1, stages):
-            trip += problem.cost[stage * m] + problem.delay[stage * m]
-        for stage in range(stages - 1, first, -1):
-            op = (stages + stage) * m
-            trip += problem.cost[op] + problem.delay[op - m]
-        found.append(trip)
-    return found
 
 
 def greedy(problem: SearchProblem, policy: GreedyPolicy) -> Letters | None:
