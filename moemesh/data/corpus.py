@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.data.chat import ChatTemplate, Rendered
-from moemesh.data.indexed import IndexedTokens
+from moemesh.data.indexed import IndexedTokens, mask_of
 from moemesh.data.input_files import DataFile, check_head, find
 from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read, refuse
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
@@ -114,10 +114,7 @@ class Corpus:
             learned=None
             if all(mask is None for mask in masks)
             else np.concatenate(
-                [
-                    np.ones(len(ids), dtype=bool) if mask is None else mask
-                    for ids, mask in zip(parts, masks, strict=True)
-                ]
+                [mask_of(mask, len(ids)) for ids, mask in zip(parts, masks, strict=True)]
             ),
             starts=np.array(starts, dtype=np.int64),
         )
@@ -236,13 +233,18 @@ def encoded(
     cannot be encoded goes to `on_bad` and is left out when that returns. Raises DataError for
     conversations without a chat template.
     """
-    texts = _texts(records, tokenizer, on_bad)
+    batch, size = list[_Text](), 0
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting: deque[Future[list[Document]]] = deque()
-        for batch in _batches(texts):
-            waiting.append(thread.submit(_encode, batch, tokenizer))
+        for where, text in _texts(records, tokenizer, on_bad):
+            batch.append((where, text))
+            size += len(text.text if isinstance(text, Rendered) else text)
+            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
+                waiting.append(thread.submit(_encode, batch, tokenizer))
+                batch, size = [], 0
             while len(waiting) > AHEAD:
                 yield from waiting.popleft().result()
+        waiting.append(thread.submit(_encode, batch, tokenizer))
         while waiting:
             yield from waiting.popleft().result()
 
@@ -273,19 +275,6 @@ def _texts(
             if where.unit == "file":
                 reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
             on_bad(BadRecordError(where, reason))
-
-
-def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
-    batch: list[_Text] = []
-    size = 0
-    for where, text in texts:
-        batch.append((where, text))
-        size += len(text.text if isinstance(text, Rendered) else text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:

@@ -165,27 +165,24 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
     rest, place = b"", 0
     while piece := stream.read(PIECE):
         piece = rest + piece
-        cut = _last_cut(piece) if len(piece) >= PIECE else len(piece)
+        cut = len(piece)
+        if len(piece) >= PIECE:
+            end = len(piece) - 1
+            while (newline := piece.rfind(b"\n", 0, end)) >= 0:
+                if piece[newline + 1] not in b" \t\r\n\f\v":
+                    cut = newline + 1
+                    break
+                end = newline
+            else:  # before the last character, so that no UTF-8 sequence is cut in two
+                cut = len(piece) - 1
+                while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
+                    cut -= 1
         text, rest = piece[:cut], piece[cut:]
         if text:
             yield Where(str(path), "file", 1, place), text
         place += len(text)
     if rest:
         yield Where(str(path), "file", 1, place), rest
-
-
-def _last_cut(piece: bytes) -> int:
-    """The place behind the last newline before a character that is no blank; else before the last
-    character, so that no UTF-8 sequence is cut in two."""
-    end = len(piece) - 1
-    while (newline := piece.rfind(b"\n", 0, end)) >= 0:
-        if piece[newline + 1] not in b" \t\r\n\f\v":
-            return newline + 1
-        end = newline
-    cut = len(piece) - 1
-    while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
 
 
 def _parsed(line: bytes, where: Where) -> object:

@@ -22,6 +22,7 @@ import numpy as np
 from moemesh.config.data import Documents, LongConversations
 from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
+from moemesh.data.indexed import mask_of
 from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
 from moemesh.data.tokenizer import DataError
 
@@ -99,6 +100,15 @@ class Windows:
         windows = self.windows(ids)
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The parts of a batch of the samples `ids` by name: tokens and targets, and where they say
+        anything, documents, valid and loss_mask."""
+        tokens, targets = self.batch(ids)
+        masks = {"documents": self.documents(ids), "valid": self.valid(ids)}
+        masks["loss_mask"] = self.loss_mask(ids)
+        found = {name: np.ascontiguousarray(one) for name, one in masks.items() if one is not None}
+        return {"tokens": tokens, "targets": targets} | found
+
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
         """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
         last target: int64 [B, seq_len + 1], -1 at padding; None where documents are ignored."""
@@ -114,7 +124,7 @@ class Windows:
 
         def learned(stream: int, places: np.ndarray) -> np.ndarray:
             mask = self.corpora[stream].learned
-            return np.ones(len(places), dtype=bool) if mask is None else mask[places]
+            return mask_of(None if mask is None else mask[places], len(places))
 
         apart = [bool(one) or masked for one, masked in zip(self.packed, self._masked, strict=True)]
         if not any(apart):
@@ -315,16 +325,6 @@ class Samples(Windows):
     def num_validation(self) -> int:
         """Samples that validation can draw from."""
         return len(self._held_out)
-
-    @property
-    def training_ids(self) -> np.ndarray:
-        """The training samples of all sources, int64, ascending."""
-        return IdRanges.joined([split.training.ids for split in self.splits]).all()
-
-    @property
-    def held_out_ids(self) -> np.ndarray:
-        """The validation samples of all sources, int64, ascending."""
-        return self._held_out.all()
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""

@@ -83,11 +83,8 @@ def write_tokens(
             on_document(document, count)
         if count:
             writer.commit()
-        else:
-            writer.abandon()
-    except BaseException:
+    finally:
         writer.abandon()
-        raise
     return count, writer.ends_text
 
 
@@ -164,9 +161,6 @@ def cached_tokens(
     name = _digest(facts, 12)
     prefix, notes = folder / name, folder / f"{name}.skipped.txt"
 
-    def say_busy() -> None:
-        say(f"tokens   {source}: another process is at work on them; waiting")
-
     def documents() -> Iterator[Document]:
         for document in documents_of(files, reader, text_key, log):
             check_ids(document, vocab_size)
@@ -188,7 +182,8 @@ def cached_tokens(
         "{0}: cannot keep tokens there ({1}): set data.cache to a folder that can be written and "
         "locked"
     )
-    with _locked(folder / f".{name}.lock", say_busy, problem):
+    busy = f"tokens   {source}: another process is at work on them; waiting"
+    with _locked(folder / f".{name}.lock", lambda: say(busy), problem):
         found = None
         if beside(prefix, IDX).exists():
             with suppress(DataError):
@@ -219,6 +214,8 @@ PARTS_VERSION = 2
 REPORT_BYTES = 1 << 20
 #: Seconds between two looks at the progress of other processes.
 LOOK_SECONDS = 0.2
+#: The file of the facts of a part, written last: whoever finds it finds the tokens.
+_DONE = ".done.json"
 #: The name of the tokenizer's own token for the end of a text.
 EOS = "eos"
 
@@ -267,15 +264,10 @@ class TokenPart(NamedTuple):
         size, changed = sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
         return TokenPart(file, size, changed, folder / digest)
 
-    @property
-    def facts_path(self) -> Path:
-        """Written last: whoever finds it finds the tokens."""
-        return beside(self.prefix, ".done.json")
-
     def facts(self) -> dict[str, Any] | None:
         """Those of a finished part whose file has not changed since."""
         try:
-            found = json.loads(self.facts_path.read_bytes())
+            found = json.loads(beside(self.prefix, _DONE).read_bytes())
             if (found["size"], found["changed"]) != (self.size, self.changed):
                 return None
             if found["num_tokens"]:
@@ -318,7 +310,7 @@ class TokenPart(NamedTuple):
             "bad": log.bad,
             "places": log.places,
         }
-        _write(self.facts_path, json.dumps(facts))
+        _write(beside(self.prefix, _DONE), json.dumps(facts))
         advance(self.size - told_bytes, num_tokens - told_tokens, 1)
         return facts
 

@@ -36,16 +36,14 @@ def own_batches(
     for index in range(num_parts):
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
-        tokens, targets = map(torch.from_numpy, samples.batch(ids[rows]))
-        documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
-        valid = samples.valid(ids[rows])
+        arrays = {name: torch.from_numpy(one) for name, one in samples.arrays(ids[rows]).items()}
         batch = Batch(
-            tokens_BS=tokens,
-            targets_BS=targets,
+            tokens_BS=arrays["tokens"],
+            targets_BS=arrays["targets"],
             sequences_B=torch.arange(rows.start, rows.stop),
-            valid_BS=None if valid is None else torch.from_numpy(np.ascontiguousarray(valid)),
-            loss_mask_BS=None if learned is None else torch.from_numpy(learned),
-            documents_BS=None if documents is None else torch.from_numpy(documents[:, :-1]),
+            valid_BS=arrays.get("valid"),
+            loss_mask_BS=arrays.get("loss_mask"),
+            documents_BS=arrays["documents"][:, :-1] if "documents" in arrays else None,
             seed=seed,
             step=step,
         )

@@ -32,6 +32,17 @@ def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -
     return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, say=lambda text: None)
 
 
+def training_ids(samples: Samples) -> np.ndarray:
+    """Training samples of all sources, ascending."""
+    parts = [split.training.ids for split in samples.splits]
+    return np.concatenate([part.spread(len(part)) for part in parts])
+
+
+def held_out_ids(samples: Samples) -> np.ndarray:
+    """All validation samples of one source, or of files of their own, ascending."""
+    return samples.validation_ids(samples.num_validation)
+
+
 def lines(path: Path, word: str, count: int) -> Path:
     content = "".join(json.dumps({"text": f"{word} {i:05}"}) + "\n" for i in range(count)).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

@@ -63,13 +63,7 @@ class ReproBundles:
         if not limit:
             return None
         folder = self._run / FOLDER / f"step-{step}"
-        tokens, targets = samples.batch(ids)
-        batch = {"tokens": tokens, "targets": targets}
-        masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
-        masks["loss_mask"] = samples.loss_mask(ids)
-        batch |= {
-            name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
-        }
+        batch = samples.arrays(ids)
         size = sum(array.nbytes for array in batch.values())
         dtype = next(self._parallel.model.parameters()).dtype
         width = 4 if has_master(dtype) else dtype.itemsize
@@ -123,25 +117,10 @@ class BundledSamples(Windows):
     def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
         self._batch = batch
         self._row = {int(sample): row for row, sample in enumerate(ids)}
-        self.num_samples = len(ids)
 
-    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(self._batch[name][[self._row[int(one)] for one in ids]])
-
-    def _mask(self, name: str, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows(name, ids) if name in self._batch else None
-
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._rows("tokens", ids), self._rows("targets", ids)
-
-    def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("documents", ids)
-
-    def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("valid", ids)
-
-    def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("loss_mask", ids)
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        rows = [self._row[int(one)] for one in ids]
+        return {name: array[rows] for name, array in self._batch.items()}
 
 
 class ReproBundle:
