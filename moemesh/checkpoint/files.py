@@ -303,12 +303,10 @@ def file_size(path: Place) -> int:
 
 def read_start(path: Place, size: int) -> bytes:
     """The first `size` bytes of a regular file (fewer if it is shorter)."""
-    size = min(size, file_size(path))
     if isinstance(path, RemotePath):
-        return path.read(0, size)
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(handle, "rb") as file:
-        return file.read(size)
+        return path.read(0, min(size, file_size(path)))
+    with reading(path) as file:
+        return b"".join(read_chunks(file, size))
 
 
 @contextmanager

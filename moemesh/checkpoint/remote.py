@@ -54,13 +54,6 @@ class RemotePath:
             raise RemoteError(f"{address}: {error}") from error
         return RemotePath(filesystem, path)
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the objects are in the memory of this process, and of no other."""
-        from fsspec.implementations.memory import MemoryFileSystem
-
-        return isinstance(self._filesystem, MemoryFileSystem)
-
     def __str__(self) -> str:
         return str(self._filesystem.unstrip_protocol(self._path))
 

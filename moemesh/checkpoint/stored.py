@@ -139,8 +139,23 @@ class StoredCheckpoint:
             path = self.path / piece.file
             if piece.file not in self._headers:
                 self._headers[piece.file] = read_header(path)
-            held = self._headers[piece.file][piece.key]
-            result[target] = read_array(path, held.start, result.dtype, piece.shape)[source]
+            start = self._headers[piece.file][piece.key].start
+            if isinstance(path, RemotePath):
+                size = prod(piece.shape) * result.itemsize
+                content = path.read(start, start + size)
+                if len(content) != size:
+                    end = start + len(content)
+                    raise CheckpointError(f"{path}: ends at byte {end}, within a tensor")
+                held = np.frombuffer(content, result.dtype).reshape(piece.shape)
+            else:
+                # A view of the file, of which only what is used is read.
+                with reading(path) as file:
+                    try:
+                        held = np.memmap(file, result.dtype, "r", start, piece.shape)
+                    except ValueError as error:
+                        why = f"{path}: ends within a tensor at byte {start}"
+                        raise CheckpointError(why) from error
+            result[target] = held[source]
         return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -162,7 +177,7 @@ class StoredCheckpoint:
                 yield Damage(file, f"digest {actual}, expected {known.digest}")
             return
         assert self.manifest.chunk_bytes is not None
-        name = self.manifest.hash_name
+        name = self.manifest.hash or BLAKE2B
         digest_of = hash_by(name)
         slices = self.slices(file)
         start = known.size - sum(piece.num_bytes for piece in slices)
@@ -188,22 +203,6 @@ class StoredCheckpoint:
             if piece.file == file
         ]
         return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
-
-
-def read_array(path: Place, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Bits:
-    """The array in a file from byte `start` on: of a disk a view of the file, of which only what is
-    used is read. Raises CheckpointError for a file that ends within it."""
-    size = prod(shape) * dtype.itemsize
-    if isinstance(path, RemotePath):
-        content = path.read(start, start + size)
-        if len(content) != size:
-            raise CheckpointError(f"{path}: ends at byte {start + len(content)}, within a tensor")
-        return np.frombuffer(content, dtype).reshape(shape)
-    with reading(path) as file:
-        try:
-            return np.memmap(file, dtype, "r", start, shape)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: ends within a tensor at byte {start}") from error
 
 
 class SliceInFile(NamedTuple):

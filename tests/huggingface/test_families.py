@@ -138,12 +138,11 @@ def test_every_tensor_is_used_or_named(
         if shape is not None:
             contents.tensors[name] = StoredTensor("", "float32", shape)
     given = json.loads((folder / "config.json").read_text())
-    num_ahead = given.get("num_nextn_predict_layers", 0)
     if words is None:
-        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
+        checked_tensors(contents, config_of(folder), given)
         return
     with pytest.raises(CheckpointError, match=words):
-        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
+        checked_tensors(contents, config_of(folder), given)
 
 
 def test_our_configuration_means_the_same(folder: Path) -> None:

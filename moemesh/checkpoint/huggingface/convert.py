@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,8 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            kept = dtype if origin.is_quantized else torch_dtype(stored.dtype)
-            make = partial(_whole, origin.read, name, stored.shape, kept)
-            tensors[name] = DeferredTensor(kept, stored.shape, make)
+            kept = dtype if origin.packed else torch_dtype(stored.dtype)
+            tensors[name] = _deferred(origin.read, name, stored.shape, kept)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -108,7 +107,7 @@ def stored_tensors(
     def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
         if tensor.view == tensor.shape:
             return piece.store(weights(name, piece.box).to(kept))
-        table = _whole(weights, name, tensor.shape, kept).reshape(tensor.view)
+        table = _deferred(weights, name, tensor.shape, kept).make().reshape(tensor.view)
         return piece.store(table[slices(piece.box)])
 
     tensors: dict[str, DeferredTensor] = {}
@@ -137,7 +136,7 @@ def write_checkpoint(
                 shape=shape,
                 offset=(0,) * len(shape),
                 tensor=torch.empty(shape, dtype=kept, device="meta"),
-                make=partial(_whole, weights, name, shape, kept),
+                make=_deferred(weights, name, shape, kept).make,
             )
             for name in names
         ]
@@ -148,8 +147,12 @@ def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("selection_bias") else dtype
 
 
-def _whole(weights: Read, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return weights(name, [range(size) for size in shape]).to(dtype)
+def _deferred(
+    weights: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> DeferredTensor:
+    """A whole tensor of `weights`."""
+    box = [range(size) for size in shape]
+    return DeferredTensor(dtype, shape, lambda: weights(name, box).to(dtype))
 
 
 def newest(folder: Place) -> Checkpoint:
@@ -246,22 +249,18 @@ def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
     # Names and shapes are also those of another run, and of another step of the same one.
     with reading(path) as file:
-        if not all(_follows(file, chunk) for chunk in safetensors_bytes(part, _METADATA)):
-            raise CheckpointError(
-                f"{path}: holds other weights, of another source or of an earlier step: choose an "
-                "empty folder, or remove this one first"
-            )
+        for expected in safetensors_bytes(part, _METADATA):
+            place = 0
+            for chunk in read_chunks(file, len(expected)):
+                if chunk != expected[place : place + len(chunk)]:
+                    break
+                place += len(chunk)
+            if place != len(expected):
+                raise CheckpointError(
+                    f"{path}: holds other weights, of another source or of an earlier step: "
+                    "choose an empty folder, or remove this one first"
+                )
     return True
-
-
-def _follows(file: BinaryIO, expected: bytes | memoryview) -> bool:
-    """Whether the next bytes of `file` are those."""
-    place = 0
-    for chunk in read_chunks(file, len(expected)):
-        if chunk != expected[place : place + len(chunk)]:
-            return False
-        place += len(chunk)
-    return place == len(expected)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -348,8 +347,7 @@ class Delta:
         except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
-        self.tensors: dict[str, DeferredTensor] = {}
-        for name, stored in folder.tensors.items():
-            dtype = torch_dtype(stored.dtype)
-            make = partial(_whole, folder.read, name, stored.shape, dtype)
-            self.tensors[name] = DeferredTensor(dtype, stored.shape, make)
+        self.tensors = {
+            name: _deferred(folder.read, name, stored.shape, torch_dtype(stored.dtype))
+            for name, stored in folder.tensors.items()
+        }

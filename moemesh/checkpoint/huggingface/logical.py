@@ -6,10 +6,10 @@ Names and shapes alone say it, so that a folder is checked before anything is re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, layer_of
@@ -26,6 +26,7 @@ from moemesh.sharding.parameters import tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FUSED = re.compile(r"\.experts\.gate_up_proj$")
 #: Tables that old versions of transformers wrote, which follow from config.json.
 _WITHOUT_USE = ".rotary_emb.inv_freq"
 #: Of prediction layers (MTP): names that have no layer's number, modules that no other layer has,
@@ -85,14 +86,14 @@ def logical_tensors(
 
 
 def checked_tensors(
-    contents: FolderContents, config: ModelConfig, kind: str, num_ahead: int = 0
+    contents: FolderContents, config: ModelConfig, given: Mapping[str, Any]
 ) -> dict[str, LogicalTensor]:
-    """The tensors of a folder that is there, in the layout that it has; `num_ahead`: its prediction
-    layers by config.json. Raises CheckpointError unless it holds the tensors of the model, and
-    others only that are known to be of no use to it."""
-    fused = any(name.endswith(".experts.gate_up_proj") for name in contents.tensors)
+    """The tensors of a folder that is there, in the layout that it has; `given`: its config.json,
+    which names the family and the prediction layers. Raises CheckpointError unless it holds the
+    tensors of the model, and others only that are known to be of no use to it."""
+    fused, kind = any(map(_FUSED.search, contents.tensors)), family_of(given)
     found = logical_tensors(config, kind, fused=fused)
-    known = ahead_tensors(contents.tensors, config, kind, num_ahead)
+    known = ahead_tensors(contents.tensors, config, kind, first(given, "num_mtp_layers", 0))
     known |= {name for name in contents.tensors if name.endswith(_WITHOUT_USE)}
     if config.tied_embeddings:
         known.add(HEAD)  # where it is the embedding once more
@@ -108,8 +109,7 @@ def check_model_folder(path: Path, config: ModelConfig) -> None:
     """Raises a UserError unless the headers in the folder `path` are those of the model `config`;
     no number is read."""
     given = read_config(path)
-    contents = FolderContents(path, quantization_of(given))
-    checked_tensors(contents, config, family_of(given), first(given, "num_mtp_layers", 0))
+    checked_tensors(FolderContents(path, quantization_of(given)), config, given)
 
 
 def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahead: int) -> set[str]:

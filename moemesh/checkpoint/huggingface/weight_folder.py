@@ -22,23 +22,15 @@ from moemesh.checkpoint.huggingface.contents import (
     GROUP_BYTES,
     FolderContents,
     Packed,
-    StoredTensor,
     plain_file,
 )
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
 from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
 from moemesh.checkpoint.load import Shard
 from moemesh.config.huggingface.folder import read_config
-from moemesh.config.huggingface.keys import first
-from moemesh.config.huggingface.model import Quantization, family_of, quantization_of
+from moemesh.config.huggingface.model import Quantization, quantization_of
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-
-# Parts of tensors from files, straight into the memory where they are needed.
-#
-# Files are read by position, not mapped: a mapped file costs a fault for every few pages, counts
-# as memory of the process while it is read, and ends the process when it becomes shorter.
-
 
 #: Numbers that change their dtype, place or device on the way pass through so many bytes, which
 #: stay in the cache of a core.
@@ -46,108 +38,6 @@ _BUFFER_BYTES = 1 << 20
 #: Shorter runs are not read one by one: rows are read in full, and the rest is dropped. Disks and
 #: the page cache hold pages of this size anyway.
 _SHORTEST_RUN_BYTES = 4096
-
-
-class SliceReader:
-    """Opened files; not for several threads."""
-
-    def __init__(self) -> None:
-        #: Bytes that were read so far.
-        self.bytes_read = 0
-        self._handles: dict[Path, int] = {}
-        self._buffer: Tensor | None = None
-        #: The file, and the dtype, of the tensor that is being read.
-        self._path, self._dtype = Path(), torch.float32
-
-    def read_into(
-        self, path: Path, tensor: StoredTensor, box: Sequence[range], out: Tensor
-    ) -> None:
-        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor of the file
-        `path`."""
-        if 0 not in out.shape:
-            if path not in self._handles:
-                try:
-                    self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror}") from error
-            self._path, self._dtype = path, torch_dtype(tensor.dtype)
-            if not tensor.shape:
-                self._run(tensor.start, out.view(1))
-            else:
-                self._fill(tensor.start, tensor.shape, box, out)
-
-    def close(self) -> None:
-        """Close the files; a later read opens them again."""
-        while self._handles:
-            os.close(self._handles.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
-        rows, *rest = box
-        row_bytes = prod(shape[1:]) * self._dtype.itemsize
-        start += rows.start * row_bytes
-        if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
-            self._run(start, out)
-            return
-        at_once = _BUFFER_BYTES // row_bytes
-        if (
-            at_once
-            and len(rows) > 1
-            and _run_length(shape[1:], rest) * self._dtype.itemsize < _SHORTEST_RUN_BYTES
-        ):
-            inner = tuple(slice(part.start, part.stop) for part in rest)
-            for row in range(0, len(rows), at_once):
-                part = out[row : row + at_once]
-                whole = self._numbers(start + row * row_bytes, (len(part), *shape[1:]))
-                part.copy_(whole[(slice(None), *inner)])
-            return
-        for index in range(len(rows)):
-            self._fill(start + index * row_bytes, shape[1:], rest, out[index])
-
-    def _run(self, start: int, out: Tensor) -> None:
-        """Numbers that lie one behind the other in the file."""
-        if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
-            flat = out.detach().reshape(-1).view(torch.uint8)
-            self._read(start, memoryview(flat.numpy()))
-            return
-        row_bytes = prod(out.shape[1:]) * self._dtype.itemsize
-        at_once = _BUFFER_BYTES // row_bytes
-        if not at_once:
-            for index in range(len(out)):
-                self._run(start + index * row_bytes, out[index])
-            return
-        for row in range(0, len(out), at_once):
-            part = out[row : row + at_once]
-            part.copy_(self._numbers(start + row * row_bytes, tuple(part.shape)))
-
-    def _numbers(self, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Numbers that fit the buffer, valid until the next are read."""
-        if self._buffer is None:
-            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        raw = self._buffer[: prod(shape) * self._dtype.itemsize]
-        self._read(start, memoryview(raw.numpy()))
-        return raw.view(self._dtype).view(shape)
-
-    def _read(self, start: int, into: memoryview) -> None:
-        self.bytes_read += len(into)
-        while into:
-            count = os.preadv(self._handles[self._path], [into], start)
-            if not count:
-                raise CheckpointError(f"{self._path}: became shorter while it was read")
-            into, start = into[count:], start + count
-
-
-def _run_length(shape: Sequence[int], box: Sequence[range]) -> int:
-    """Numbers of `box` that lie one behind the other in a tensor of `shape`, at least."""
-    count = 1
-    for size, part in zip(reversed(shape), reversed(box), strict=True):
-        count *= len(part)
-        if len(part) != size:
-            break
-    return count
-
 
 # Stored tensors of fewer bits, turned into numbers slice by slice.
 #
@@ -192,22 +82,22 @@ def _blocks(part: range, size: int) -> range:
 
 
 class WeightFolder(FolderContents):
-    """The tensors of a folder, and their numbers, with `quantization` all in float32. Raises
-    CheckpointError as :class:`FolderContents`."""
+    """The tensors of a folder, and their numbers, with `quantization` all in float32; not for
+    several threads. Raises CheckpointError as :class:`FolderContents`.
+
+    Parts of tensors go straight into the memory where they are needed. Files are read by position,
+    not mapped: a mapped file costs a fault for every few pages, counts as memory of the process
+    while it is read, and ends the process when it becomes shorter.
+    """
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
         super().__init__(path, quantization)
-        self._reader = SliceReader()
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether tensors are stored in fewer bits than they are read as."""
-        return bool(self.packed)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that were read so far."""
-        return self._reader.bytes_read
+        #: Bytes of tensors that were read so far.
+        self.bytes_read = 0
+        self._handles: dict[Path, int] = {}
+        self._buffer: Tensor | None = None
+        #: The file, and the dtype, of the tensor that is being read.
+        self._file, self._dtype = Path(), torch.float32
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
@@ -217,27 +107,99 @@ class WeightFolder(FolderContents):
         if (packed := self.packed.get(name)) is not None:
             return _unpacked(packed, box, self._read)
         found = self._read(name, box)
-        return found.float() if self.is_quantized else found
+        return found.float() if self.packed else found
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
         if name in self.packed or name not in self.stored:
             out.copy_(self.read(name, box))
         else:
-            self._fill(name, box, out)
-
-    def _read(self, name: str, box: Sequence[range]) -> Tensor:
-        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
-        self._fill(name, box, found)
-        return found
-
-    def _fill(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        stored = self.stored[name]
-        self._reader.read_into(plain_file(self.path, stored.file), stored, box, out)
+            self._read_stored(name, box, out)
 
     def close(self) -> None:
         """Let go of the files; a later read opens them again."""
-        self._reader.close()
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handles"):  # else the folder was refused
+            self.close()
+
+    def _read(self, name: str, box: Sequence[range]) -> Tensor:
+        """As :meth:`read`, of stored numbers."""
+        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
+        self._read_stored(name, box, found)
+        return found
+
+    def _read_stored(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        if 0 in out.shape:
+            return
+        stored = self.stored[name]
+        self._file, self._dtype = plain_file(self.path, stored.file), torch_dtype(stored.dtype)
+        if self._file not in self._handles:
+            try:
+                self._handles[self._file] = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW)
+            except OSError as error:
+                raise CheckpointError(f"{self._file}: {error.strerror}") from error
+        if not stored.shape:
+            self._run(stored.start, out.view(1))
+        else:
+            self._fill(stored.start, stored.shape, box, out)
+
+    def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
+        rows, *rest = box
+        row_bytes = prod(shape[1:]) * self._dtype.itemsize
+        start += rows.start * row_bytes
+        if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
+            self._run(start, out)
+            return
+        run_bytes = self._dtype.itemsize  # that lie one behind the other, at least
+        for size, part in zip(reversed(shape[1:]), reversed(rest), strict=True):
+            run_bytes *= len(part)
+            if len(part) != size:
+                break
+        at_once = _BUFFER_BYTES // row_bytes
+        if at_once and len(rows) > 1 and run_bytes < _SHORTEST_RUN_BYTES:
+            inner = tuple(slice(part.start, part.stop) for part in rest)
+            for row in range(0, len(rows), at_once):
+                part = out[row : row + at_once]
+                whole = self._numbers(start + row * row_bytes, (len(part), *shape[1:]))
+                part.copy_(whole[(slice(None), *inner)])
+            return
+        for index in range(len(rows)):
+            self._fill(start + index * row_bytes, shape[1:], rest, out[index])
+
+    def _run(self, start: int, out: Tensor) -> None:
+        """Numbers that lie one behind the other in the file."""
+        if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._read_bytes(start, out.detach().reshape(-1).view(torch.uint8))
+            return
+        row_bytes = prod(out.shape[1:]) * self._dtype.itemsize
+        at_once = _BUFFER_BYTES // row_bytes
+        if not at_once:
+            for index in range(len(out)):
+                self._run(start + index * row_bytes, out[index])
+            return
+        for row in range(0, len(out), at_once):
+            part = out[row : row + at_once]
+            part.copy_(self._numbers(start + row * row_bytes, tuple(part.shape)))
+
+    def _numbers(self, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Numbers that fit the buffer, valid until the next are read."""
+        if self._buffer is None:
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        raw = self._buffer[: prod(shape) * self._dtype.itemsize]
+        self._read_bytes(start, raw)
+        return raw.view(self._dtype).view(shape)
+
+    def _read_bytes(self, start: int, out: Tensor) -> None:
+        into = memoryview(out.numpy())
+        self.bytes_read += len(into)
+        while into:
+            count = os.preadv(self._handles[self._file], [into], start)
+            if not count:
+                raise CheckpointError(f"{self._file}: became shorter while it was read")
+            into, start = into[count:], start + count
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -262,13 +224,12 @@ class HuggingFaceWeights:
         self.quantization = quantization_of(given)
         self.folder = WeightFolder(path, self.quantization)
         self._experts: dict[str, list[LogicalTensor]] = {}
-        num_ahead = first(given, "num_mtp_layers", 0)
-        self.tensors = checked_tensors(self.folder, config, family_of(given), num_ahead)
+        self.tensors = checked_tensors(self.folder, config, given)
 
     @property
     def note(self) -> str | None:
         """A note to read before the weights are; None where they are stored as usual."""
-        if not self.folder.is_quantized:
+        if not self.folder.packed:
             return None
         return (
             f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "

@@ -107,7 +107,7 @@ class RunFolder:
         path = Path(path).expanduser()
         names = names_in(path)
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
-        if isinstance(checkpoints, RemotePath) and checkpoints.is_in_memory:
+        if str(checkpoints).startswith("memory://"):
             raise RunFolderError(
                 f"train.checkpoint_folder {checkpoints} is in the memory of each process by itself "
                 "and ends with it: name a folder, or a store such as s3://bucket/prefix"
