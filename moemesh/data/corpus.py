@@ -41,10 +41,7 @@ class Corpus:
     """
 
     tokens: np.ndarray
-    num_files: int
-    num_bytes: int
     vocab_size: int
-    tokenizer: str
     source: str
     learned: np.ndarray | None = None
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
@@ -106,10 +103,7 @@ class Corpus:
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         return Corpus(
             tokens=parts[0] if len(parts) == 1 else np.concatenate(parts),
-            num_files=len(files),
-            num_bytes=sum(file.num_bytes for file in files),
             vocab_size=vocab_size,
-            tokenizer=reader.fingerprint,
             source=source,
             learned=None
             if all(mask is None for mask in masks)
@@ -129,10 +123,7 @@ class Corpus:
             digest = hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
         return Corpus(
             tokens=found.tokens,
-            num_files=1,
-            num_bytes=found.tokens.nbytes,
             vocab_size=vocab_size,
-            tokenizer="" if facts is None else facts.tokenizer,
             source=source,
             learned=found.learned,
             starts=found.starts,

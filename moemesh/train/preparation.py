@@ -275,44 +275,39 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
         f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
         f"{format_bytes(available)}"
     )
-    for changed, name in () if is_hopeless else _smaller(config):
-        if (smaller := predicted_peaks(changed)) <= available:
-            return f"{text}: {name} needs {format_bytes(smaller)}"
-    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
-
-
-def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
-    """Legal configurations that need less memory, each with its name: first those of the same
-    losses, then those of another batch, then of shorter sequences."""
+    # Configurations that need less: first those of the same losses, then those of another batch,
+    # then of shorter sequences.
     plan, data = config.plan, config.data
-    candidates: list[dict[str, dict[str, object]]] = []
+    smaller: list[dict[str, dict[str, object]]] = []
     most, least = plan.microbatches, plan.dp * plan.microbatches
     while data.global_batch // plan.dp >= 2 * most:
         most *= 2
-        candidates.append({"plan": {"microbatches": most}})
-    candidates.append({"plan": {"recompute": "full"}})
-    candidates.append({"plan": {"microbatches": most, "recompute": "full"}})
+        smaller.append({"plan": {"microbatches": most}})
+    smaller.append({"plan": {"recompute": "full"}})
+    smaller.append({"plan": {"microbatches": most, "recompute": "full"}})
     batch = data.global_batch // 2
     while batch >= least:
-        candidates.append({"data": {"global_batch": batch}})
+        smaller.append({"data": {"global_batch": batch}})
         batch //= 2
     length = data.seq_len // 2
     while length >= _SHORTEST:
         shorter = {"global_batch": least, "seq_len": length}
-        candidates.append({"plan": {"recompute": "full"}, "data": shorter})
+        smaller.append({"plan": {"recompute": "full"}, "data": shorter})
         length //= 2
-    for changes in candidates:
+    for changes in [] if is_hopeless else smaller:
         sections = {
             name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
         }
         changed = replace(config, **sections)
-        if not (changed.check() or any(True for _ in refusals(changed))):
+        is_legal = not (changed.check() or refusals(changed))
+        if is_legal and (peaks := predicted_peaks(changed)) <= available:
             keys = (
-                (f"{section}.{key}", value)
+                f"{section}.{key} = {format_value(value)}"
                 for section in changes
                 for key, value in changes[section].items()
             )
-            yield changed, ", ".join(f"{key} = {format_value(value)}" for key, value in keys)
+            return f"{text}: {', '.join(keys)} needs {format_bytes(peaks)}"
+    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
 
 
 def preflight_warnings(

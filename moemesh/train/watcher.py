@@ -100,7 +100,20 @@ class Watcher:
         handle = lock(self._folder)
         try:
             if (found := self._watch(watcher)) is not None:
-                self._end(watcher, *found)
+                verdict, seen = found
+                # The disk of the run may be behind the network that is cut, and never answer.
+                report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
+                report.start()
+                report.join(_REPORT_SECONDS)
+                if report.is_alive():
+                    why = f"{self._path} does not answer: no report is in it"
+                    say(f"moemesh: {verdict.message}; {why}")
+                # Nobody meets here any more, and ranks that wait for the verdict have it.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._guests.send(verdict.rank, signal.SIGKILL)
+                time.sleep(_CULPRIT_FIRST_SECONDS)
+                for one in seen:
+                    self._guests.send(one.rank, signal.SIGKILL)
             # Not after an error of its own: ranks see by a free lock that nobody speaks for them.
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
@@ -128,21 +141,6 @@ class Watcher:
 
     def _events(self) -> Events:
         return Events(RunFolder(self._path, has_run=True))
-
-    def _end(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        """Report a failure, and end the ranks."""
-        # The disk of the run may be behind the network that is cut, and never answer.
-        report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
-        report.start()
-        report.join(_REPORT_SECONDS)
-        if report.is_alive():
-            say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
-        # Nobody meets here any more, and ranks that wait for the verdict have it.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._guests.send(verdict.rank, signal.SIGKILL)
-        time.sleep(_CULPRIT_FIRST_SECONDS)
-        for one in seen:
-            self._guests.send(one.rank, signal.SIGKILL)
 
     def _report(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
         path, node, logs = self._path, self._spec.node, self._path / LOGS

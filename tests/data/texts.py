@@ -17,15 +17,7 @@ from moemesh.data.sources import open_samples
 
 def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **more: Any) -> Corpus:
     """Tokens that are there."""
-    return Corpus(
-        tokens=tokens,
-        num_files=1,
-        num_bytes=len(tokens),
-        vocab_size=vocab_size,
-        tokenizer="bytes",
-        source=source,
-        **more,
-    )
+    return Corpus(tokens=tokens, vocab_size=vocab_size, source=source, **more)
 
 
 def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:

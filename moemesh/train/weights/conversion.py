@@ -257,7 +257,26 @@ def _write(
     on_file: Callable[[int, int], None],
 ) -> None:
     """Write a folder of transformers, with the config.json and the other files of `origin`."""
-    kind, values = _family(model, origin, dtype)
+    # The family to write, and its config.json: that of `origin` with what it leaves out.
+    if origin is None:
+        kind = family_or_refusal(model)
+        values: dict[str, Any] | None = config_json(model, kind, dtype)
+    else:
+        given = read_config(origin)
+        kind = family_of(given)
+        ours = config_json(model, kind, dtype)
+        stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
+        if ahead := model.num_mtp_layers:
+            # Layers that are not trained are copied: the folder has at least those of `origin`.
+            stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
+        given.pop("quantization_config", None)
+        added = {key: ours[key] for key in VERSION_KEYS if key in ours}
+        choices = ({**added, **given, **stored}, {**given, **ours, **stored})
+        fits = (one for one in choices if not differences(model, kind, model_values(one)))
+        if (values := next(fits, None)) is None:
+            found = ", ".join(sorted(differences(model, kind)))
+            message = f"a model of {origin} differs from the run's in {found}"
+            raise refused("--like", str(origin), message)
     is_stacked = names_of(kind, fused=False).stack is not None
     if is_stacked and expert_layout == "per-expert":
         message = f"folders of the family {kind} hold all experts of a layer in one tensor"
@@ -276,28 +295,6 @@ def _write(
     )
     if origin is not None:  # nothing of a folder that is refused is touched
         carry_along(origin, out)
-
-
-def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
-    """The family to write, and its config.json: that of `origin` with what it leaves out."""
-    if origin is None:
-        kind = family_or_refusal(model)
-        return kind, config_json(model, kind, dtype)
-    given = read_config(origin)
-    kind = family_of(given)
-    ours = config_json(model, kind, dtype)
-    stored: dict[str, object] = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
-    if ahead := model.num_mtp_layers:
-        # Layers that are not trained are copied: the folder has at least those of `origin`.
-        stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
-    added = {key: ours[key] for key in VERSION_KEYS if key in ours}
-    for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
-        if values["quantization_config"] is None:
-            del values["quantization_config"]
-        if not differences(model, kind, model_values(values)):
-            return kind, values
-    found = ", ".join(sorted(differences(model, kind)))
-    raise refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
 
 
 def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
