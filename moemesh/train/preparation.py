@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -42,6 +42,7 @@ from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
+    check_adapter_headers,
     check_adapters,
     check_folder,
     check_headers,
@@ -583,15 +584,33 @@ def check_inputs(
     problems = untrainable(resolved, folder)
     found: list[Exception] = [ConfigError(problems)] if problems else []
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
-    for check in (device, partial(check_headers, config), *also):
+    weights = partial(check_headers, config), partial(check_adapter_headers, config)
+    for check in (device, *weights, *also):
         found += found_by(check)
-    data = sources.check(config.data, config.model.vocab_size)
+    data = data_errors(config, config_file)
     if not found and not data:
         before_data()
+    refuse_together([*found, *(data or found_by(open_small))])
+    return next(iter(opened), None), notes
+
+
+#: Keys of [data] that say nothing of its files.
+_NOT_OF_FILES = {f"data.{key}" for key in ("seq_len", "global_batch", "held_out", "documents")}
+
+
+def data_errors(
+    config: RunConfig, config_file: Path | None, broken: Collection[str] = ()
+) -> list[Exception]:
+    """Faults of tokenizer and data files, as :func:`moemesh.data.sources.check` finds them; none
+    where one of the keys that are `broken` may say where they are."""
+    if any(key.startswith("data.") and key not in _NOT_OF_FILES for key in broken):
+        return []
+    is_known = "model.vocab_size" not in broken
+    found: list[Exception] = []
     home = Path() if config_file is None else config_file.parent
     named = [source.path for source in config.data.all_sources]
     named += [config.data.validation, config.data.tokenizer]
-    for error in data:
+    for error in sources.check(config.data, config.model.vocab_size if is_known else 1 << 62):
         # Of a file that stands beside the configuration and not where the path points.
         for name in filter(None, named):
             is_beside = not Path(name).expanduser().exists() and (home / name).exists()
@@ -600,9 +619,7 @@ def check_inputs(
                 error = DataError(f"{error}; {where} {config_file}")
                 break
         found.append(error)
-    found += [] if data else found_by(open_small)
-    refuse_together(found)
-    return next(iter(opened), None), notes
+    return found
 
 
 def check_room(config: RunConfig) -> None:

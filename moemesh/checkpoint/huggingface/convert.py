@@ -17,6 +17,7 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading, replace_by
 from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.huggingface.adapters import Adaptation, adaptations, peft_config
 from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
@@ -33,7 +34,10 @@ from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, INDEX, SINGLE
 from moemesh.config.huggingface.keys import first
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import tensors as tensors_of
 
 #: A stack of experts; a checkpoint has each expert by itself.
 _STACK = re.compile(r"(.*\.experts)\.(\w+)")
@@ -266,6 +270,43 @@ def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
 def write_json(path: Path, value: object) -> None:
     """Write `value`, by a rename when it is whole."""
     replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])
+
+
+def write_adapters(
+    weights: Read,
+    model: ModelConfig,
+    kind: str,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    base: str | None,
+) -> None:
+    """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
+    5 of the family `kind`."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
+    config = peft_config(model, kind, base)
+    every = list(adaptations(model, kind))
+    if config["r"] != model.lora.rank:
+        every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
+
+    def make(one: Adaptation, factor: str) -> Tensor:
+        names = [one.factor(part, factor) for part in one.parts]
+        own = [weights(name, [range(size) for size in shapes[name]]) for name in names]
+        more = one.rank - model.lora.rank
+        pad = (0, 0, 0, more) if factor == "A" else (0, more)
+        own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
+        return one.store(factor, own).to(dtype).contiguous()
+
+    made = {
+        one.name(factor): DeferredTensor(
+            dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
+        )
+        for one in every
+        for factor in "AB"
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
+    write_json(out / ADAPTER_CONFIG, config)
 
 
 # The tensors of a run that trained, as a folder of their own, and a base folder with them.

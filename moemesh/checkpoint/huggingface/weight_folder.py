@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.adapters import Adaptation, check_adapter_folder
 from moemesh.checkpoint.huggingface.contents import (
     GROUP,
     GROUP_BYTES,
@@ -29,7 +31,7 @@ from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
 from moemesh.checkpoint.load import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import Quantization, quantization_of
-from moemesh.config.lora import is_adapter
+from moemesh.config.lora import ADAPTER_WEIGHTS, is_adapter
 from moemesh.config.model import ModelConfig
 
 #: Numbers that change their dtype, place or device on the way pass through so many bytes, which
@@ -276,3 +278,37 @@ class HuggingFaceWeights:
                     by_expert[index].append(piece)
             self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
         return self._experts[stack][expert], [range(expert, expert + 1), *box], True
+
+
+class AdapterFolder:
+    """An opened folder of PEFT's. Raises CheckpointError unless it holds the adapters of `model`
+    and no others, before any is read."""
+
+    def __init__(self, path: Path, model: ModelConfig, kind: str) -> None:
+        self._places: dict[str, tuple[Adaptation, int, str]] = {
+            one.factor(part, factor): (one, index, factor)
+            for one in check_adapter_folder(path, model, kind)
+            for index, part in enumerate(one.parts)
+            for factor in "AB"
+        }
+        self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
+        self._last: tuple[str, list[Tensor]] = "", []
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill the shards of adapters, in place; names are those of a checkpoint. Factors that the
+        folder has none of (of extra prediction layers) stay as they are."""
+        with torch.no_grad():
+            for shard in shards:
+                name, expert = shard.name.removeprefix("model."), None
+                if (match := EXPERT.fullmatch(name)) is not None:
+                    name, expert = f"{match[1]}.{match[3]}", int(match[2])
+                if name not in self._places:
+                    continue
+                one, index, factor = self._places[name]
+                stored = one.name(factor)
+                if self._last[0] != stored:
+                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
+                whole = self._last[1][index]
+                ends = zip(shard.offset, shard.tensor.shape, strict=True)
+                box = tuple(slice(start, start + size) for start, size in ends)
+                shard.tensor.copy_((whole if expert is None else whole[expert])[box])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -20,6 +19,7 @@ from moemesh.checkpoint.huggingface.convert import (
     newest,
     stored_tensors,
     trained_sources,
+    write_adapters,
     write_checkpoint,
     write_delta,
     write_huggingface,
@@ -28,7 +28,11 @@ from moemesh.checkpoint.huggingface.derived import equivalent, merged, upcycled
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.pieces import Read
-from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
+from moemesh.checkpoint.huggingface.weight_folder import (
+    AdapterFolder,
+    HuggingFaceWeights,
+    WeightFolder,
+)
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
@@ -53,6 +57,7 @@ from moemesh.train.weights.weight_sources import (
     ExpertLayout,
     Target,
     UpcycleRecipe,
+    family_of_run,
     refused,
     target_of,
 )
@@ -78,7 +83,7 @@ def open_adapters(config: RunConfig) -> AdapterFolder | None:
     holds the adapters of the run's model and no others."""
     if config.lora.path is None:
         return None
-    return AdapterFolder(Path(config.lora.path), config.model, _kind(config))
+    return AdapterFolder(Path(config.lora.path), config.model, family_of_run(config))
 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
@@ -97,18 +102,11 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
     write_adapters(
         checkpoint_weights(checkpoint),
         config.model,
-        _kind(config),
+        family_of_run(config),
         out,
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
     )
-
-
-def _kind(config: RunConfig) -> str:
-    """The family of a run's model."""
-    if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
-        return family_of(read_config(Path(config.model_path)))
-    return family_or_refusal(config.model)
 
 
 def convert(
@@ -178,7 +176,7 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
         message = f"{run} trains adapters, which stand beside the weights"
         raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
-    kind = _kind(config)
+    kind = family_of_run(config)
     logical = logical_tensors(config.model, kind)
     sources = trained_sources(logical, config.tuning.trains)
     whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
