@@ -22,15 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moemesh.checkpoint.files import (
-    CheckpointError,
-    create_file,
-    list_names,
-    make_folders,
-    read_start,
-    remove_file,
-    replace_file,
-)
+from moemesh.checkpoint import files
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
 from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
 
@@ -89,7 +82,7 @@ class Ownership:
         unless `takeover`. `say` gets a line before anything that takes long.
         """
         try:
-            make_folders(folder)
+            files.make_folders(folder)
             number, body = _highest(folder)
             if body.get("held") and body.get("run") != run and not takeover:
                 # The owner is alive where it gives a sign of life.
@@ -108,13 +101,13 @@ class Ownership:
             claim = Claim(folder=folder, run=run, number=number + 1)
             own: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
             with suppress(FileExistsError):  # another was faster, which the next look tells
-                create_file(_file(folder, claim.number), json.dumps(own).encode())
+                files.create_file(_file(folder, claim.number), json.dumps(own).encode())
             number, body = _highest(folder)
             if (number, body) != (claim.number, own):
                 raise _owned(folder, body)
-            for name in list_names(claim.folder):
+            for name in files.list_names(claim.folder):
                 if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
-                    remove_file(claim.folder / name)
+                    files.remove_file(claim.folder / name)
         except (CheckpointError, OSError) as error:
             raise RunFolderError(f"{folder}: its owner cannot be determined ({error})") from error
         return Ownership(claim, own)
@@ -136,7 +129,7 @@ class Ownership:
         with suppress(CheckpointError, OSError):  # the next beat may succeed
             if self.claim.lost() is None:
                 body = json.dumps({**self._body, "held": held}).encode()
-                replace_file(_file(self.claim.folder, self.claim.number), body)
+                files.replace_file(_file(self.claim.folder, self.claim.number), body)
 
 
 def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:
@@ -150,7 +143,7 @@ def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:
 
 def has_owner(folder: Place) -> bool:
     """Whether a run has ever claimed `folder`."""
-    return any(map(_NAME.fullmatch, list_names(folder)))
+    return any(map(_NAME.fullmatch, files.list_names(folder)))
 
 
 def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
@@ -158,12 +151,14 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
     of a run that died while it wrote it."""
     highest = 0
     for pause in (*_PAUSES, None):
-        numbers = [int(match[1]) for name in list_names(folder) if (match := _NAME.fullmatch(name))]
+        numbers = [
+            int(match[1]) for name in files.list_names(folder) if (match := _NAME.fullmatch(name))
+        ]
         if not numbers:
             return 0, {}
         highest = max(numbers)
         with suppress(CheckpointError, ValueError):
-            body = json.loads(read_start(_file(folder, highest), _LIMIT))
+            body = json.loads(files.read_start(_file(folder, highest), _LIMIT))
             return highest, body if isinstance(body, dict) else {}
         if pause is not None:
             time.sleep(pause)

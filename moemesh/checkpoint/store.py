@@ -26,27 +26,10 @@ from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import save
-from moemesh.checkpoint.stored import candidates
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, local_part
 from moemesh.config.shown import short_repr
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Opened",
-    "Shard",
-    "agree",
-    "candidates",
-    "latest",
-    "open_checkpoint",
-    "open_together",
-    "prune",
-    "save",
-    "save_together",
-]
 
 
 class Opened(NamedTuple):

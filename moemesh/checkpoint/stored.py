@@ -13,21 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moemesh.checkpoint import files
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
-from moemesh.checkpoint.files import (
-    COMMITTED,
-    TEMPORARY,
-    TRASH,
-    CheckpointError,
-    beside,
-    check_folder,
-    file_size,
-    is_committed,
-    list_names,
-    read_chunks,
-    read_start,
-    reading,
-)
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import HeaderEntry, read_header
 from moemesh.checkpoint.manifest import (
     DTYPES,
@@ -149,7 +137,7 @@ class StoredCheckpoint:
                 held = np.frombuffer(content, result.dtype).reshape(piece.shape)
             else:
                 # A view of the file, of which only what is used is read.
-                with reading(path) as file:
+                with files.reading(path) as file:
                     try:
                         held = np.memmap(file, result.dtype, "r", start, piece.shape)
                     except ValueError as error:
@@ -171,8 +159,8 @@ class StoredCheckpoint:
         """Parts of a file, read from the disk, that are not what was written."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
-            with reading(self.path / file, from_disk=True) as opened:
-                actual = digest_text(blake2b_of(read_chunks(opened, known.size)), BLAKE2B)
+            with files.reading(self.path / file, from_disk=True) as opened:
+                actual = digest_text(blake2b_of(files.read_chunks(opened, known.size)), BLAKE2B)
             if actual != known.digest:
                 yield Damage(file, f"digest {actual}, expected {known.digest}")
             return
@@ -181,13 +169,13 @@ class StoredCheckpoint:
         digest_of = hash_by(name)
         slices = self.slices(file)
         start = known.size - sum(piece.num_bytes for piece in slices)
-        with reading(self.path / file, from_disk=True) as opened:
-            header = b"".join(read_chunks(opened, start))
+        with files.reading(self.path / file, from_disk=True) as opened:
+            header = b"".join(files.read_chunks(opened, start))
             if (actual := digest_text(digest_of(header), name)) != known.header:
                 yield Damage(file, f"the header has digest {actual}, expected {known.header}")
             for piece in slices:
-                chunks = read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
-                found = [*beside(digest_of, chunks)]
+                chunks = files.read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
+                found = [*files.beside(digest_of, chunks)]
                 found += [""] * (len(piece.stored.chunks) - len(found))
                 for place, expected in enumerate(piece.stored.chunks):
                     if found[place] != expected:
@@ -222,17 +210,19 @@ def candidates(folder: Place) -> list[int]:
     """The steps of the committed checkpoints, newest first; none when there is no folder."""
     if not folder.is_dir():
         return []
-    matches = (COMMITTED.fullmatch(name) for name in list_names(folder))
-    found = (match for match in matches if match and is_committed(folder / match[0]))
+    matches = (files.COMMITTED.fullmatch(name) for name in files.list_names(folder))
+    found = (match for match in matches if match and files.is_committed(folder / match[0]))
     return sorted((int(match[1]) for match in found), reverse=True)
 
 
 def unfinished(folder: Place) -> list[str]:
     """The names of what is being written or deleted, or was when a run died."""
-    names = list_names(folder)
-    found = [name for name in names if TEMPORARY.fullmatch(name) or TRASH.fullmatch(name)]
-    steps = (name for name in names if COMMITTED.fullmatch(name))
-    return found + [name for name in steps if not is_committed(folder / name)]
+    names = files.list_names(folder)
+    found = [
+        name for name in names if files.TEMPORARY.fullmatch(name) or files.TRASH.fullmatch(name)
+    ]
+    steps = (name for name in names if files.COMMITTED.fullmatch(name))
+    return found + [name for name in steps if not files.is_committed(folder / name)]
 
 
 def open_stored(folder: Place, step: int) -> StoredCheckpoint:
@@ -249,9 +239,9 @@ def open_stored(folder: Place, step: int) -> StoredCheckpoint:
 
 def read_manifest(path: Place) -> Manifest:
     """The manifest of the checkpoint in the folder `path`; CheckpointError as :func:`decode`."""
-    check_folder(path)
+    files.check_folder(path)
     try:
-        return decode(read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
+        return decode(files.read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
     except CheckpointError as error:
         text = str(error)
         raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
@@ -259,7 +249,7 @@ def read_manifest(path: Place) -> Manifest:
 
 def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
     """Faults of the list of files, their sizes, and their headers, by the manifest."""
-    present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
+    present, expected = set(files.list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
         yield Damage(name, "missing")
     for name in sorted(present - expected):
@@ -274,7 +264,7 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
             slices[piece.file][piece.key] = DTYPES[entry.dtype], piece.shape, size
     for name in (name for name in manifest.files if name in present):
         try:
-            size, known = file_size(path / name), manifest.files[name].size
+            size, known = files.file_size(path / name), manifest.files[name].size
             if size != known:
                 word = "truncated" if size < known else "too long"
                 yield Damage(name, f"{word}: size {size}, expected {known}")

@@ -14,15 +14,15 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from moemesh.checkpoint import ownership
+from moemesh.checkpoint import files, ownership
 from moemesh.checkpoint import saver as saves
 from moemesh.checkpoint.files import CheckpointError, list_names, read_start
 from moemesh.checkpoint.ownership import Claim, Ownership
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import candidates, latest
-from moemesh.checkpoint.stored import examine
+from moemesh.checkpoint.store import latest
+from moemesh.checkpoint.stored import candidates, examine
 from moemesh.watch.lease import RunFolderError
 from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
 
@@ -108,7 +108,7 @@ def test_what_a_dying_run_left_of_its_claim_is_nobodys(
     folder: Place, held: Callable[..., Ownership]
 ) -> None:
     held(folder, "a").release()
-    ownership.create_file(folder / "owner-2.json", b"")
+    files.create_file(folder / "owner-2.json", b"")
     assert held(folder, "b").claim.number == 3
 
 

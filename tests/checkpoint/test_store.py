@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from moemesh.checkpoint.manifest import DTYPES
-from moemesh.checkpoint.store import (
-    CheckpointError,
-    Shard,
-    candidates,
-    latest,
-    open_checkpoint,
-    save,
-)
+from moemesh.checkpoint.store import CheckpointError, Shard, latest, open_checkpoint, save
+from moemesh.checkpoint.stored import candidates
 from tests.checkpoint.simulate import cut, never, save_as_ranks, save_one, whole
 
 

@@ -117,6 +117,7 @@ def convert(
     dtype: str | None = None,
     like: Path | None = None,
     expert_layout: ExpertLayout | None = None,
+    delta: Delta | None = None,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> Target:
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
@@ -125,15 +126,21 @@ def convert(
     `dtype`: of the weights; by default that of the run's training, fp32 in a run, that of the
     folder's config.json from folder to folder. `like`: a folder of transformers whose config.json,
     tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
-    writes it.
+    writes it. `delta`: tensors that take the places of those of a folder.
     """
     to = target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
         given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
         run = load_run([], given, {}).config
         write_run(open_weights(run, to_stderr).read, run, out)
-    elif (source / CONFIG).exists():
-        _to_another(source, out, dtype, expert_layout, on_file)
+        return to
+    if (source / CONFIG).exists():  # of another layout or dtype, or not quantized
+        config = load_run([], [f"model.path={source.resolve()}"], {}).config
+        origin, model, dtype = source, config.model, dtype or _dtype_of(source)
+        if dtype not in DTYPES:
+            message = f"{source / CONFIG} names the dtype {dtype}"
+            raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
+        weights = open_weights(config, to_stderr).read
     else:
         _, config, checkpoint = _opened(source)
         origin = like or (Path(config.model_path) if config.model_path else None)
@@ -141,28 +148,76 @@ def convert(
             if like is not None:
                 raise refused("--like", str(like), f"{like} holds no {CONFIG}")
             origin = None
-        model = config.model
+        model, dtype = config.model, dtype or config.train.dtype
+        weights = checkpoint_weights(checkpoint)
+        if config.lora.rank:
+            weights = merged(weights, config.model)
         if origin is None:
             model = exported(model.with_lora(NO_ADAPTERS))
-        weights: WeightFolder | None = None
-        if origin is not None and has_weights(origin):
-            weights = WeightFolder(origin, quantization_of(read_config(origin)))
-        own = checkpoint_weights(checkpoint)
-        if config.lora.rank:
-            own = merged(own, config.model)
-        if origin is None:
-            own = equivalent(own, config.model, model)
-        _write(
-            own,
-            model,
-            out,
-            dtype=dtype or config.train.dtype,
-            expert_layout=expert_layout,
-            origin=origin,
-            origin_weights=weights,
-            on_file=on_file,
-        )
+            weights = equivalent(weights, config.model, model)
+    _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
     return to
+
+
+def _write(
+    weights: Read,
+    model: ModelConfig,
+    out: Path,
+    dtype: str,
+    expert_layout: ExpertLayout | None,
+    origin: Path | None,
+    delta: Delta | None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    """Write a folder of transformers, with the config.json and the other files of `origin`."""
+    # The family to write, and its config.json: that of `origin` with what it leaves out.
+    values: dict[str, Any] | None
+    if origin is None:
+        kind = family_or_refusal(model)
+        values = config_json(model, kind, dtype)
+    else:
+        there = read_config(origin)
+        kind = family_of(there)
+        ours = config_json(model, kind, dtype)
+        stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
+        if ahead := model.num_mtp_layers:
+            # Layers that are not trained are copied: the folder has at least those of `origin`.
+            stored[AHEAD_KEY] = max(ahead, int(there.get(AHEAD_KEY) or 0))
+        there.pop("quantization_config", None)
+        added = {key: ours[key] for key in VERSION_KEYS if key in ours}
+        choices = ({**added, **there, **stored}, {**there, **ours, **stored})
+        fits = (one for one in choices if not differences(model, kind, model_values(one)))
+        if (values := next(fits, None)) is None:
+            found = ", ".join(sorted(differences(model, kind)))
+            message = f"a model of {origin} differs from the run's in {found}"
+            raise refused("--like", str(origin), message)
+    is_stacked = names_of(kind, fused=False).stack is not None
+    if is_stacked and expert_layout == "per-expert":
+        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
+        raise refused("--expert-layout", expert_layout, message, "fused")
+    beside: WeightFolder | None = None
+    if origin is not None and has_weights(origin):
+        beside = WeightFolder(origin, quantization_of(read_config(origin)))
+    write_huggingface(
+        weights,
+        model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, dtype),
+        fused=expert_layout == "fused" and not is_stacked,
+        origin=beside,
+        delta=delta,
+        on_file=on_file,
+    )
+    if origin is not None:  # nothing of a folder that is refused is touched
+        carry_along(origin, out)
+
+
+def _dtype_of(folder: Path) -> str:
+    """The dtype that the config.json of a folder names."""
+    given = read_config(folder)
+    return str(given.get("dtype") or given.get("torch_dtype") or "float32")
 
 
 def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
@@ -199,7 +254,8 @@ def apply_delta(
     if found != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
         raise refused("--apply", str(source), message, "the folder that the run started from")
-    _to_another(source, out, delta.description.dtype, None, on_file, delta)
+    dtype = delta.description.dtype
+    convert(source, out, "huggingface", dtype=dtype, delta=delta, on_file=on_file)
 
 
 def write_run(weights: Read, config: RunConfig, out: Path) -> None:
@@ -210,89 +266,6 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> None:
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
     write_checkpoint(weights, config.model, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
-
-
-def _to_another(
-    source: Path,
-    out: Path,
-    dtype: str | None,
-    expert_layout: ExpertLayout | None,
-    on_file: Callable[[int, int], None],
-    delta: Delta | None = None,
-) -> None:
-    """A folder of transformers as another one: of another layout or dtype, not quantized, or with
-    the tensors of `delta`."""
-    config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    given = read_config(source)
-    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
-    if wanted not in DTYPES:
-        message = f"{source / CONFIG} names the dtype {wanted}"
-        raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
-    weights = open_weights(config, to_stderr)
-    _write(
-        weights.read,
-        config.model,
-        out,
-        dtype=wanted,
-        expert_layout=expert_layout,
-        origin=source,
-        origin_weights=weights.folder,
-        delta=delta,
-        on_file=on_file,
-    )
-
-
-def _write(
-    weights: Read,
-    model: ModelConfig,
-    out: Path,
-    *,
-    dtype: str,
-    expert_layout: ExpertLayout | None,
-    origin: Path | None,
-    origin_weights: WeightFolder | None,
-    delta: Delta | None = None,
-    on_file: Callable[[int, int], None],
-) -> None:
-    """Write a folder of transformers, with the config.json and the other files of `origin`."""
-    # The family to write, and its config.json: that of `origin` with what it leaves out.
-    if origin is None:
-        kind = family_or_refusal(model)
-        values: dict[str, Any] | None = config_json(model, kind, dtype)
-    else:
-        given = read_config(origin)
-        kind = family_of(given)
-        ours = config_json(model, kind, dtype)
-        stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
-        if ahead := model.num_mtp_layers:
-            # Layers that are not trained are copied: the folder has at least those of `origin`.
-            stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
-        given.pop("quantization_config", None)
-        added = {key: ours[key] for key in VERSION_KEYS if key in ours}
-        choices = ({**added, **given, **stored}, {**given, **ours, **stored})
-        fits = (one for one in choices if not differences(model, kind, model_values(one)))
-        if (values := next(fits, None)) is None:
-            found = ", ".join(sorted(differences(model, kind)))
-            message = f"a model of {origin} differs from the run's in {found}"
-            raise refused("--like", str(origin), message)
-    is_stacked = names_of(kind, fused=False).stack is not None
-    if is_stacked and expert_layout == "per-expert":
-        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
-        raise refused("--expert-layout", expert_layout, message, "fused")
-    write_huggingface(
-        weights,
-        model,
-        kind,
-        out,
-        values,
-        dtype=getattr(torch, dtype),
-        fused=expert_layout == "fused" and not is_stacked,
-        origin=origin_weights,
-        delta=delta,
-        on_file=on_file,
-    )
-    if origin is not None:  # nothing of a folder that is refused is touched
-        carry_along(origin, out)
 
 
 def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
@@ -339,20 +312,20 @@ def upcycle(
             "a dense folder of transformers",
         )
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    dense, given = config.model, read_config(source)
+    dense = config.model
     if dense.num_moe_layers:
         message = f"{source} has {dense.num_experts} experts already"
         raise refused("--upcycle", str(source), message, "a dense folder of transformers")
     model = upcycled_model(dense, recipe)
     kind = family_or_refusal(model) if to == "huggingface" else None
-    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    wanted = dtype or _dtype_of(source)
     dense_weights = open_weights(config).read
     weights = upcycled(dense_weights, model, noise=recipe.noise, drop=recipe.drop, seed=recipe.seed)
     if kind is None:
         train = config.train.model_copy(update={"dtype": wanted})
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
-    ids = {key: given[key] for key in given if key.endswith("_token_id")}
+    ids = {key: one for key, one in read_config(source).items() if key.endswith("_token_id")}
     values = {**config_json(model, kind, wanted), **ids}
     torch_dtype = getattr(torch, wanted)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
