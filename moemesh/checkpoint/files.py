@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -80,11 +80,8 @@ def free_bytes(path: Place) -> int:
     if isinstance(path, RemotePath):
         return 1 << 62
     for place in (path, *path.parents):
-        try:
-            status = os.statvfs(place)
-        except OSError:
-            continue
-        return status.f_bavail * status.f_frsize
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
     return 0
 
 
@@ -106,20 +103,13 @@ def make_folders(path: Place) -> None:
         sync_folder(path.parent)
 
 
-class Written(NamedTuple):
-    """A file that was written: its size in bytes, and of each of its parts the digests of every
-    CHUNK_BYTES of it."""
-
-    size: int
-    digests: list[list[str]]
-
-
 def write_file(
     path: Place,
     parts: Iterable[bytes | memoryview],
     look: Callable[[int, memoryview], object] = lambda part, piece: None,
-) -> Written:
-    """Writes a new file and syncs it.
+) -> tuple[int, list[list[str]]]:
+    """Writes a new file and syncs it; returns its size in bytes, and of each of its parts the
+    digests of every CHUNK_BYTES of it.
 
     The digests are taken from memory, beside the writing, so that they also catch what goes wrong
     on the way to the disk. `look` is called there, too: with the number of a part, and at most
@@ -145,7 +135,7 @@ def write_file(
 
     with _writing(path) as write:
         digests = iter([*beside(work, pieces(write), lambda item: len(item[1]))])
-    return Written(size, [[*islice(digests, number)] for number in num_pieces])
+    return size, [[*islice(digests, number)] for number in num_pieces]
 
 
 @contextmanager

@@ -317,8 +317,9 @@ class SaveJob:
                 manifest = self._attempt(number)
                 break
             except (CheckpointError, OSError) as error:
-                problem = str(error)
-                files.remove_folder(self._temporary(number))
+                folder = self._temporary(number)
+                problem = str(files.explain(error, folder) if isinstance(error, OSError) else error)
+                files.remove_folder(folder)
                 self._num_failed = number + 1
             if pause is not None and not self.hurried.is_set():
                 saver.notes.append(f"{problem}; trying again in {pause:g} s")
@@ -345,21 +346,18 @@ class SaveJob:
 
     def _attempt(self, number: int) -> Manifest:
         temporary, ranks = self._temporary(number), range(self._saver.world_size)
-        try:
-            self._check_owner()
-            if files.is_committed(self._final):
-                # By an earlier attempt, although a request of it failed, or by somebody else.
-                if self._is_remote:
-                    manifest = read_manifest(self._final)
-                    attempts = range(self._num_attempts)
-                    own = {self._file(one, rank).name for one in attempts for rank in ranks}
-                    if own.issuperset(manifest.files):
-                        return manifest
-                raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
-            files.make_folders(self._saver.folder)
-            files.make_folder(temporary)
-        except OSError as error:
-            raise files.explain(error, temporary) from error
+        self._check_owner()
+        if files.is_committed(self._final):
+            # By an earlier attempt, although a request of it failed, or by somebody else.
+            if self._is_remote:
+                manifest = read_manifest(self._final)
+                attempts = range(self._num_attempts)
+                own = {self._file(one, rank).name for one in attempts for rank in ranks}
+                if own.issuperset(manifest.files):
+                    return manifest
+            raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
+        files.make_folders(self._saver.folder)
+        files.make_folder(temporary)
         reports = {0: write_part(self._file(number, 0), self._keyed, self._check)}
         self._since_news = time.monotonic()
         while waiting := [rank for rank in ranks if rank not in reports]:
@@ -381,18 +379,14 @@ class SaveJob:
                     raise CheckpointError(self.told[attempt])
             if len(reports) < len(ranks):
                 self._pause()
-        try:
-            for rank in ranks[1:]:
-                files.remove_file(temporary / _report_name(rank))
-            self._check_owner()
-            state, written = json.loads(self._state), [reports[rank] for rank in ranks]
-            parts = self._file(number, 0).parent
-            manifest = commit(parts, self._final, self._step, written, state)
-            if self._is_remote:
-                files.remove_folder(temporary)
-            return manifest
-        except OSError as error:
-            raise files.explain(error, temporary) from error
+        for rank in ranks[1:]:
+            files.remove_file(temporary / _report_name(rank))
+        self._check_owner()
+        state, written = json.loads(self._state), [reports[rank] for rank in ranks]
+        manifest = commit(self._file(number, 0).parent, self._final, self._step, written, state)
+        if self._is_remote:
+            files.remove_folder(temporary)
+        return manifest
 
     def _follow(self) -> None:
         """On the other ranks: write and report this rank's part in every attempt, until rank 0 has

@@ -85,13 +85,13 @@ def write_part(
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            written = files.write_file(path, parts(), look)
+            size, written = files.write_file(path, parts(), look)
             files.sync_folder(path.parent)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
             raise files.explain(error, path, needed) from error
-        file = {"size": written.size, "header": digest_text(header, WRITTEN)}
-        digests = dict(zip(order, written.digests[1:], strict=True))
+        file = {"size": size, "header": digest_text(header, WRITTEN)}
+        digests = dict(zip(order, written[1:], strict=True))
     slices: list[list[object]] = []
     for key, shard in keyed.items():
         place = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}

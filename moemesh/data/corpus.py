@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from moemesh.data.chat import ChatTemplate, Rendered
 from moemesh.data.indexed import IndexedTokens, mask_of
 from moemesh.data.input_files import DataFile, check_head, find
-from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read, refuse
+from moemesh.data.records import BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 from moemesh.trace.machine import usable_cores
 
@@ -148,21 +149,6 @@ class Corpus:
         return found.hexdigest()
 
 
-def documents_of(
-    files: Sequence[DataFile], reader: Tokenizer, text_key: str, log: BadRecordLog
-) -> Iterator[Document]:
-    """Every document of the files, in order; `log` counts the records and takes the bad ones."""
-
-    def records() -> Iterator[tuple[Where, Record]]:
-        for file in files:
-            for where, record in read(file, text_key, on_bad=log.unreadable):
-                log.total += not where.continues
-                yield where, record
-
-    yield from encoded(records(), reader, on_bad=log.add)
-    log.check()
-
-
 def check_ids(document: Document, vocab_size: int) -> None:
     """Raises DataError at the first byte that is not below `vocab_size`; a tokenizer was compared
     with it before."""
@@ -212,22 +198,40 @@ def between(tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(b"\n", "newline")
 
 
-def encoded(
-    records: Iterable[tuple[Where, Record]],
-    tokenizer: Tokenizer,
-    *,
-    on_bad: Callable[[BadRecordError], None] = refuse,
-) -> Iterator[Document]:
-    """The documents of `records`, in order; those without a token are left out.
+#: A text; bytes where ids are bytes, too, and no pass over the content is needed.
+_Text = tuple[Where, str | bytes | Rendered]
 
-    Of a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). A record that
-    cannot be encoded goes to `on_bad` and is left out when that returns. Raises DataError for
-    conversations without a chat template.
+
+def documents_of(
+    files: Sequence[DataFile], tokenizer: Tokenizer, text_key: str, log: BadRecordLog
+) -> Iterator[Document]:
+    """Every document of the files, in order; those without a token are left out. `log` counts the
+    records and takes the bad ones.
+
+    Of a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). Raises
+    DataError for conversations without a chat template.
     """
+    template: ChatTemplate | None = None
     batch, size = list[_Text](), 0
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting: deque[Future[list[Document]]] = deque()
-        for where, text in _texts(records, tokenizer, on_bad):
+        for where, record in chain.from_iterable(read(file, text_key, log) for file in files):
+            log.total += not where.continues
+            try:
+                if not isinstance(record, bytes):
+                    template = template or ChatTemplate.open(tokenizer)
+                    text = template.render(record, where)
+                else:
+                    text = record if tokenizer.folder is None else record.decode()
+            except BadRecordError as error:
+                log.add(error)
+                continue
+            except UnicodeDecodeError as error:
+                reason = f"not valid UTF-8 ({error.reason})"
+                if where.unit == "file":
+                    reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
+                log.add(BadRecordError(where, reason))
+                continue
             batch.append((where, text))
             size += len(text.text if isinstance(text, Rendered) else text)
             if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
@@ -238,34 +242,7 @@ def encoded(
         waiting.append(thread.submit(_encode, batch, tokenizer))
         while waiting:
             yield from waiting.popleft().result()
-
-
-#: A text; bytes where ids are bytes, too, and no pass over the content is needed.
-_Text = tuple[Where, str | bytes | Rendered]
-
-
-def _texts(
-    records: Iterable[tuple[Where, Record]],
-    tokenizer: Tokenizer,
-    on_bad: Callable[[BadRecordError], None],
-) -> Iterator[_Text]:
-    template: ChatTemplate | None = None
-    for where, record in records:
-        try:
-            if not isinstance(record, bytes):
-                template = template or ChatTemplate.open(tokenizer)
-                yield where, template.render(record, where)
-            elif tokenizer.folder is None:
-                yield where, record
-            else:
-                yield where, record.decode()
-        except BadRecordError as error:
-            on_bad(error)
-        except UnicodeDecodeError as error:
-            reason = f"not valid UTF-8 ({error.reason})"
-            if where.unit == "file":
-                reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
-            on_bad(BadRecordError(where, reason))
+    log.check()
 
 
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -115,20 +116,17 @@ class BadRecordLog:
         )
 
 
-def refuse(error: BadRecordError) -> None:
-    """Ends the reading at the first bad record."""
-    raise error
-
-
 def read(
-    file: DataFile, text_key: str = "text", *, on_bad: Callable[[BadRecordError], None] = refuse
+    file: DataFile, text_key: str = "text", log: BadRecordLog | None = None
 ) -> Iterator[tuple[Where, Record]]:
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.
 
-    A bad record goes to `on_bad` and is left out when that returns. Raises DataError for a file
-    that cannot be read as its format at all: damaged, of another content, without such a column.
+    `log` takes the bad ones, which are left out; None: the first ends the reading. Raises DataError
+    for a file that cannot be read as its format at all: damaged, of another content, without such a
+    column.
     """
+    log = log or BadRecordLog()
     check_head(file)
     match file.format:
         case "text" | "bytes":
@@ -151,12 +149,12 @@ def read(
                     try:
                         yield where, _record(_parsed(line, where), text_key, where)
                     except BadRecordError as error:
-                        on_bad(error)
+                        log.unreadable(error)
         case "parquet":
-            yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
+            yield from _rows(_parquet(file.path, text_key), file.path, text_key, log)
         case "dataset":
             rows = _dataset(file.path, text_key, is_on_hub=file.is_on_hub)
-            yield from _rows(rows, file.path, text_key, on_bad)
+            yield from _rows(rows, file.path, text_key, log)
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
@@ -228,20 +226,14 @@ def _record(found: object, text_key: str, where: Where) -> Record:
 
 
 def _rows(
-    batches: Iterable[list[Mapping[str, Any]]],
-    path: Path,
-    text_key: str,
-    on_bad: Callable[[BadRecordError], None],
+    batches: Iterable[list[Mapping[str, Any]]], path: Path, text_key: str, log: BadRecordLog
 ) -> Iterator[tuple[Where, Record]]:
-    number = 0
-    for batch in batches:
-        for row in batch:
-            number += 1
-            where = Where(str(path), "row", number, None)
-            try:
-                yield where, _record(_without_nulls(row), text_key, where)
-            except BadRecordError as error:
-                on_bad(error)
+    for number, row in enumerate(chain.from_iterable(batches), start=1):
+        where = Where(str(path), "row", number, None)
+        try:
+            yield where, _record(_without_nulls(row), text_key, where)
+        except BadRecordError as error:
+            log.unreadable(error)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:

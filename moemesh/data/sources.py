@@ -129,14 +129,12 @@ def open_source(
 def check(data: DataConfig, vocab_size: int) -> list[Exception]:
     """Faults of the tokenizer and of each source, whose files are looked for, and read
     at their first bytes only: each a DataError that :func:`open_samples` would raise."""
-    reader: Tokenizer | None = None
-
-    def open_reader() -> None:
-        nonlocal reader
+    reader, found = None, list[Exception]()
+    try:
         reader = Tokenizer.open(data.tokenizer)
         reader.check(vocab_size)
-
-    found = found_by(open_reader)
+    except DataError as error:
+        found.append(error)
     for source in data.all_sources:
         found += found_by(partial(_check_source, source, vocab_size, reader))
     if data.validation is not None:

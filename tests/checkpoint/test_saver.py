@@ -58,7 +58,7 @@ def test_start_returns_before_the_disk_does(
     may_write = threading.Event()
     real = files.write_file
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         assert may_write.wait(30)
         return real(path, parts, *look)
 
@@ -194,7 +194,7 @@ def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "PAUSES", (60.0,))
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     own = one_rank(tmp_path)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, layer_of
 from moemesh.checkpoint.huggingface.names import pieces, view_of
 from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, assemble, whole
-from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD
 from moemesh.config.huggingface.keys import first
-from moemesh.config.huggingface.model import family_of, quantization_of, trained_families
+from moemesh.config.huggingface.model import family_of, trained_families
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -103,13 +102,6 @@ def checked_tensors(
     expected = {piece.source: piece.stored for one in found.values() for piece in one.pieces}
     contents.check(expected, known, config.num_layers + config.num_mtp_layers)
     return found
-
-
-def check_model_folder(path: Path, config: ModelConfig) -> None:
-    """Raises a UserError unless the headers in the folder `path` are those of the model `config`;
-    no number is read."""
-    given = read_config(path)
-    checked_tensors(FolderContents(path, quantization_of(given)), config, given)
 
 
 def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahead: int) -> set[str]:

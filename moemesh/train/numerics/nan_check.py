@@ -80,34 +80,25 @@ class NonfiniteOrigin:
     phase: str
     rank: int | None = None
     ranks: tuple[int, ...] = ()
-    name: str = ""
-    value: str = ""
     microbatch: int | None = None
     layer: int | None = None
     expert: int | None = None
     experts: tuple[int, ...] = ()
+    name: str = ""
+    parameters: tuple[str, ...] = ()
+    value: str = ""
     samples: tuple[int, ...] = ()
     num_alike: int = 0
-    parameters: tuple[str, ...] = ()
     is_damage: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The keys of failure.json that it knows."""
-        found: dict[str, Any] = {"phase": self.phase}
-        is_parameter = self.phase in ("weight", "gradient", "sum")
-        values: dict[str, Any] = {
-            "rank": self.rank,
-            "ranks": list(self.ranks),
-            "microbatch": self.microbatch,
-            "layer": self.layer,
-            "expert": self.expert,
-            "experts": list(self.experts),
-            "parameter" if is_parameter else "module": self.name,
-            "parameters": list(self.parameters),
-            "value": self.value,
-            "samples": list(self.samples),
+        name = "parameter" if self.phase in ("weight", "gradient", "sum") else "module"
+        return {
+            name if key == "name" else key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if value not in (None, (), "") and key not in ("num_alike", "is_damage")
         }
-        return found | {key: value for key, value in values.items() if value not in (None, [], "")}
 
     def __str__(self) -> str:
         if self.phase == "unrepeated":

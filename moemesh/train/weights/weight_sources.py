@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import FolderContents
-from moemesh.checkpoint.huggingface.logical import check_model_folder
+from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
 from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights, read_config
-from moemesh.config.huggingface.model import family_of
+from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
@@ -107,7 +107,8 @@ def check_headers(config: RunConfig) -> None:
     its model, or damaged: by their headers alone. What is not here is :func:`check_folder`'s."""
     if config.model_path is None or found_by(partial(check_folder, Path(config.model_path))):
         return
-    check_model_folder(Path(config.model_path), config.model)
+    path, given = Path(config.model_path), read_config(Path(config.model_path))
+    checked_tensors(FolderContents(path, quantization_of(given)), config.model, given)
 
 
 def check_adapter_headers(config: RunConfig) -> None:
