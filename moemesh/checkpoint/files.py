@@ -133,29 +133,23 @@ def write_file(
         look(*item)
         return hash_bytes(item[1])
 
-    with _writing(path) as write:
-        digests = iter([*beside(work, pieces(write), lambda item: len(item[1]))])
-    return size, [[*islice(digests, number)] for number in num_pieces]
-
-
-@contextmanager
-def _writing(path: Place) -> Iterator[Callable[[memoryview], object]]:
-    """A function that writes a new file, which is synced where the block ends well."""
     if isinstance(path, RemotePath):
         with path.writing() as write:
-            yield write
-        return
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+            digests = [*beside(work, pieces(write), lambda item: len(item[1]))]
+    else:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
-    def write_all(piece: memoryview) -> None:
-        while piece:
-            piece = piece[os.write(handle, piece) :]
+        def write_all(piece: memoryview) -> None:
+            while piece:
+                piece = piece[os.write(handle, piece) :]
 
-    try:
-        yield write_all
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        try:
+            digests = [*beside(work, pieces(write_all), lambda item: len(item[1]))]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    left = iter(digests)
+    return size, [[*islice(left, number)] for number in num_pieces]
 
 
 def replace_file(path: Place, content: bytes) -> None:

@@ -312,13 +312,10 @@ def _rank(
         launch.stop(code)
         folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
-    except _Refused:
-        raise
-    except UserError as error:
-        if not (isinstance(error, CheckpointError) or launch.launched() or launch.watched()):
-            raise
-        return _fail(error, rank, path, folder)
     except Exception as error:
+        is_told = isinstance(error, CheckpointError) or launch.launched() or launch.watched()
+        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
+            raise
         return _fail(error, rank, path, folder)
 
 

@@ -18,12 +18,7 @@ from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
-from moemesh.train.numerics.nan_check import (
-    NonfiniteOrigin,
-    examine,
-    examine_state,
-    nonfinite_gradients,
-)
+from moemesh.train.numerics import nan_check
 from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
 from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
 from moemesh.train.numerics.repro_bundle import ReproBundles
@@ -147,7 +142,7 @@ class Session:
         def save(behind: StepBoundary) -> str | None:
             if not behind.saves:
                 return None
-            if damage := examine_state(self.parallel, self.optimizer):
+            if damage := nan_check.examine_state(self.parallel, self.optimizer):
                 return self.nan_policy.damaged(behind.number, damage)
             self.save(behind.number, is_last=behind.stopping or behind.is_last)
             self.saved = behind.number
@@ -218,16 +213,18 @@ class Session:
         """The ids of all samples of step `step` (from 1)."""
         return self.samples.ids_at(self.num_read(step - 1), self.config.data.global_batch)
 
-    def examine(self, step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
+    def examine(
+        self, step: int, wants_bundle: bool
+    ) -> tuple[nan_check.NonfiniteOrigin, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
-        parameters = nonfinite_gradients(self.parallel)
+        parameters = nan_check.nonfinite_gradients(self.parallel)
         bundle = self.repro_bundles.begin(step, self.samples, ids) if wants_bundle else None
         batches = self.batches(step)
         progress_words.phase(CHECK)
-        found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
+        found = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
             self.repro_bundles.finish(bundle, found, num_updates=weights_of)
         return found, None if bundle is None else str(bundle)

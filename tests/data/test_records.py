@@ -147,9 +147,9 @@ def test_bad_records_are_named_or_left_out(tmp_path: Path, line: bytes, reason: 
     file.write_bytes(b'{"text": "ok"}\n' + line + b'\n{"text": "last"}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2, byte \d+: .*{reason}"):
         texts(file)
-    bad: list[BadRecordError] = []
-    assert [r for _, r in read(DataFile(file, "jsonl"), on_bad=bad.append)] == [b"ok", b"last"]
-    assert [error.where.record for error in bad] == [2]
+    log = BadRecordLog("skip", 1.0)
+    assert [r for _, r in read(DataFile(file, "jsonl"), log=log)] == [b"ok", b"last"]
+    assert (log.bad, log.total) == (1, 1) and f"{file}, line 2, byte" in log.places[0]
 
 
 def test_another_key(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, layer_of
-from moemesh.checkpoint.huggingface.names import pieces, view_of
+from moemesh.checkpoint.huggingface.names import pieces
 from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, assemble, whole
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD
 from moemesh.config.huggingface.keys import first
@@ -74,7 +74,10 @@ def logical_tensors(
     or without (:mod:`moemesh.checkpoint.huggingface.names`)."""
     found: dict[str, LogicalTensor] = {}
     for name, shape in logical_shapes(config).items():
-        view = view_of(name, shape, config)
+        view = shape
+        if name.endswith(".attention.qkv_bias"):  # a vector that stands for a table
+            heads = config.num_kv_heads
+            view = (heads, config.num_heads // heads + 2, config.head_dim)
         try:
             found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
         except KeyError:

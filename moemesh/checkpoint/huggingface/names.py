@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from moemesh.checkpoint.huggingface.pieces import TensorPiece, whole
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD
-from moemesh.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 _ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head.weight": HEAD}
@@ -53,18 +52,10 @@ def names_of(kind: str, *, fused: bool) -> BlockNames:
     return BlockNames(**{**table["usual"], **row, "stack": table["stack"].get(row["stack"])})
 
 
-def view_of(name: str, shape: Shape, model: ModelConfig) -> Shape:
-    """The dims that :func:`pieces` speaks of: those of the tensor itself, but for a vector that
-    stands for a table."""
-    if name.endswith(".attention.qkv_bias"):
-        heads = model.num_kv_heads
-        return (heads, model.num_heads // heads + 2, model.head_dim)
-    return shape
-
-
 def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
-    """Places of the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), in a folder
-    of the family `kind`. Raises KeyError for a name that no family has."""
+    """Places of the parameter or buffer `name`, of the dims `shape` (of a vector those of the table
+    that it stands for), in a folder of the family `kind`. Raises KeyError for a name that no family
+    has."""
     if name in _ENDS:
         return [whole(_ENDS[name], shape)]
     owner, _, below = name.partition(".")

@@ -228,16 +228,6 @@ class HuggingFaceWeights:
         self._experts: dict[str, list[LogicalTensor]] = {}
         self.tensors = checked_tensors(self.folder, config, given)
 
-    @property
-    def note(self) -> str | None:
-        """A note to read before the weights are; None where they are stored as usual."""
-        if not self.folder.packed:
-            return None
-        return (
-            f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "
-            "while they are read, and are not quantized again"
-        )
-
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
         checkpoint, with "model." in front. Adapters stay as they are."""

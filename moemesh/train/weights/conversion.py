@@ -36,15 +36,7 @@ from moemesh.checkpoint.huggingface.weight_folder import (
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
-from moemesh.config.huggingface.export import (
-    AHEAD_KEY,
-    VERSION_KEYS,
-    config_json,
-    differences,
-    exported,
-    families_for,
-    family_or_refusal,
-)
+from moemesh.config.huggingface import export
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
@@ -53,14 +45,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
-from moemesh.train.weights.weight_sources import (
-    ExpertLayout,
-    Target,
-    UpcycleRecipe,
-    family_of_run,
-    refused,
-    target_of,
-)
+from moemesh.train.weights import weight_sources
+from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
 #: Dtypes of exported weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -73,8 +59,9 @@ def open_weights(
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
-    if weights.note is not None:
-        say(weights.note)
+    if weights.folder.packed:
+        kind = f"{weights.folder.path}: weights in {weights.quantization}"
+        say(f"{kind} are turned into full numbers while they are read, and are not quantized again")
     return weights
 
 
@@ -83,7 +70,7 @@ def open_adapters(config: RunConfig) -> AdapterFolder | None:
     holds the adapters of the run's model and no others."""
     if config.lora.path is None:
         return None
-    return AdapterFolder(Path(config.lora.path), config.model, family_of_run(config))
+    return AdapterFolder(Path(config.lora.path), config.model, weight_sources.family_of_run(config))
 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
@@ -102,7 +89,7 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
     write_adapters(
         checkpoint_weights(checkpoint),
         config.model,
-        family_of_run(config),
+        weight_sources.family_of_run(config),
         out,
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
@@ -128,7 +115,7 @@ def convert(
     tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
     writes it. `delta`: tensors that take the places of those of a folder.
     """
-    to = target_of(source, to, dtype, expert_layout)
+    to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
         given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
         run = load_run([], given, {}).config
@@ -153,7 +140,7 @@ def convert(
         if config.lora.rank:
             weights = merged(weights, config.model)
         if origin is None:
-            model = exported(model.with_lora(NO_ADAPTERS))
+            model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
     _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
     return to
@@ -173,22 +160,22 @@ def _write(
     # The family to write, and its config.json: that of `origin` with what it leaves out.
     values: dict[str, Any] | None
     if origin is None:
-        kind = family_or_refusal(model)
-        values = config_json(model, kind, dtype)
+        kind = export.family_or_refusal(model)
+        values = export.config_json(model, kind, dtype)
     else:
         there = read_config(origin)
         kind = family_of(there)
-        ours = config_json(model, kind, dtype)
+        ours = export.config_json(model, kind, dtype)
         stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
         if ahead := model.num_mtp_layers:
             # Layers that are not trained are copied: the folder has at least those of `origin`.
-            stored[AHEAD_KEY] = max(ahead, int(there.get(AHEAD_KEY) or 0))
+            stored[export.AHEAD_KEY] = max(ahead, int(there.get(export.AHEAD_KEY) or 0))
         there.pop("quantization_config", None)
-        added = {key: ours[key] for key in VERSION_KEYS if key in ours}
+        added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
         choices = ({**added, **there, **stored}, {**there, **ours, **stored})
-        fits = (one for one in choices if not differences(model, kind, model_values(one)))
+        fits = (one for one in choices if not export.differences(model, kind, model_values(one)))
         if (values := next(fits, None)) is None:
-            found = ", ".join(sorted(differences(model, kind)))
+            found = ", ".join(sorted(export.differences(model, kind)))
             message = f"a model of {origin} differs from the run's in {found}"
             raise refused("--like", str(origin), message)
     is_stacked = names_of(kind, fused=False).stack is not None
@@ -231,7 +218,7 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
         message = f"{run} trains adapters, which stand beside the weights"
         raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
-    kind = family_of_run(config)
+    kind = weight_sources.family_of_run(config)
     logical = logical_tensors(config.model, kind)
     sources = trained_sources(logical, config.tuning.trains)
     whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
@@ -317,7 +304,7 @@ def upcycle(
         message = f"{source} has {dense.num_experts} experts already"
         raise refused("--upcycle", str(source), message, "a dense folder of transformers")
     model = upcycled_model(dense, recipe)
-    kind = family_or_refusal(model) if to == "huggingface" else None
+    kind = export.family_or_refusal(model) if to == "huggingface" else None
     wanted = dtype or _dtype_of(source)
     dense_weights = open_weights(config).read
     weights = upcycled(dense_weights, model, noise=recipe.noise, drop=recipe.drop, seed=recipe.seed)
@@ -326,7 +313,7 @@ def upcycle(
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
     ids = {key: one for key, one in read_config(source).items() if key.endswith("_token_id")}
-    values = {**config_json(model, kind, wanted), **ids}
+    values = {**export.config_json(model, kind, wanted), **ids}
     torch_dtype = getattr(torch, wanted)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
     carry_along(source, out)
@@ -356,4 +343,4 @@ def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
     ]
     if problems := models[0].check():
         raise ConfigError(problems)
-    return next((model for model in models if families_for(model)), models[0])
+    return next((model for model in models if export.families_for(model)), models[0])
