@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from moemesh.checkpoint import files
@@ -38,13 +37,19 @@ _PAUSES = (0.0, 0.1, 0.3, 0.6)
 _LIMIT = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The claim `number` of the run `run` to `folder`, for any process of this run."""
+    """The claim `number` of the run `run` to `folder`, for any process of this run. The one that
+    has taken it (:meth:`take`) keeps it alive, until :meth:`release` or its end."""
 
-    folder: Place
-    run: str
-    number: int
+    def __init__(
+        self, folder: Place, run: str, number: int, body: dict[str, Any] | None = None
+    ) -> None:
+        """`body`: what the claim says, of the process that keeps it alive."""
+        self.folder, self.run, self.number, self._body = folder, run, number, body
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
+        if body is not None:
+            self._thread.start()
 
     def lost(self) -> str | None:
         """Why this run may neither commit nor delete any more; None while it is the owner. Raises
@@ -57,17 +62,6 @@ class Claim:
             return f"{self.folder} was taken over by another run or another start of this ({who})"
         return None
 
-
-class Ownership:
-    """A claim that this process keeps alive, until :meth:`release` or its end."""
-
-    def __init__(self, claim: Claim, body: dict[str, Any]) -> None:
-        """Use :meth:`take`."""
-        self.claim, self._body = claim, body
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
-        self._thread.start()
-
     @staticmethod
     def take(
         folder: Place,
@@ -75,7 +69,7 @@ class Ownership:
         *,
         takeover: bool = False,
         say: Callable[[str], None] = lambda text: None,
-    ) -> Ownership:
+    ) -> Claim:
         """Claim `folder` for the run of the identity `run`.
 
         Raises RunFolderError where a run of another identity is alive that keeps checkpoints there,
@@ -98,23 +92,24 @@ class Ownership:
                         break
                     if found != (number, body):
                         raise _owned(folder, found[1])
-            claim = Claim(folder=folder, run=run, number=number + 1)
+            number += 1
             own: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
             with suppress(FileExistsError):  # another was faster, which the next look tells
-                files.create_file(_file(folder, claim.number), json.dumps(own).encode())
-            number, body = _highest(folder)
-            if (number, body) != (claim.number, own):
+                files.create_file(_file(folder, number), json.dumps(own).encode())
+            highest, body = _highest(folder)
+            if (highest, body) != (number, own):
                 raise _owned(folder, body)
-            for name in files.list_names(claim.folder):
-                if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
-                    files.remove_file(claim.folder / name)
+            for name in files.list_names(folder):
+                if (match := _NAME.fullmatch(name)) and int(match[1]) < number:
+                    files.remove_file(folder / name)
         except (CheckpointError, OSError) as error:
             raise RunFolderError(f"{folder}: its owner cannot be determined ({error})") from error
-        return Ownership(claim, own)
+        return Claim(folder, run, number, own)
 
     def release(self) -> None:
-        """Give the folder back; nothing happens when that was done already."""
-        if self._ended.is_set():
+        """Give the folder back; nothing happens when that was done already, or by whoever has not
+        taken it."""
+        if self._ended.is_set() or self._body is None:
             return
         self._ended.set()
         self._thread.join()
@@ -122,14 +117,15 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_SECONDS):
+            assert self._body is not None
             self._body["counter"] += 1
             self._write(held=True)
 
     def _write(self, *, held: bool) -> None:
         with suppress(CheckpointError, OSError):  # the next beat may succeed
-            if self.claim.lost() is None:
-                body = json.dumps({**self._body, "held": held}).encode()
-                files.replace_file(_file(self.claim.folder, self.claim.number), body)
+            if self.lost() is None:
+                body = json.dumps({**(self._body or {}), "held": held}).encode()
+                files.replace_file(_file(self.folder, self.number), body)
 
 
 def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,11 @@ KEPT_STEPS = 4
 class _OwnStep:
     """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
 
-    counts: StepCounts = field(default_factory=StepCounts)
-    squares: float = 0.0
-    num_skipped: int = 0
-    losses: Tensor | None = None
-    loads: list[Tensor] | None = None
+    counts: StepCounts
+    losses: Tensor
+    loads: list[Tensor]
+    squares: float
+    num_skipped: int
 
 
 class TrainingStream:
@@ -182,15 +182,15 @@ class TrainingStream:
                 move_selection_biases(self.parallel, counts_LE)
 
         versions.update(step if norm.is_finite else lambda: None)
-        own = self._steps.setdefault(index, _OwnStep())
-        own.counts = own.counts.plus(counts)
-        own.num_skipped += not norm.is_finite
-        own.squares += norm.value * norm.value
-        if own.losses is None or own.loads is None:
-            own.losses, own.loads = sums.losses, sums.loads
+        skips, squares = not norm.is_finite, norm.value * norm.value
+        if (own := self._steps.get(index)) is None:
+            self._steps[index] = _OwnStep(counts, sums.losses, sums.loads, squares, skips)
         else:
+            own.counts = own.counts.plus(counts)
             own.losses = own.losses + sums.losses
             own.loads = [a + b for a, b in zip(own.loads, sums.loads, strict=True)]
+            own.squares += squares
+            own.num_skipped += skips
 
     def end(self, sample: int) -> int:
         step, place = divmod(sample, self.num_microbatches)
@@ -208,7 +208,6 @@ class TrainingStream:
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
             own, mesh = self._steps.pop(step), self.parallel.mesh
-            assert own.losses is not None and own.loads is not None
             # The sum over all ranks, in which counts are exact (float64), is read some steps later.
             # All ranks of a stage know its norm and its skips: only the first of them adds them.
             first = float(mesh["stage"].index == 0)
@@ -241,7 +240,6 @@ class TrainingStream:
         stop, skipped, squares = total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
-        assert step.losses is not None and step.loads is not None
         num_losses = step.losses.numel()
         updates = self.num_microbatches // self.window
         value = math.sqrt(squares / updates) if squares >= 0 else math.nan

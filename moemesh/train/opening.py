@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -9,7 +11,6 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.run import RunConfig
-from moemesh.data.samples import Windows
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.schedule.action import Schedule
@@ -21,8 +22,14 @@ from moemesh.train.records.run_folder import RunFolder
 # The samples of a step as this rank's microbatches.
 
 
+class ArraySource(Protocol):
+    """Samples: those of a run's data, or of a bundle."""
+
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
 def own_batches(
-    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+    samples: ArraySource, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
 ) -> list[Batch]:
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 

@@ -221,18 +221,16 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     for rank in range(plan.world_size):
         profile = predicted_memory(config, rank)
         needed += profile.peak - profile.activations
-        if needed > available:
-            break
-    else:
-        return
-    counted = f"{plan.world_size} rank(s)"
-    if rank + 1 < plan.world_size:
-        counted = f"the first {rank + 1} of {counted} alone"
-    raise TooLargeError(
-        f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
-        f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
-        "machines for it; `moemesh estimate` and `moemesh plan` say which"
-    )
+        if needed <= available:
+            continue
+        counted = f"{plan.world_size} rank(s)"
+        if rank + 1 < plan.world_size:
+            counted = f"the first {rank + 1} of {counted} alone"
+        raise TooLargeError(
+            f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this "
+            f"machine has {format_bytes(available)}: take a smaller model (model.preset, "
+            "model.num_layers), or machines for it; `moemesh estimate` and `moemesh plan` say which"
+        )
 
 
 def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:

@@ -21,7 +21,7 @@ from moemesh.train.console import Console
 from moemesh.train.numerics import nan_check
 from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
 from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
-from moemesh.train.numerics.repro_bundle import ReproBundles
+from moemesh.train.numerics.repro_bundle import begin_bundle, finish_bundle
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -102,7 +102,6 @@ class Session:
         #: a run goes back to an earlier step, the place does not.
         self._cursor = self.done, position
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
-        self.repro_bundles = ReproBundles(folder.path, config, parallel, optimizer)
         self.checksums = ReplicaChecksums(parallel, optimizer, train, console.say)
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
@@ -221,12 +220,15 @@ class Session:
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
         parameters = nan_check.nonfinite_gradients(self.parallel)
-        bundle = self.repro_bundles.begin(step, self.samples, ids) if wants_bundle else None
+        bundle, run = None, self.folder.path
+        if wants_bundle:
+            model = self.parallel, self.optimizer
+            bundle = begin_bundle(run, self.config, *model, step, self.samples, ids)
         batches = self.batches(step)
         progress_words.phase(CHECK)
         found = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            self.repro_bundles.finish(bundle, found, num_updates=weights_of)
+            finish_bundle(bundle, found, weights_of, self.mesh)
         return found, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:

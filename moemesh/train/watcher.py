@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
+from moemesh.train.records.failure import advice_on, details, report_id, say, write_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
@@ -154,8 +154,16 @@ class Watcher:
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
         lines = [describe(ended, logs, kept=logs if path.is_dir() else None)]
         if path.is_dir():
-            told = {"epoch": read_epoch(path), "action": action, "advice": advice}
-            if write_node_verdict(path, ended, node.first, earlier=self._earlier, **told):
+            is_first = write_verdict(
+                path,
+                ended,
+                epoch=read_epoch(path),
+                action=action,
+                advice=advice,
+                first_rank=node.first,
+                earlier=self._earlier,
+            )
+            if is_first:
                 word = verdict.seen.word
                 self._events().add("failed", verdict.message, word.step if word else None)
             lines.append(f"moemesh: {action}; {details(path)}")
