@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 
 from moemesh.checkpoint import files
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored, unfinished
+from moemesh.checkpoint.stored import (
+    StoredCheckpoint,
+    candidates,
+    num_nonfinite,
+    open_stored,
+    unfinished,
+)
 
 VERIFIED = "verified.json"
 

@@ -18,9 +18,8 @@ from moemesh.checkpoint.manifest import (
     encode,
     encode_json,
 )
-from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
-from moemesh.checkpoint.stored import StoredCheckpoint, read_manifest
+from moemesh.checkpoint.stored import StoredCheckpoint, num_nonfinite, read_manifest
 
 #: What a rank says of its part: JSON.
 Report = dict[str, Any]

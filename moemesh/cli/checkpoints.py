@@ -329,8 +329,7 @@ def diff(
 
         moemesh checkpoint diff runs/a/step-100 runs/b/step-100
     """
-    from moemesh.checkpoint.numbers import difference
-    from moemesh.checkpoint.stored import open_stored
+    from moemesh.checkpoint.stored import difference, open_stored
 
     a, b = (open_stored(found.folder, found.steps[0]) for found in (find(first), find(second)))
     ours, theirs = set(a.names()), set(b.names())

@@ -20,7 +20,7 @@ import numpy as np
 
 from moemesh.data.chat import ChatTemplate, Rendered
 from moemesh.data.indexed import IndexedTokens, mask_of
-from moemesh.data.input_files import DataFile, check_head, find
+from moemesh.data.input_files import DataFile, check_head, find, reading
 from moemesh.data.records import BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 from moemesh.trace.machine import usable_cores
@@ -75,11 +75,8 @@ class Corpus:
             if file.num_bytes < MAP_FROM_BYTES:
                 content = np.frombuffer(read_whole(file.path), dtype=np.uint8)
             else:
-                try:
+                with reading(file.path):
                     content = np.memmap(file.path, dtype=np.uint8, mode="r")
-                except OSError as error:
-                    reason = error.strerror or error
-                    raise DataError(f"{file.path}: cannot be read ({reason})") from error
             where = Where(str(file.path), "file", 1, 0)
             documents: Iterable[Document] = [Document(where, content, None)]
         else:

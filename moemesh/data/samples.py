@@ -64,6 +64,9 @@ class Windows:
         self._masked = [
             documents == "mask" or (documents == "auto" and one is not None) for one in self.packed
         ]
+        #: Whether documents of some stream do not see one another; tokens of all streams.
+        self.masks_documents = any(self._masked)
+        self.num_tokens = sum(len(corpus.tokens) for corpus in self.corpora)
         sizes = [
             max(0, (len(corpus.tokens) - 1) // seq_len) if one is None else len(one.bounds) - 1
             for corpus, one in zip(self.corpora, self.packed, strict=True)
@@ -75,11 +78,6 @@ class Windows:
         self.num_empty = 0
 
     @property
-    def masks_documents(self) -> bool:
-        """Whether documents of some stream do not see one another."""
-        return any(self._masked)
-
-    @property
     def notes(self) -> list[str]:
         """Sentences for the user: on long conversations, and on steps that are not full."""
         found = [one.note for one in self.packed if one is not None and one.note is not None]
@@ -89,11 +87,6 @@ class Windows:
                 f"{self.num_empty} of its sequences are padding"
             )
         return found
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all streams."""
-        return sum(len(corpus.tokens) for corpus in self.corpora)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
@@ -112,7 +105,7 @@ class Windows:
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
         """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
         last target: int64 [B, seq_len + 1], -1 at padding; None where documents are ignored."""
-        return self._numbers(ids, self._masked) if any(self._masked) else None
+        return self._numbers(ids, self._masked) if self.masks_documents else None
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
         """Tokens of the samples `ids` [B] that are no padding, bool [B, seq_len]; None: all."""
@@ -305,6 +298,8 @@ class Samples(Windows):
             self._held_out = IdRanges.joined([split.held_out for split in self.splits])
         refuse_together([DataError(problem) for problem in problems])
         self._own_validation = bool(validation)
+        #: Samples that validation can draw from.
+        self.num_validation = len(self._held_out)
 
     @property
     def num_training(self) -> int:
@@ -320,11 +315,6 @@ class Samples(Windows):
             split.num_tokens if split.num_learned is None else split.num_learned
             for split in self.splits
         )
-
-    @property
-    def num_validation(self) -> int:
-        """Samples that validation can draw from."""
-        return len(self._held_out)
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""

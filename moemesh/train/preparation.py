@@ -87,26 +87,13 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
             )
         if not (probe := deepep_probe.available()).usable:
             reasons.insert(0, str(probe))
-        found += [
-            Problem(
-                code="not-available",
-                key="plan.dispatcher",
-                value="deepep",
-                message=reason,
-                fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
-            )
-            for reason in reasons
-        ]
+        fix = "dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto"
+        found += [plan.problem("not-available", "dispatcher", why, fix) for why in reasons]
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:
-            problem = Problem(
-                code="not-available",
-                key="train.sinks",
-                value=list(config.train.sinks),
-                message=f'the sink "{name}" needs the package {package}',
-                fix=f"pip install {package}, or train.sinks without it",
-            )
-            found.append(problem)
+            message = f'the sink "{name}" needs the package {package}'
+            fix = f"pip install {package}, or train.sinks without it"
+            found.append(config.train.problem("not-available", "sinks", message, fix))
     if plan.dp > batch:
         message = (
             f"dp ({plan.dp}) exceeds the {batch} sequences of a step (data.global_batch): "

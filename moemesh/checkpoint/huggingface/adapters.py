@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.names import pieces
+from moemesh.checkpoint.huggingface.logical import pieces
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS

@@ -119,12 +119,8 @@ class NonfiniteOrigin:
         where = [f"rank {self.rank}"]
         if len(self.ranks) > 1:
             where = ["ranks " + ", ".join(map(str, self.ranks))]
-        if self.microbatch is not None:
-            where.append(f"microbatch {self.microbatch}")
-        if self.layer is not None:
-            where.append(f"layer {self.layer}")
-        if self.expert is not None:
-            where.append(f"expert {self.expert}")
+        places = {"microbatch": self.microbatch, "layer": self.layer, "expert": self.expert}
+        where += [f"{name} {number}" for name, number in places.items() if number is not None]
         if self.num_alike:
             where.append(f"all {self.num_alike} sequences alike, so none of them is the cause")
         elif self.samples:

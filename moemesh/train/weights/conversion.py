@@ -25,8 +25,7 @@ from moemesh.checkpoint.huggingface.convert import (
     write_huggingface,
 )
 from moemesh.checkpoint.huggingface.derived import equivalent, merged, upcycled
-from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.logical import logical_tensors, names_of
 from moemesh.checkpoint.huggingface.pieces import Read
 from moemesh.checkpoint.huggingface.weight_folder import (
     AdapterFolder,
