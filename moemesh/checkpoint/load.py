@@ -96,10 +96,7 @@ class Checkpoint(StoredCheckpoint):
         return getattr(torch, self.entry(name).dtype)
 
     def read(
-        self,
-        name: str,
-        offset: Sequence[int] | None = None,
-        shape: Sequence[int] | None = None,
+        self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, on the CPU.
 

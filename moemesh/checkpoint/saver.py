@@ -97,15 +97,7 @@ def save(
     process that dies instead leaves a ``.tmp`` folder, which the next
     :func:`moemesh.checkpoint.retention.prune` removes.
     """
-    saver = Saver(
-        folder,
-        rank=rank,
-        world_size=world_size,
-        gather=gather,
-        keep=None,
-        in_background=False,
-        pauses=(),
-    )
+    saver = Saver(folder, rank=rank, world_size=world_size, gather=gather, pauses=())
     try:
         saver.start(step, shards, state)
         outcome = saver.finish()
@@ -128,8 +120,8 @@ class Saver:
         rank: int,
         world_size: int,
         gather: Gather,
-        keep: int | None,
-        in_background: bool,
+        keep: int | None = None,
+        in_background: bool = False,
         ranks_on_machine: int = 1,
         lost: Callable[[], str | None] = lambda: None,
         pauses: Sequence[float] | None = None,

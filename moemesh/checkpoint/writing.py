@@ -10,14 +10,7 @@ from moemesh.checkpoint import files
 from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Shard, in_order, safetensors_bytes
-from moemesh.checkpoint.manifest import (
-    DTYPES,
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    encode,
-    encode_json,
-)
+from moemesh.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, Manifest, encode, encode_json
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import StoredCheckpoint, num_nonfinite, read_manifest
 

@@ -77,7 +77,7 @@ class BadRecordLog:
 
     def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
         """With "skip", at most `share` of the records may be bad."""
-        self._policy, self._share, self._source = policy, share, source
+        self.policy, self._share, self.source = policy, share, source
         self.total = self.bad = 0
         self.places: list[str] = []
 
@@ -88,7 +88,7 @@ class BadRecordLog:
 
     def add(self, error: BadRecordError) -> None:
         """One that is bad: raises it with the policy "fail", or DataError for one too many."""
-        if self._policy == "fail":
+        if self.policy == "fail":
             raise error
         self.bad += 1
         if len(self.places) < NAMED:
@@ -100,7 +100,7 @@ class BadRecordLog:
         """Raises DataError when the share of bad records is too large."""
         if self.bad > self._share * self.total:
             raise DataError(
-                f"{self._source}: {self.bad} of {self.total} records are bad, more than the "
+                f"{self.source}: {self.bad} of {self.total} records are bad, more than the "
                 f"share data.bad_record_share = {self._share:g} that may be left out: "
                 f"{'; '.join(self.places)}"
             )
@@ -110,7 +110,7 @@ class BadRecordLog:
         if not self.bad:
             return None
         return (
-            f"{self._source}: {self.bad} of {self.total} records are bad and left out "
+            f"{self.source}: {self.bad} of {self.total} records are bad and left out "
             f'(data.bad_records = "skip"): {"; ".join(self.places)}'
             + (", ..." if self.bad > len(self.places) else "")
         )

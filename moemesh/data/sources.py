@@ -110,18 +110,8 @@ def open_source(
         if note := log.note():
             say(f"note: {note}")
         return (corpus,)
-    found = cached_tokens(
-        folder,
-        files,
-        reader,
-        log,
-        source=name,
-        text_key=source.text_key,
-        bad_records=data.bad_records,
-        vocab_size=vocab_size,
-        say=say,
-        say_progress=say_progress or say,
-    )
+    key, tell = source.text_key, say_progress or say
+    found = cached_tokens(folder, files, reader, log, key, vocab_size, say, tell)
     found.check(vocab_size, reader.fingerprint)
     return (Corpus.indexed(found, vocab_size, name),)
 

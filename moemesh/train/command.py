@@ -369,15 +369,7 @@ def train_rank(
         console.say(f"note: {warning}", "note")
     if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
         console.say(f"note: {warning}", "note")
-    session = Session(
-        config=config,
-        mesh=mesh,
-        folder=folder,
-        samples=samples,
-        console=console,
-        stop=stop,
-        schedule=schedule,
-    )
+    session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
     if done >= last:
         console.say(preparation.already_trained(folder.path, done, last))

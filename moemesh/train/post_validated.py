@@ -233,11 +233,7 @@ class PostValidation:
         sizes = [1, step.sums.losses.numel(), sum(part.numel() for part in loads)]
         _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])
         return step_result(
-            counts=step.counts,
-            losses=losses,
-            packed=packed,
-            like=loads,
-            norm=norm_of(squares),
+            counts=step.counts, losses=losses, packed=packed, like=loads, norm=norm_of(squares)
         )
 
 

@@ -34,11 +34,7 @@ class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
     def __init__(
-        self,
-        parallel: RankModel,
-        optimizer: Optimizer,
-        every: int,
-        say: Callable[[str, str], None],
+        self, parallel: RankModel, optimizer: Optimizer, every: int, say: Callable[[str, str], None]
     ) -> None:
         """`say`: text and kind of an event."""
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh

@@ -64,7 +64,6 @@ class Session:
 
     def __init__(
         self,
-        *,
         config: RunConfig,
         mesh: Mesh,
         folder: RunFolder,

@@ -273,13 +273,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_adapters(
-    weights: Read,
-    model: ModelConfig,
-    kind: str,
-    out: Path,
-    *,
-    dtype: torch.dtype,
-    base: str | None,
+    weights: Read, model: ModelConfig, kind: str, out: Path, *, dtype: torch.dtype, base: str | None
 ) -> None:
     """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
     5 of the family `kind`."""

@@ -190,12 +190,7 @@ def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     assert checkpoint is not None, "a step that is named is opened or refused"
     saving.load_weights(checkpoint, parallel, optimizer)
     batches = own_batches(
-        bundle,
-        mesh,
-        bundle.ids,
-        config.plan.microbatches,
-        seed=train.seed,
-        step=bundle.step,
+        bundle, mesh, bundle.ids, config.plan.microbatches, seed=train.seed, step=bundle.step
     )
     found = examine(parallel, optimizer, batches, bundle.ids.tolist())
     parallel.close()
