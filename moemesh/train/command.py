@@ -189,18 +189,11 @@ def train(
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
         preparation.refuse_too_large(request.readable.config)
-    # Errors in the data and in the weights before any process starts.
+    # Errors in the data before any process starts; those in weights are told by then.
     for note in prepared.notes:
         _say_once(note)
     samples = prepared.samples or open_samples(config, path)
     config = with_steps(config, samples)
-    if config.model_path is not None or config.lora.path is not None:
-        # Late: few runs need it.
-        from moemesh.train.weights.conversion import open_adapters, open_weights
-
-        if config.model_path is not None:
-            open_weights(config)
-        open_adapters(config)
     folder = _open_folder(request, config, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint import store
-from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading, replace_by
+from moemesh.checkpoint.files import CheckpointError, read_chunks, reading, replace_by
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.adapters import Adaptation, adaptations, peft_config
-from moemesh.checkpoint.huggingface.contents import plain_file
+from moemesh.checkpoint.huggingface.contents import plain_file, read_json
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
     LogicalTensor,
@@ -372,14 +372,12 @@ class Delta:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = plain_file(path, DESCRIPTION)
-        if file_size(file) > _LIMIT:
-            raise CheckpointError(f"{file}: is too large to describe a delta")
+        found = read_json(file, _LIMIT)
+        if found.pop("format", None) != 1:
+            raise CheckpointError(f"{file}: is of a later version")
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
-            if found.pop("format") != 1:
-                raise CheckpointError(f"{file}: is of a later version")
             self.description = Description(**{key: str(value) for key, value in found.items()})
-        except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        except TypeError as error:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
         self.tensors = {
