@@ -17,6 +17,7 @@ from torch import nn
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.experts import Experts
@@ -114,14 +115,7 @@ class Artifacts:
         self._sinks: Sinks | None = None
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
-        #: Operations a second of one device, by the cluster that the user names or by the data
-        #: sheet of the GPU; None where nobody says.
-        self._peak_flops: float | None = None
-        if config.train.cluster is not None:
-            self._peak_flops = peak_flops(load_cluster(config.train.cluster), config.train.dtype)
-        elif self.mesh.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.mesh.device)
-            self._peak_flops = device_peak_flops(name, config.train.dtype)
+        self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
         #: Schedule beside the measured timeline, where it is not that of one step.
         self.drawn: Schedule | None = None
@@ -332,6 +326,16 @@ class Artifacts:
                 *([f"note: {collapse}"] if collapse else []),
             ]
         )
+
+
+def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
+    """Operations a second of one device, by the cluster that the user names or by the data sheet of
+    the GPU; None where nobody says."""
+    if train.cluster is not None:
+        return peak_flops(load_cluster(train.cluster), train.dtype)
+    if device.type != "cuda":
+        return None
+    return device_peak_flops(torch.cuda.get_device_name(device), train.dtype)
 
 
 def _peak_bytes(device: torch.device) -> int:
