@@ -210,7 +210,9 @@ def write_folder(
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
     for done, (file, names) in enumerate(groups.items()):
         part = {name: tensors[name] for name in names}
-        if not _is_there(out / file, part):
+        if (out / file).exists():  # an earlier conversion has finished it
+            _check_same(out / file, part)
+        else:
             replace_by(out / file, safetensors_bytes(part, _METADATA))
         on_file(done + 1, len(groups))
     if len(groups) > 1:
@@ -240,10 +242,8 @@ def carry_along(source: Path, out: Path) -> list[str]:
     return copied
 
 
-def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
-    """Whether an earlier conversion has finished this file, with the same numbers."""
-    if not path.exists():
-        return False
+def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
+    """Raises CheckpointError unless a file holds these tensors, with the same numbers."""
     expected = {
         name: (DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape)
         for name, tensor in part.items()
@@ -264,7 +264,6 @@ def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
                     f"{path}: holds other weights, of another source or of an earlier step: "
                     "choose an empty folder, or remove this one first"
                 )
-    return True
 
 
 def write_json(path: Path, value: object) -> None:

@@ -23,11 +23,10 @@ from moemesh.checkpoint.huggingface.contents import (
     GROUP,
     GROUP_BYTES,
     FolderContents,
-    Packed,
     plain_file,
 )
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
 from moemesh.checkpoint.load import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import Quantization, quantization_of
@@ -51,31 +50,6 @@ _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 #: The two numbers of every byte; the scale of every exponent, of which the last is not a number.
 _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
-
-
-def _unpacked(tensor: Packed, box: Sequence[range], read: Read) -> Tensor:
-    """The part `box` of a packed tensor in float32; `read` gives stored numbers."""
-    numbers, scales_of = tensor.sources
-    if tensor.block is None:
-        stack, columns, rows = box
-        groups = _blocks(columns, GROUP)
-        packed = read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
-        exponents = read(scales_of, [stack, rows, groups])
-        found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
-        found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
-        start = columns.start - groups.start * GROUP
-        return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
-    *stack, rows, columns = box
-    found = read(numbers, box).float()
-    blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
-    scales = read(scales_of, [*stack, *blocks]).float()
-    of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
-    # Block by block of rows, so that no second tensor of this size is made.
-    for index, block in enumerate(blocks[0]):
-        start = max(block * tensor.block[0], rows.start) - rows.start
-        last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
-        found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
-    return found
 
 
 def _blocks(part: range, size: int) -> range:
@@ -106,10 +80,31 @@ class WeightFolder(FolderContents):
         tensors in float32)."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
-        if (packed := self.packed.get(name)) is not None:
-            return _unpacked(packed, box, self._read)
-        found = self._read(name, box)
-        return found.float() if self.packed else found
+        if (tensor := self.packed.get(name)) is None:
+            found = self._read(name, box)
+            return found.float() if self.packed else found
+        # Of a packed tensor only the blocks that the box touches are read.
+        numbers, scales_of = tensor.sources
+        if tensor.block is None:
+            stack, columns, rows = box
+            groups = _blocks(columns, GROUP)
+            packed = self._read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
+            exponents = self._read(scales_of, [stack, rows, groups])
+            found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
+            found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
+            start = columns.start - groups.start * GROUP
+            return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
+        *stack, rows, columns = box
+        found = self._read(numbers, box).float()
+        blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
+        scales = self._read(scales_of, [*stack, *blocks]).float()
+        of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
+        # Block by block of rows, so that no second tensor of this size is made.
+        for index, block in enumerate(blocks[0]):
+            start = max(block * tensor.block[0], rows.start) - rows.start
+            last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
+            found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
+        return found
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
