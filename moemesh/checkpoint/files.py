@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -80,11 +80,8 @@ def free_bytes(path: Place) -> int:
     if isinstance(path, RemotePath):
         return 1 << 62
     for place in (path, *path.parents):
-        try:
-            status = os.statvfs(place)
-        except OSError:
-            continue
-        return status.f_bavail * status.f_frsize
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
     return 0
 
 
@@ -106,20 +103,13 @@ def make_folders(path: Place) -> None:
         sync_folder(path.parent)
 
 
-class Written(NamedTuple):
-    """A file that was written: its size in bytes, and of each of its parts the digests of every
-    CHUNK_BYTES of it."""
-
-    size: int
-    digests: list[list[str]]
-
-
 def write_file(
     path: Place,
     parts: Iterable[bytes | memoryview],
     look: Callable[[int, memoryview], object] = lambda part, piece: None,
-) -> Written:
-    """Writes a new file and syncs it.
+) -> tuple[int, list[list[str]]]:
+    """Writes a new file and syncs it; returns its size in bytes, and of each of its parts the
+    digests of every CHUNK_BYTES of it.
 
     The digests are taken from memory, beside the writing, so that they also catch what goes wrong
     on the way to the disk. `look` is called there, too: with the number of a part, and at most
@@ -143,29 +133,23 @@ def write_file(
         look(*item)
         return hash_bytes(item[1])
 
-    with _writing(path) as write:
-        digests = iter([*beside(work, pieces(write), lambda item: len(item[1]))])
-    return Written(size, [[*islice(digests, number)] for number in num_pieces])
-
-
-@contextmanager
-def _writing(path: Place) -> Iterator[Callable[[memoryview], object]]:
-    """A function that writes a new file, which is synced where the block ends well."""
     if isinstance(path, RemotePath):
         with path.writing() as write:
-            yield write
-        return
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+            digests = [*beside(work, pieces(write), lambda item: len(item[1]))]
+    else:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
-    def write_all(piece: memoryview) -> None:
-        while piece:
-            piece = piece[os.write(handle, piece) :]
+        def write_all(piece: memoryview) -> None:
+            while piece:
+                piece = piece[os.write(handle, piece) :]
 
-    try:
-        yield write_all
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        try:
+            digests = [*beside(work, pieces(write_all), lambda item: len(item[1]))]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    left = iter(digests)
+    return size, [[*islice(left, number)] for number in num_pieces]
 
 
 def replace_file(path: Place, content: bytes) -> None:
@@ -303,12 +287,10 @@ def file_size(path: Place) -> int:
 
 def read_start(path: Place, size: int) -> bytes:
     """The first `size` bytes of a regular file (fewer if it is shorter)."""
-    size = min(size, file_size(path))
     if isinstance(path, RemotePath):
-        return path.read(0, size)
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(handle, "rb") as file:
-        return file.read(size)
+        return path.read(0, min(size, file_size(path)))
+    with reading(path) as file:
+        return b"".join(read_chunks(file, size))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_size, read_start
 from moemesh.checkpoint.remote import Place
+from moemesh.config.huggingface.folder import once
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
@@ -56,7 +57,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
         )
     try:
-        header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
+        header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=once)
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or any(type(one) is not str for one in notes.values()):
             raise ValueError("__metadata__ is not an object of texts")
@@ -96,10 +97,3 @@ def _size(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"{number!r} is no size")
     return number
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found

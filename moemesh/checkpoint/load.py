@@ -96,19 +96,13 @@ class Checkpoint(StoredCheckpoint):
         return getattr(torch, self.entry(name).dtype)
 
     def read(
-        self,
-        name: str,
-        offset: Sequence[int] | None = None,
-        shape: Sequence[int] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
+        self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, on the CPU.
 
         Reads the needed parts of however many files hold them. Raises CheckpointError for an
-        unknown name, a rectangle outside the tensor, or a `dtype` other than the saved one.
+        unknown name, or a rectangle outside the tensor.
         """
-        self._check_dtype(name, dtype)
         bits = self.read_bits(name, offset, shape)
         return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
@@ -124,18 +118,16 @@ class Checkpoint(StoredCheckpoint):
                     f"{self.path}: {shard.name} has shape {list(saved)}, the model has "
                     f"{list(shard.shape)}"
                 )
-            self._check_dtype(shard.name, shard.tensor.dtype)
+            if shard.tensor.dtype != self.dtype(shard.name):
+                raise CheckpointError(
+                    f"{self.path}: {shard.name} is {self.entry(shard.name).dtype}, asked for as "
+                    f"{str(shard.tensor.dtype).removeprefix('torch.')}; dtypes are not cast on "
+                    "loading"
+                )
             self.check_rectangle(shard.name, shard.offset, shard.tensor.shape)
         with torch.no_grad():
             for shard in shards:
                 shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
-
-    def _check_dtype(self, name: str, dtype: torch.dtype | None) -> None:
-        if dtype is not None and dtype != self.dtype(name):
-            raise CheckpointError(
-                f"{self.path}: {name} is {self.entry(name).dtype}, asked for as "
-                f"{str(dtype).removeprefix('torch.')}; dtypes are not cast on loading"
-            )
 
 
 def open_checkpoint(

@@ -117,11 +117,6 @@ class Manifest(_Strict):
     state: dict[str, Any]
     digest: Annotated[str, Field(exclude=True)] = ""
 
-    @property
-    def hash_name(self) -> str:
-        """The name of the function of all digests but the manifest's own."""
-        return self.hash or BLAKE2B
-
     def check(self) -> None:
         """Raises CheckpointError unless the slices cover every tensor and use every file, and the
         fields are those of the format."""

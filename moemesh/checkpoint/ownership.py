@@ -19,18 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from moemesh.checkpoint.files import (
-    CheckpointError,
-    create_file,
-    list_names,
-    make_folders,
-    read_start,
-    remove_file,
-    replace_file,
-)
+from moemesh.checkpoint import files
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
 from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
 
@@ -45,13 +37,19 @@ _PAUSES = (0.0, 0.1, 0.3, 0.6)
 _LIMIT = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The claim `number` of the run `run` to `folder`, for any process of this run."""
+    """The claim `number` of the run `run` to `folder`, for any process of this run. The one that
+    has taken it (:meth:`take`) keeps it alive, until :meth:`release` or its end."""
 
-    folder: Place
-    run: str
-    number: int
+    def __init__(
+        self, folder: Place, run: str, number: int, body: dict[str, Any] | None = None
+    ) -> None:
+        """`body`: what the claim says, of the process that keeps it alive."""
+        self.folder, self.run, self.number, self._body = folder, run, number, body
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
+        if body is not None:
+            self._thread.start()
 
     def lost(self) -> str | None:
         """Why this run may neither commit nor delete any more; None while it is the owner. Raises
@@ -64,17 +62,6 @@ class Claim:
             return f"{self.folder} was taken over by another run or another start of this ({who})"
         return None
 
-
-class Ownership:
-    """A claim that this process keeps alive, until :meth:`release` or its end."""
-
-    def __init__(self, claim: Claim, body: dict[str, Any]) -> None:
-        """Use :meth:`take`."""
-        self.claim, self._body = claim, body
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
-        self._thread.start()
-
     @staticmethod
     def take(
         folder: Place,
@@ -82,14 +69,14 @@ class Ownership:
         *,
         takeover: bool = False,
         say: Callable[[str], None] = lambda text: None,
-    ) -> Ownership:
+    ) -> Claim:
         """Claim `folder` for the run of the identity `run`.
 
         Raises RunFolderError where a run of another identity is alive that keeps checkpoints there,
         unless `takeover`. `say` gets a line before anything that takes long.
         """
         try:
-            make_folders(folder)
+            files.make_folders(folder)
             number, body = _highest(folder)
             if body.get("held") and body.get("run") != run and not takeover:
                 # The owner is alive where it gives a sign of life.
@@ -105,23 +92,24 @@ class Ownership:
                         break
                     if found != (number, body):
                         raise _owned(folder, found[1])
-            claim = Claim(folder=folder, run=run, number=number + 1)
+            number += 1
             own: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
             with suppress(FileExistsError):  # another was faster, which the next look tells
-                create_file(_file(folder, claim.number), json.dumps(own).encode())
-            number, body = _highest(folder)
-            if (number, body) != (claim.number, own):
+                files.create_file(_file(folder, number), json.dumps(own).encode())
+            highest, body = _highest(folder)
+            if (highest, body) != (number, own):
                 raise _owned(folder, body)
-            for name in list_names(claim.folder):
-                if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
-                    remove_file(claim.folder / name)
+            for name in files.list_names(folder):
+                if (match := _NAME.fullmatch(name)) and int(match[1]) < number:
+                    files.remove_file(folder / name)
         except (CheckpointError, OSError) as error:
             raise RunFolderError(f"{folder}: its owner cannot be determined ({error})") from error
-        return Ownership(claim, own)
+        return Claim(folder, run, number, own)
 
     def release(self) -> None:
-        """Give the folder back; nothing happens when that was done already."""
-        if self._ended.is_set():
+        """Give the folder back; nothing happens when that was done already, or by whoever has not
+        taken it."""
+        if self._ended.is_set() or self._body is None:
             return
         self._ended.set()
         self._thread.join()
@@ -129,14 +117,15 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_SECONDS):
+            assert self._body is not None
             self._body["counter"] += 1
             self._write(held=True)
 
     def _write(self, *, held: bool) -> None:
         with suppress(CheckpointError, OSError):  # the next beat may succeed
-            if self.claim.lost() is None:
-                body = json.dumps({**self._body, "held": held}).encode()
-                replace_file(_file(self.claim.folder, self.claim.number), body)
+            if self.lost() is None:
+                body = json.dumps({**(self._body or {}), "held": held}).encode()
+                files.replace_file(_file(self.folder, self.number), body)
 
 
 def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:
@@ -150,7 +139,7 @@ def _owned(folder: Place, body: dict[str, Any]) -> RunFolderError:
 
 def has_owner(folder: Place) -> bool:
     """Whether a run has ever claimed `folder`."""
-    return any(map(_NAME.fullmatch, list_names(folder)))
+    return any(map(_NAME.fullmatch, files.list_names(folder)))
 
 
 def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
@@ -158,12 +147,14 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
     of a run that died while it wrote it."""
     highest = 0
     for pause in (*_PAUSES, None):
-        numbers = [int(match[1]) for name in list_names(folder) if (match := _NAME.fullmatch(name))]
+        numbers = [
+            int(match[1]) for name in files.list_names(folder) if (match := _NAME.fullmatch(name))
+        ]
         if not numbers:
             return 0, {}
         highest = max(numbers)
         with suppress(CheckpointError, ValueError):
-            body = json.loads(read_start(_file(folder, highest), _LIMIT))
+            body = json.loads(files.read_start(_file(folder, highest), _LIMIT))
             return highest, body if isinstance(body, dict) else {}
         if pause is not None:
             time.sleep(pause)

@@ -12,7 +12,9 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar, cast
 
 from moemesh.config.errors import UserError
@@ -53,13 +55,6 @@ class RemotePath:
         except (ImportError, ValueError, OSError) as error:
             raise RemoteError(f"{address}: {error}") from error
         return RemotePath(filesystem, path)
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the objects are in the memory of this process, and of no other."""
-        from fsspec.implementations.memory import MemoryFileSystem
-
-        return isinstance(self._filesystem, MemoryFileSystem)
 
     def __str__(self) -> str:
         return str(self._filesystem.unstrip_protocol(self._path))
@@ -178,8 +173,9 @@ class RemotePath:
     def reading(self) -> Iterator[BinaryIO]:
         """The object, open to be read from start to end."""
         file = self._call(self._filesystem.open, self._path, "rb")
+        calls = {name: partial(self._call, getattr(file, name)) for name in ("read", "seek")}
         try:
-            yield cast("BinaryIO", _Calls(file, self._call))
+            yield cast("BinaryIO", SimpleNamespace(**calls))
         finally:
             file.close()
 
@@ -207,19 +203,6 @@ class RemotePath:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise OSError(errno.EIO, reason, str(self)) from error
-
-
-class _Calls:
-    """A file whose reads and seeks go through `call`."""
-
-    def __init__(self, file: Any, call: Callable[..., Any]) -> None:
-        self._file, self._call = file, call
-
-    def read(self, size: int = -1) -> bytes:
-        return self._call(self._file.read, size)
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        return self._call(self._file.seek, place, whence)
 
 
 #: Where checkpoints are, and their parts: on a disk, or in an object store.

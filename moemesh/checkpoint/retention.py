@@ -11,21 +11,16 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moemesh.checkpoint.files import (
-    BROKEN,
-    CheckpointError,
-    delete_checkpoint,
-    list_names,
-    read_chunks,
-    read_start,
-    reading,
-    remove_file,
-    remove_folder,
-    replace_file,
-)
-from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint import files
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored, unfinished
+from moemesh.checkpoint.stored import (
+    StoredCheckpoint,
+    candidates,
+    num_nonfinite,
+    open_stored,
+    unfinished,
+)
 
 VERIFIED = "verified.json"
 
@@ -63,10 +58,10 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
     found = set[str]()
     for file, known in stored.manifest.files.items():
         slices = stored.slices(file)
-        with reading(stored.path / file) as opened:
+        with files.reading(stored.path / file) as opened:
             opened.seek(known.size - sum(piece.num_bytes for piece in slices))
             for piece in slices:
-                for chunk in read_chunks(opened, piece.num_bytes):
+                for chunk in files.read_chunks(opened, piece.num_bytes):
                     if num_nonfinite(chunk, piece.dtype):
                         found.add(piece.name)
     return sorted(found)
@@ -101,11 +96,11 @@ def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False
     content = {name: {"digest": digest, "finite": fine} for name, (digest, fine) in known.items()}
     text = json.dumps(content, indent=1).encode()
     try:
-        if read_start(folder / VERIFIED, len(text) + 1) == text:
+        if files.read_start(folder / VERIFIED, len(text) + 1) == text:
             return
     except (CheckpointError, OSError):
         pass
-    replace_file(folder / VERIFIED, text)
+    files.replace_file(folder / VERIFIED, text)
 
 
 def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pruning:
@@ -133,7 +128,7 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     doomed += [one.step for one in spare]
     leftovers = unfinished(folder) if with_leftovers else []
     newest = max((one.step for one in kept if one.counts), default=-1)
-    aside = (BROKEN.fullmatch(name) for name in list_names(folder))
+    aside = (files.BROKEN.fullmatch(name) for name in files.list_names(folder))
     leftovers += [match[0] for match in aside if match and int(match[1]) <= newest]
     return Pruning(
         [one for one in kept if one not in spare], sorted(doomed, reverse=True), leftovers
@@ -157,14 +152,14 @@ def prune(
     for name in plan.leftovers:
         if name.endswith(".json"):
             check()
-            remove_file(folder / name)
+            files.remove_file(folder / name)
         else:
-            remove_folder(folder / name, check)
+            files.remove_folder(folder / name, check)
     check()
     # Before anything goes: a crash in between must not leave a list that misses what stayed.
     remember(folder, plan.kept, only=True)
     for step in plan.doomed:
-        delete_checkpoint(folder / f"step-{step}", check)
+        files.delete_checkpoint(folder / f"step-{step}", check)
     return plan.doomed
 
 
@@ -172,7 +167,7 @@ def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
     """Step name -> digest and whether its numbers are finite; a damaged list is empty. Older
     versions wrote the digest alone."""
     try:
-        content: Any = json.loads(read_start(folder / VERIFIED, 1 << 20))
+        content: Any = json.loads(files.read_start(folder / VERIFIED, 1 << 20))
     except (CheckpointError, OSError, ValueError, RecursionError):
         return {}
     found: dict[str, tuple[str, bool | None]] = {}

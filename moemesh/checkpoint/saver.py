@@ -37,18 +37,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moemesh.checkpoint.files import (
-    CheckpointError,
-    explain,
-    is_committed,
-    list_names,
-    make_folder,
-    make_folders,
-    read_start,
-    remove_file,
-    remove_folder,
-    replace_file,
-)
+from moemesh.checkpoint import files
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -107,15 +97,7 @@ def save(
     process that dies instead leaves a ``.tmp`` folder, which the next
     :func:`moemesh.checkpoint.retention.prune` removes.
     """
-    saver = Saver(
-        folder,
-        rank=rank,
-        world_size=world_size,
-        gather=gather,
-        keep=None,
-        in_background=False,
-        pauses=(),
-    )
+    saver = Saver(folder, rank=rank, world_size=world_size, gather=gather, pauses=())
     try:
         saver.start(step, shards, state)
         outcome = saver.finish()
@@ -138,8 +120,8 @@ class Saver:
         rank: int,
         world_size: int,
         gather: Gather,
-        keep: int | None,
-        in_background: bool,
+        keep: int | None = None,
+        in_background: bool = False,
         ranks_on_machine: int = 1,
         lost: Callable[[], str | None] = lambda: None,
         pauses: Sequence[float] | None = None,
@@ -316,7 +298,7 @@ class SaveJob:
         """Remove what is left of failed attempts, in which other ranks may have written longer than
         rank 0 did; now all have ended."""
         for number in range(self._num_failed):
-            remove_folder(self._temporary(number))
+            files.remove_folder(self._temporary(number))
 
     def _lead(self) -> Sequence[str]:
         """On rank 0: attempts until one is committed, and retention; the tensors that are not
@@ -327,8 +309,9 @@ class SaveJob:
                 manifest = self._attempt(number)
                 break
             except (CheckpointError, OSError) as error:
-                problem = str(error)
-                remove_folder(self._temporary(number))
+                folder = self._temporary(number)
+                problem = str(files.explain(error, folder) if isinstance(error, OSError) else error)
+                files.remove_folder(folder)
                 self._num_failed = number + 1
             if pause is not None and not self.hurried.is_set():
                 saver.notes.append(f"{problem}; trying again in {pause:g} s")
@@ -355,29 +338,26 @@ class SaveJob:
 
     def _attempt(self, number: int) -> Manifest:
         temporary, ranks = self._temporary(number), range(self._saver.world_size)
-        try:
-            self._check_owner()
-            if is_committed(self._final):
-                # By an earlier attempt, although a request of it failed, or by somebody else.
-                if self._is_remote:
-                    manifest = read_manifest(self._final)
-                    attempts = range(self._num_attempts)
-                    own = {self._file(one, rank).name for one in attempts for rank in ranks}
-                    if own.issuperset(manifest.files):
-                        return manifest
-                raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
-            make_folders(self._saver.folder)
-            make_folder(temporary)
-        except OSError as error:
-            raise explain(error, temporary) from error
+        self._check_owner()
+        if files.is_committed(self._final):
+            # By an earlier attempt, although a request of it failed, or by somebody else.
+            if self._is_remote:
+                manifest = read_manifest(self._final)
+                attempts = range(self._num_attempts)
+                own = {self._file(one, rank).name for one in attempts for rank in ranks}
+                if own.issuperset(manifest.files):
+                    return manifest
+            raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
+        files.make_folders(self._saver.folder)
+        files.make_folder(temporary)
         reports = {0: write_part(self._file(number, 0), self._keyed, self._check)}
         self._since_news = time.monotonic()
         while waiting := [rank for rank in ranks if rank not in reports]:
-            names = set(list_names(temporary))
+            names = set(files.list_names(temporary))
             for rank in (rank for rank in waiting if _report_name(rank) in names):
                 path = temporary / _report_name(rank)
                 try:
-                    reply = json.loads(read_start(path, MANIFEST_LIMIT))
+                    reply = json.loads(files.read_start(path, MANIFEST_LIMIT))
                 except (OSError, ValueError) as error:
                     if time.monotonic() - self._since_news > REPORT_SECONDS:
                         raise CheckpointError(f"{path}: cannot be read ({error})") from error
@@ -391,18 +371,14 @@ class SaveJob:
                     raise CheckpointError(self.told[attempt])
             if len(reports) < len(ranks):
                 self._pause()
-        try:
-            for rank in ranks[1:]:
-                remove_file(temporary / _report_name(rank))
-            self._check_owner()
-            state, written = json.loads(self._state), [reports[rank] for rank in ranks]
-            parts = self._file(number, 0).parent
-            manifest = commit(parts, self._final, self._step, written, state)
-            if self._is_remote:
-                remove_folder(temporary)
-            return manifest
-        except OSError as error:
-            raise explain(error, temporary) from error
+        for rank in ranks[1:]:
+            files.remove_file(temporary / _report_name(rank))
+        self._check_owner()
+        state, written = json.loads(self._state), [reports[rank] for rank in ranks]
+        manifest = commit(self._file(number, 0).parent, self._final, self._step, written, state)
+        if self._is_remote:
+            files.remove_folder(temporary)
+        return manifest
 
     def _follow(self) -> None:
         """On the other ranks: write and report this rank's part in every attempt, until rank 0 has
@@ -413,7 +389,7 @@ class SaveJob:
             # In an object store rank 0 may still take the manifest back, until it has removed the
             # folder of the attempt.
             folders = [self._temporary(one) for one in attempts if self._is_remote]
-            if is_committed(self._final) and not any(folder.is_dir() for folder in folders):
+            if files.is_committed(self._final) and not any(folder.is_dir() for folder in folders):
                 return
             # Attempts may have come and gone between two looks.
             later = reversed(attempts[number + 1 :])
@@ -428,12 +404,12 @@ class SaveJob:
                 except (CheckpointError, OSError) as error:
                     problem = str(error)
                     with suppress(OSError):  # its space is needed for the report
-                        remove_file(self._file(number, rank))
+                        files.remove_file(self._file(number, rank))
                 try:
                     text = json.dumps({"problem": problem, "report": report}).encode()
-                    replace_file(temporary / _report_name(rank), text)
+                    files.replace_file(temporary / _report_name(rank), text)
                 except OSError as error:
-                    self.untold = number, problem or str(explain(error, temporary))
+                    self.untold = number, problem or str(files.explain(error, temporary))
                 self._since_news = time.monotonic()
             waited = time.monotonic() - self._since_news
             if not is_told and number == 0 and waited > FOLDER_SECONDS:

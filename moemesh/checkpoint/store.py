@@ -26,35 +26,10 @@ from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import save
-from moemesh.checkpoint.stored import candidates
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, local_part
 from moemesh.config.shown import short_repr
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Opened",
-    "Shard",
-    "agree",
-    "candidates",
-    "latest",
-    "open_checkpoint",
-    "open_together",
-    "prune",
-    "save",
-    "save_together",
-]
-
-
-class Opened(NamedTuple):
-    """The checkpoint (None: there is none that verifies), and the newer ones that do not, as
-    (step, reason); the same on every rank."""
-
-    checkpoint: Checkpoint | None
-    skipped: list[tuple[int, str]]
 
 
 def save_together(
@@ -70,10 +45,11 @@ def save_together(
 
 def open_together(
     folder: Place, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
-) -> Opened:
+) -> tuple[Checkpoint | None, list[tuple[int, str]]]:
     """Open that step, its digests checked by the ranks in parts, or (None) the newest that
-    verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Raises CheckpointError
-    on every rank when one cannot open it."""
+    verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Returns the checkpoint
+    (None: there is none that verifies), and the newer ones that do not, as (step, reason); the
+    same on every rank. Raises CheckpointError on every rank when one cannot open it."""
     chosen, skipped = step, list[tuple[int, str]]()
     if step is None:
         if axis.index == 0:
@@ -82,7 +58,7 @@ def open_together(
         chosen, bad = gather_json([chosen, skipped], axis)[0]
         skipped = [(number, why) for number, why in bad]
         if chosen is None:
-            return Opened(None, skipped)
+            return None, skipped
     checkpoint, problem = None, None
     assert chosen is not None
     try:
@@ -92,7 +68,7 @@ def open_together(
     except (CheckpointError, OSError) as error:
         problem = str(error)
     agree(problem, axis)
-    return Opened(checkpoint, skipped)
+    return checkpoint, skipped
 
 
 def agree(problem: str | None, axis: Axis) -> None:

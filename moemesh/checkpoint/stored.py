@@ -13,21 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moemesh.checkpoint import files
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
-from moemesh.checkpoint.files import (
-    COMMITTED,
-    TEMPORARY,
-    TRASH,
-    CheckpointError,
-    beside,
-    check_folder,
-    file_size,
-    is_committed,
-    list_names,
-    read_chunks,
-    read_start,
-    reading,
-)
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import HeaderEntry, read_header
 from moemesh.checkpoint.manifest import (
     DTYPES,
@@ -71,17 +59,10 @@ class StoredCheckpoint:
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest
+        #: The JSON object given to save, and the size of the tensor files in bytes.
+        self.state = manifest.state
+        self.num_bytes = sum(file.size for file in manifest.files.values())
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The JSON object given to save."""
-        return self.manifest.state
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor files in bytes."""
-        return sum(file.size for file in self.manifest.files.values())
 
     def names(self) -> list[str]:
         """Logical names, sorted."""
@@ -139,8 +120,23 @@ class StoredCheckpoint:
             path = self.path / piece.file
             if piece.file not in self._headers:
                 self._headers[piece.file] = read_header(path)
-            held = self._headers[piece.file][piece.key]
-            result[target] = read_array(path, held.start, result.dtype, piece.shape)[source]
+            start = self._headers[piece.file][piece.key].start
+            if isinstance(path, RemotePath):
+                size = prod(piece.shape) * result.itemsize
+                content = path.read(start, start + size)
+                if len(content) != size:
+                    end = start + len(content)
+                    raise CheckpointError(f"{path}: ends at byte {end}, within a tensor")
+                held = np.frombuffer(content, result.dtype).reshape(piece.shape)
+            else:
+                # A view of the file, of which only what is used is read.
+                with files.reading(path) as file:
+                    try:
+                        held = np.memmap(file, result.dtype, "r", start, piece.shape)
+                    except ValueError as error:
+                        why = f"{path}: ends within a tensor at byte {start}"
+                        raise CheckpointError(why) from error
+            result[target] = held[source]
         return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -156,23 +152,23 @@ class StoredCheckpoint:
         """Parts of a file, read from the disk, that are not what was written."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
-            with reading(self.path / file, from_disk=True) as opened:
-                actual = digest_text(blake2b_of(read_chunks(opened, known.size)), BLAKE2B)
+            with files.reading(self.path / file, from_disk=True) as opened:
+                actual = digest_text(blake2b_of(files.read_chunks(opened, known.size)), BLAKE2B)
             if actual != known.digest:
                 yield Damage(file, f"digest {actual}, expected {known.digest}")
             return
         assert self.manifest.chunk_bytes is not None
-        name = self.manifest.hash_name
+        name = self.manifest.hash or BLAKE2B
         digest_of = hash_by(name)
         slices = self.slices(file)
         start = known.size - sum(piece.num_bytes for piece in slices)
-        with reading(self.path / file, from_disk=True) as opened:
-            header = b"".join(read_chunks(opened, start))
+        with files.reading(self.path / file, from_disk=True) as opened:
+            header = b"".join(files.read_chunks(opened, start))
             if (actual := digest_text(digest_of(header), name)) != known.header:
                 yield Damage(file, f"the header has digest {actual}, expected {known.header}")
             for piece in slices:
-                chunks = read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
-                found = [*beside(digest_of, chunks)]
+                chunks = files.read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
+                found = [*files.beside(digest_of, chunks)]
                 found += [""] * (len(piece.stored.chunks) - len(found))
                 for place, expected in enumerate(piece.stored.chunks):
                     if found[place] != expected:
@@ -188,22 +184,6 @@ class StoredCheckpoint:
             if piece.file == file
         ]
         return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
-
-
-def read_array(path: Place, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Bits:
-    """The array in a file from byte `start` on: of a disk a view of the file, of which only what is
-    used is read. Raises CheckpointError for a file that ends within it."""
-    size = prod(shape) * dtype.itemsize
-    if isinstance(path, RemotePath):
-        content = path.read(start, start + size)
-        if len(content) != size:
-            raise CheckpointError(f"{path}: ends at byte {start + len(content)}, within a tensor")
-        return np.frombuffer(content, dtype).reshape(shape)
-    with reading(path) as file:
-        try:
-            return np.memmap(file, dtype, "r", start, shape)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: ends within a tensor at byte {start}") from error
 
 
 class SliceInFile(NamedTuple):
@@ -223,17 +203,19 @@ def candidates(folder: Place) -> list[int]:
     """The steps of the committed checkpoints, newest first; none when there is no folder."""
     if not folder.is_dir():
         return []
-    matches = (COMMITTED.fullmatch(name) for name in list_names(folder))
-    found = (match for match in matches if match and is_committed(folder / match[0]))
+    matches = (files.COMMITTED.fullmatch(name) for name in files.list_names(folder))
+    found = (match for match in matches if match and files.is_committed(folder / match[0]))
     return sorted((int(match[1]) for match in found), reverse=True)
 
 
 def unfinished(folder: Place) -> list[str]:
     """The names of what is being written or deleted, or was when a run died."""
-    names = list_names(folder)
-    found = [name for name in names if TEMPORARY.fullmatch(name) or TRASH.fullmatch(name)]
-    steps = (name for name in names if COMMITTED.fullmatch(name))
-    return found + [name for name in steps if not is_committed(folder / name)]
+    names = files.list_names(folder)
+    found = [
+        name for name in names if files.TEMPORARY.fullmatch(name) or files.TRASH.fullmatch(name)
+    ]
+    steps = (name for name in names if files.COMMITTED.fullmatch(name))
+    return found + [name for name in steps if not files.is_committed(folder / name)]
 
 
 def open_stored(folder: Place, step: int) -> StoredCheckpoint:
@@ -250,9 +232,9 @@ def open_stored(folder: Place, step: int) -> StoredCheckpoint:
 
 def read_manifest(path: Place) -> Manifest:
     """The manifest of the checkpoint in the folder `path`; CheckpointError as :func:`decode`."""
-    check_folder(path)
+    files.check_folder(path)
     try:
-        return decode(read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
+        return decode(files.read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
     except CheckpointError as error:
         text = str(error)
         raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
@@ -260,7 +242,7 @@ def read_manifest(path: Place) -> Manifest:
 
 def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
     """Faults of the list of files, their sizes, and their headers, by the manifest."""
-    present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
+    present, expected = set(files.list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
         yield Damage(name, "missing")
     for name in sorted(present - expected):
@@ -275,7 +257,7 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
             slices[piece.file][piece.key] = DTYPES[entry.dtype], piece.shape, size
     for name in (name for name in manifest.files if name in present):
         try:
-            size, known = file_size(path / name), manifest.files[name].size
+            size, known = files.file_size(path / name), manifest.files[name].size
             if size != known:
                 word = "truncated" if size < known else "too long"
                 yield Damage(name, f"{word}: size {size}, expected {known}")
@@ -311,3 +293,83 @@ def examine(folder: Place, step: int) -> list[Damage]:
             if file not in bad:
                 found.append(Damage(file, str(error)))
     return found
+
+
+# Numbers of stored tensors as numpy arrays: which are finite, and how two checkpoints differ.
+#
+# numpy has no bfloat16 and no 8-bit floats; they are taken apart by their bits.
+
+#: Numbers that are looked at together.
+_BLOCK = 1 << 16
+#: Dtypes of floats: bits of the exponent, and the bits that are compared with them. A number whose
+#: exponent has all bits set is infinite or NaN; float8_e4m3fn has one NaN, all bits but the sign.
+_EXPONENTS = {
+    "float64": 0x7FF0_0000_0000_0000,
+    "float32": 0x7F80_0000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,
+}
+
+
+def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
+    """The number of infinities and NaN in `content`, of torch's `dtype`."""
+    if dtype not in _EXPONENTS:
+        return 0
+    bits = np.frombuffer(content, f"<u{ITEM_BYTES[dtype]}")
+    mask = bits.dtype.type(_EXPONENTS[dtype])
+    # In blocks that stay in a cache: their intermediate results cost four times as much elsewhere.
+    blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
+    return sum(int(np.count_nonzero((block & mask) == mask)) for block in blocks)
+
+
+class NumberDifference(NamedTuple):
+    """Difference of two tensors of one name, shape and dtype, over the numbers finite in both.
+
+    `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
+    difference, `relative` the same over the largest magnitude of the first tensor.
+    """
+
+    num_different: int
+    num_elements: int
+    largest: float
+    relative: float
+    num_nonfinite: tuple[int, int]
+
+
+def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> NumberDifference:
+    """Compare the tensor `name` of two checkpoints, in which it has one shape and dtype."""
+    entry = first.entry(name)
+    a_bits, b_bits = first.read_bits(name), second.read_bits(name)
+    num_bad = tuple(num_nonfinite(x.tobytes(), entry.dtype) for x in (a_bits, b_bits))
+    a, b = (_values(x, entry.dtype) for x in (a_bits, b_bits))
+    usable = np.isfinite(a) & np.isfinite(b)
+    a, b = a[usable], b[usable]
+    largest = float(np.max(np.abs(a - b), initial=0.0))
+    magnitude = float(np.max(np.abs(a), initial=0.0))
+    return NumberDifference(
+        num_different=int(np.count_nonzero(a_bits != b_bits)),
+        num_elements=prod(entry.shape),
+        largest=largest,
+        relative=largest / magnitude if magnitude else (0.0 if largest == 0 else float("inf")),
+        num_nonfinite=(num_bad[0], num_bad[1]),
+    )
+
+
+def _values(bits: Bits, dtype: str) -> Bits:
+    """The numbers, in float64 (of integers: their nearest)."""
+    match dtype:
+        case "bfloat16":
+            return (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
+        case "float8_e4m3fn":
+            # A float16 has one bit of exponent more, and a bias that is larger by 8.
+            sign, rest = bits.astype("<u2") & np.uint16(0x80), bits.astype("<u2") & np.uint16(0x7F)
+            half = (sign << np.uint16(8) | rest << np.uint16(7)).view("<f2")
+            return np.where(rest == 0x7F, np.nan, half.astype(np.float64) * 256)
+        case "float8_e5m2":
+            return (bits.astype("<u2") << np.uint16(8)).view("<f2").astype(np.float64)
+        case "bool" | "uint8":
+            return bits.astype(np.float64)
+    native = f"<{'f' if dtype.startswith('float') else 'i'}{ITEM_BYTES[dtype]}"
+    return bits.view(native).astype(np.float64)

@@ -6,32 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from moemesh.checkpoint import files
 from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
-from moemesh.checkpoint.files import (
-    CHUNK_BYTES,
-    COMMITTED,
-    CheckpointError,
-    create_file,
-    explain,
-    is_committed,
-    read_whole,
-    remove_file,
-    rename,
-    sync_folder,
-    write_file,
-)
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Shard, in_order, safetensors_bytes
-from moemesh.checkpoint.manifest import (
-    DTYPES,
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    encode,
-    encode_json,
-)
-from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, Manifest, encode, encode_json
 from moemesh.checkpoint.remote import Place, RemotePath
-from moemesh.checkpoint.stored import StoredCheckpoint, read_manifest
+from moemesh.checkpoint.stored import StoredCheckpoint, num_nonfinite, read_manifest
 
 #: What a rank says of its part: JSON.
 Report = dict[str, Any]
@@ -57,13 +38,13 @@ def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
 def check_step(final: Place, state: dict[str, Any]) -> None:
     """CheckpointError for a folder `final` that a save cannot end in, or a state that JSON cannot
     hold."""
-    if not COMMITTED.fullmatch(final.name):
+    if not files.COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
     if json.loads(encode_json(state)) != state:
         raise CheckpointError(
             "the state does not survive JSON: use text keys, and lists rather than tuples"
         )
-    if is_committed(final):
+    if files.is_committed(final):
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
 
@@ -96,13 +77,13 @@ def write_part(
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            written = write_file(path, parts(), look)
-            sync_folder(path.parent)
+            size, written = files.write_file(path, parts(), look)
+            files.sync_folder(path.parent)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
-            raise explain(error, path, needed) from error
-        file = {"size": written.size, "header": digest_text(header, WRITTEN)}
-        digests = dict(zip(order, written.digests[1:], strict=True))
+            raise files.explain(error, path, needed) from error
+        file = {"size": size, "header": digest_text(header, WRITTEN)}
+        digests = dict(zip(order, written[1:], strict=True))
     slices: list[list[object]] = []
     for key, shard in keyed.items():
         place = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}
@@ -129,26 +110,26 @@ def commit(
     manifest.check()
     content = encode(manifest)
     try:
-        create_file(temporary / MANIFEST, content)
-        if read_whole(temporary / MANIFEST) != content:
+        files.create_file(temporary / MANIFEST, content)
+        if files.read_whole(temporary / MANIFEST) != content:
             if isinstance(temporary, RemotePath):
                 # Delete a manifest that was damaged on its way, so that it can be written again;
                 # one that reads well is of another writer.
                 try:
                     read_manifest(temporary)
                 except CheckpointError:
-                    remove_file(temporary / MANIFEST)
+                    files.remove_file(temporary / MANIFEST)
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
         if isinstance(temporary, RemotePath) or isinstance(final, RemotePath):
             return manifest
-        rename(temporary, final)
+        files.rename(temporary, final)
         try:
-            sync_folder(final.parent)
+            files.sync_folder(final.parent)
         except OSError:
-            rename(final, temporary)  # not durable, so not committed; the caller removes it
+            files.rename(final, temporary)  # not durable, so not committed; the caller removes it
             raise
     except OSError as error:
-        raise explain(error, temporary / MANIFEST, len(content)) from error
+        raise files.explain(error, temporary / MANIFEST, len(content)) from error
     return manifest
 
 
@@ -173,7 +154,7 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
         "format": FORMAT,
         "step": step,
         "world_size": len(reports),
-        "chunk_bytes": CHUNK_BYTES,
+        "chunk_bytes": files.CHUNK_BYTES,
         "hash": names[0],
         "nonfinite": sorted({name for report in reports for name in report["nonfinite"]}),
         "tensors": tensors,

@@ -196,6 +196,7 @@ def calibrate(request: CalibrateRequest) -> None:
     folders = [path for path in request.runs if path.is_dir()]
     tables = [path for path in request.runs if path not in folders]
     read = [run for path in tables for run in read_runs(path, request.archs)]
+    machine = None
     if folders:
         if wanted is None:
             raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
@@ -210,6 +211,8 @@ def calibrate(request: CalibrateRequest) -> None:
     chosen = runs_of_cluster(measured_runs(read), wanted)
     learned = learn(chosen, shipped_calibration())
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
+    if machine is not None:  # the stack that their rows stand under is not theirs
+        fitted = fitted.model_copy(update={"name": machine.name})
     sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]

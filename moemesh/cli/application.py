@@ -177,15 +177,26 @@ def _fail(error: Exception) -> int:
     return USER_ERROR
 
 
-def load(config: Path | None, overrides: list[str] | None) -> "Resolved":
+def load(
+    config: Path | None, overrides: list[str] | None, *, with_data: bool = False
+) -> "Resolved":
     """The configuration of these sources; notes about them go to stderr, once for all ranks.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError with every problem found, `with_data` together with those of its data.
     """
     from moemesh.comm.slurm import rank_of
+    from moemesh.config.errors import refuse_together
+    from moemesh.config.load import UnresolvedError
     from moemesh.sharding.load_run import load_run
 
-    resolved = load_run([config] if config else [], overrides or [])
+    try:
+        resolved = load_run([config] if config else [], overrides or [])
+    except UnresolvedError as error:
+        if with_data and rank_of(os.environ) == 0:
+            from moemesh.train.preparation import data_errors
+
+            refuse_together([error, *data_errors(error.config, config, error.broken)])
+        raise
     if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:
         for note in resolved.notes:
             print(f"moemesh: note: {note}", file=sys.stderr)

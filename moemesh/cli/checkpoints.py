@@ -69,21 +69,18 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     run writes there; yields what raises CheckpointError where a run has taken it over since.
     CheckpointError where one is at work there."""
     from moemesh.checkpoint.files import CheckpointError
-    from moemesh.checkpoint.ownership import Ownership, has_owner
+    from moemesh.checkpoint.ownership import Claim, has_owner
     from moemesh.train.records.run_folder import LEASE, RunFolder
     from moemesh.watch.lease import RunFolderError
 
     say = partial(typer.echo, err=True)
-    holding: RunFolder | Ownership | None = None
-    lost: Callable[[], str | None] = lambda: None  # noqa: E731
+    holding: RunFolder | Claim | None = None
     try:
         if run is not None and (run / LEASE).exists():
             holding = RunFolder(run, has_run=True, checkpoints=folder)
             holding.lock(say=say)
-            lost = holding.lost
         elif has_owner(folder):
-            holding = Ownership.take(folder, uuid.uuid4().hex, say=say)
-            lost = holding.claim.lost
+            holding = Claim.take(folder, uuid.uuid4().hex, say=say)
     except RunFolderError as error:
         if not error.holder:
             raise
@@ -93,7 +90,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
         ) from error
 
     def check() -> None:
-        if (why := lost()) is not None:
+        if holding is not None and (why := holding.lost()) is not None:
             raise CheckpointError(f"{why}; nothing more was deleted")
 
     try:
@@ -332,8 +329,7 @@ def diff(
 
         moemesh checkpoint diff runs/a/step-100 runs/b/step-100
     """
-    from moemesh.checkpoint.numbers import difference
-    from moemesh.checkpoint.stored import open_stored
+    from moemesh.checkpoint.stored import difference, open_stored
 
     a, b = (open_stored(found.folder, found.steps[0]) for found in (find(first), find(second)))
     ours, theirs = set(a.names()), set(b.names())

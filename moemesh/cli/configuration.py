@@ -64,7 +64,7 @@ def config_check(
         warnings_before_ranks,
     )
 
-    resolved = load(config, overrides)
+    resolved = load(config, overrides, with_data=here)
     if here:
         check_inputs(resolved, config)
     elif problems := untrainable(resolved):

@@ -81,7 +81,7 @@ def train(options: TrainOptions) -> None:
     config, overrides = options.config, options.overrides or []
     # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
     # that were started already check what they share when they meet.
-    resolved = load(config, overrides)
+    resolved = load(config, overrides, with_data=True)
     if options.ranks is not None and not options.auto_layout:
         raise typer.BadParameter("goes with --auto-layout", param_hint="--ranks")
     if options.auto_layout:

@@ -79,6 +79,17 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
+class UnresolvedError(ConfigError):
+    """The problems of a configuration, and as much of it as is right: defaults stand in place of
+    the keys that are `broken`."""
+
+    def __init__(
+        self, problems: Iterable[Problem], config: RunConfig, broken: Collection[str]
+    ) -> None:
+        super().__init__(problems)
+        self.config, self.broken = config, frozenset(broken)
+
+
 def resolve(
     files: Sequence[Path],
     overrides: Sequence[str],
@@ -138,7 +149,8 @@ def resolve(
         origin = "; ".join([origins.get(problem.key, "default"), *others])
         problems.append(replace(problem, origin=origin))
     if problems:
-        raise ConfigError(_as_the_model(problem, base) for problem in problems)
+        broken |= {problem.key for problem in problems}
+        raise UnresolvedError((_as_the_model(one, base) for one in problems), config, broken)
     sources = given if "data.tokenizer" in leaves else [base, *given]
     notes = tuple(note for source in sources for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)

@@ -116,7 +116,8 @@ class ChatTemplate:
         Raises BadRecordError for what is no conversation, has no assistant turn, or makes the
         template fail.
         """
-        one = _Rendering(self._rendering(record.get("tools"), where), _messages(record, where))
+        text_of = partial(self._render, tools=record.get("tools"), where=where)
+        one = _Rendering(text_of, _messages(record, where))
         found = one.marked_spans() if self._marks_answers else one.spans(self._end_of_turn)
         if not found:
             reason = f"the chat template ({self._origin}) writes none of the assistant turns"
@@ -125,13 +126,13 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> str:
         """The text of `messages` and the header of an answer to them. Raises DataError."""
-        return self._rendering(None, CHAT)(messages, add_generation_prompt=True)
+        return self._render(messages, add_generation_prompt=True)
 
     @cached_property
     def stop(self) -> str:
         """The end of an answer: the text of its end-of-turn token, which may be empty."""
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARKS[0]}]
-        return self._end_of_turn(self._rendering(None, CHAT)(asked).rpartition(MARKS[0])[2])
+        return self._end_of_turn(self._render(asked).rpartition(MARKS[0])[2])
 
     def _end_of_turn(self, tail: str) -> str:
         """The beginning of `tail`, which stands behind an answer, up to the first added token;
@@ -139,20 +140,17 @@ class ChatTemplate:
         ends = [tail.index(token) + len(token) for token in self._added if token in tail]
         return tail[: min(ends)] if ends else tail.rstrip() or tail
 
-    def _rendering(self, tools: Any, where: Where) -> Callable[..., str]:
-        def render(messages: Messages, **given: Any) -> str:
-            values = {BEGIN: "", END: "", "add_generation_prompt": False} | self._tokens | given
-            try:
-                text = self._template.render(
-                    messages=messages, tools=tools, documents=None, **values
-                )
-                text.encode()  # of escapes in JSON, a text may hold half of a character
-            except Exception as error:  # a template may raise anything
-                reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
-                raise BadRecordError(where, reason) from None
-            return text
-
-        return render
+    def _render(
+        self, messages: Messages, *, tools: Any = None, where: Where = CHAT, **given: Any
+    ) -> str:
+        values = {BEGIN: "", END: "", "add_generation_prompt": False} | self._tokens | given
+        try:
+            text = self._template.render(messages=messages, tools=tools, documents=None, **values)
+            text.encode()  # of escapes in JSON, a text may hold half of a character
+        except Exception as error:  # a template may raise anything
+            reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
+            raise BadRecordError(where, reason) from None
+        return text
 
 
 class _Rendering:

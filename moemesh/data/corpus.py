@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from moemesh.data.chat import ChatTemplate, Rendered
-from moemesh.data.indexed import IndexedTokens
-from moemesh.data.input_files import DataFile, check_head, find
-from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read, refuse
+from moemesh.data.indexed import IndexedTokens, mask_of
+from moemesh.data.input_files import DataFile, check_head, find, reading
+from moemesh.data.records import BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 from moemesh.trace.machine import usable_cores
 
@@ -41,10 +42,7 @@ class Corpus:
     """
 
     tokens: np.ndarray
-    num_files: int
-    num_bytes: int
     vocab_size: int
-    tokenizer: str
     source: str
     learned: np.ndarray | None = None
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
@@ -77,11 +75,8 @@ class Corpus:
             if file.num_bytes < MAP_FROM_BYTES:
                 content = np.frombuffer(read_whole(file.path), dtype=np.uint8)
             else:
-                try:
+                with reading(file.path):
                     content = np.memmap(file.path, dtype=np.uint8, mode="r")
-                except OSError as error:
-                    reason = error.strerror or error
-                    raise DataError(f"{file.path}: cannot be read ({reason})") from error
             where = Where(str(file.path), "file", 1, 0)
             documents: Iterable[Document] = [Document(where, content, None)]
         else:
@@ -106,18 +101,12 @@ class Corpus:
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         return Corpus(
             tokens=parts[0] if len(parts) == 1 else np.concatenate(parts),
-            num_files=len(files),
-            num_bytes=sum(file.num_bytes for file in files),
             vocab_size=vocab_size,
-            tokenizer=reader.fingerprint,
             source=source,
             learned=None
             if all(mask is None for mask in masks)
             else np.concatenate(
-                [
-                    np.ones(len(ids), dtype=bool) if mask is None else mask
-                    for ids, mask in zip(parts, masks, strict=True)
-                ]
+                [mask_of(mask, len(ids)) for ids, mask in zip(parts, masks, strict=True)]
             ),
             starts=np.array(starts, dtype=np.int64),
         )
@@ -132,10 +121,7 @@ class Corpus:
             digest = hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
         return Corpus(
             tokens=found.tokens,
-            num_files=1,
-            num_bytes=found.tokens.nbytes,
             vocab_size=vocab_size,
-            tokenizer="" if facts is None else facts.tokenizer,
             source=source,
             learned=found.learned,
             starts=found.starts,
@@ -158,21 +144,6 @@ class Corpus:
             for start in np.linspace(0, len(array) - BLOCK, SAMPLED_BLOCKS).astype(np.int64):
                 found.update(np.ascontiguousarray(array[start : start + BLOCK]).data)
         return found.hexdigest()
-
-
-def documents_of(
-    files: Sequence[DataFile], reader: Tokenizer, text_key: str, log: BadRecordLog
-) -> Iterator[Document]:
-    """Every document of the files, in order; `log` counts the records and takes the bad ones."""
-
-    def records() -> Iterator[tuple[Where, Record]]:
-        for file in files:
-            for where, record in read(file, text_key, on_bad=log.unreadable):
-                log.total += not where.continues
-                yield where, record
-
-    yield from encoded(records(), reader, on_bad=log.add)
-    log.check()
 
 
 def check_ids(document: Document, vocab_size: int) -> None:
@@ -224,68 +195,51 @@ def between(tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(b"\n", "newline")
 
 
-def encoded(
-    records: Iterable[tuple[Where, Record]],
-    tokenizer: Tokenizer,
-    *,
-    on_bad: Callable[[BadRecordError], None] = refuse,
-) -> Iterator[Document]:
-    """The documents of `records`, in order; those without a token are left out.
-
-    Of a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). A record that
-    cannot be encoded goes to `on_bad` and is left out when that returns. Raises DataError for
-    conversations without a chat template.
-    """
-    texts = _texts(records, tokenizer, on_bad)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        waiting: deque[Future[list[Document]]] = deque()
-        for batch in _batches(texts):
-            waiting.append(thread.submit(_encode, batch, tokenizer))
-            while len(waiting) > AHEAD:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-
-
 #: A text; bytes where ids are bytes, too, and no pass over the content is needed.
 _Text = tuple[Where, str | bytes | Rendered]
 
 
-def _texts(
-    records: Iterable[tuple[Where, Record]],
-    tokenizer: Tokenizer,
-    on_bad: Callable[[BadRecordError], None],
-) -> Iterator[_Text]:
+def documents_of(
+    files: Sequence[DataFile], tokenizer: Tokenizer, text_key: str, log: BadRecordLog
+) -> Iterator[Document]:
+    """Every document of the files, in order; those without a token are left out. `log` counts the
+    records and takes the bad ones.
+
+    Of a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). Raises
+    DataError for conversations without a chat template.
+    """
     template: ChatTemplate | None = None
-    for where, record in records:
-        try:
-            if not isinstance(record, bytes):
-                template = template or ChatTemplate.open(tokenizer)
-                yield where, template.render(record, where)
-            elif tokenizer.folder is None:
-                yield where, record
-            else:
-                yield where, record.decode()
-        except BadRecordError as error:
-            on_bad(error)
-        except UnicodeDecodeError as error:
-            reason = f"not valid UTF-8 ({error.reason})"
-            if where.unit == "file":
-                reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
-            on_bad(BadRecordError(where, reason))
-
-
-def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
-    batch: list[_Text] = []
-    size = 0
-    for where, text in texts:
-        batch.append((where, text))
-        size += len(text.text if isinstance(text, Rendered) else text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    batch, size = list[_Text](), 0
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting: deque[Future[list[Document]]] = deque()
+        for where, record in chain.from_iterable(read(file, text_key, log) for file in files):
+            log.total += not where.continues
+            try:
+                if not isinstance(record, bytes):
+                    template = template or ChatTemplate.open(tokenizer)
+                    text = template.render(record, where)
+                else:
+                    text = record if tokenizer.folder is None else record.decode()
+            except BadRecordError as error:
+                log.add(error)
+                continue
+            except UnicodeDecodeError as error:
+                reason = f"not valid UTF-8 ({error.reason})"
+                if where.unit == "file":
+                    reason = f"byte offset {(where.byte or 0) + error.start}: {reason}"
+                log.add(BadRecordError(where, reason))
+                continue
+            batch.append((where, text))
+            size += len(text.text if isinstance(text, Rendered) else text)
+            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
+                waiting.append(thread.submit(_encode, batch, tokenizer))
+                batch, size = [], 0
+            while len(waiting) > AHEAD:
+                yield from waiting.popleft().result()
+        waiting.append(thread.submit(_encode, batch, tokenizer))
+        while waiting:
+            yield from waiting.popleft().result()
+    log.check()
 
 
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:

@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -77,7 +76,7 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self._temporary = path, path.with_name(path.name + ".tmp")
-        self._digest, self._bytes = new_digest(), 0
+        self._digest, self._bytes = hashlib.blake2b(digest_size=16), 0
         try:
             self._file: IO[bytes] = self._temporary.open("wb")
         except OSError as error:
@@ -123,18 +122,15 @@ def beside(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def new_digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
-
-
 def size_of(path: Path) -> int:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file ({nearest_path(path)})")
     return path.stat().st_size
 
 
-def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype of the ids, lengths [n], pointers [n], document index [d]), memory-mapped."""
+def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
+    """(dtype of the ids, begin of each sequence in tokens and the end [n + 1], document index [d]);
+    int64, the last memory-mapped."""
     size = size_of(path)
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -172,15 +168,10 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.nd
             f"{path}: the document index must ascend from 0 to {num_sequences}, the number of "
             f"sequences; it goes from {documents[0]} to {documents[-1]}"
         )
-    return DTYPES[code], lengths, pointers, documents
-
-
-def offsets_of(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> np.ndarray:
-    """Begin of each sequence, in tokens, and the end: int64 [n + 1]."""
     if (lengths < 0).any():
         number = int(np.argmax(lengths < 0))
         raise DataError(f"{path}: sequence {number} has {int(lengths[number])} tokens")
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    offsets, itemsize = np.zeros(num_sequences + 1, dtype=np.int64), DTYPES[code].itemsize
     np.cumsum(lengths, dtype=np.int64, out=offsets[1:])
     # Between 2**32 sequences of 2**31 tokens the sums stay far below 2**63.
     wrong = pointers != offsets[:-1] * itemsize
@@ -191,22 +182,7 @@ def offsets_of(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: 
             f"the sequences before it is byte {int(offsets[number]) * itemsize} (sequences must "
             "lie one behind the other, without gaps)"
         )
-    return offsets
-
-
-def write_index(file: HashedFile, lengths: np.ndarray, dtype: np.dtype[Any]) -> None:
-    """The index of documents of these `lengths` int64 [documents]."""
-    counts = np.maximum(1, -(-lengths // MAX_SEQUENCE))
-    documents = np.concatenate([[0], np.cumsum(counts)]).astype("<i8")
-    sequences = np.repeat(lengths, counts)
-    if len(sequences) > len(lengths):
-        sequences = np.full(len(sequences), MAX_SEQUENCE, dtype=np.int64)
-        sequences[documents[1:] - 1] = lengths - (counts - 1) * MAX_SEQUENCE
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    file.write(HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)))
-    file.write(sequences.astype("<i4"))
-    file.write(((np.cumsum(sequences) - sequences) * dtype.itemsize).astype("<i8"))
-    file.write(documents)
+    return DTYPES[code], offsets, documents
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
@@ -239,34 +215,6 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     return known
 
 
-def check_sidecar(
-    prefix: Path, facts: Sidecar, num_tokens: int, num_documents: int, dtype: np.dtype[Any]
-) -> None:
-    """Raises DataError where the sidecar contradicts the files."""
-    path = beside(prefix, META)
-    if (facts.num_tokens, facts.num_documents) != (num_tokens, num_documents):
-        raise DataError(
-            f"{path} is of {facts.num_tokens} tokens in {facts.num_documents} documents, and the "
-            f"index of {num_tokens} in {num_documents}: the files do not belong together"
-        )
-    if facts.max_id > np.iinfo(dtype).max:
-        raise DataError(f"{path}: the largest id, {facts.max_id}, is not a number of {dtype.name}")
-    for suffix, known in facts.files.items():
-        if (size := size_of(beside(prefix, suffix))) != known["bytes"]:
-            raise DataError(
-                f"{beside(prefix, suffix)} has {size} bytes, and {path} has {known['bytes']}: the "
-                "files do not belong together, or one is incomplete"
-            )
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 #: Tokens handled at once where a whole file is gone through: bounds the extra memory.
 CHUNK = 1 << 24
 #: Tokens of documents that a writer holds back, since most documents are short.
@@ -296,8 +244,7 @@ class IndexedTokens:
         prefix = prefix_of(path)
         bin_path, idx_path = beside(prefix, BIN), beside(prefix, IDX)
         bin_bytes = size_of(bin_path)
-        dtype, lengths, pointers, documents = read_index(idx_path)
-        offsets = offsets_of(idx_path, lengths, pointers, dtype.itemsize)
+        dtype, offsets, documents = read_index(idx_path)
         num_tokens = int(offsets[-1])
         if bin_bytes != num_tokens * dtype.itemsize:
             raise DataError(
@@ -306,17 +253,32 @@ class IndexedTokens:
             )
         if not num_tokens:
             raise DataError(f"{bin_path}: there is no token in it")
-        sidecar = read_sidecar(prefix)
+        facts, path = read_sidecar(prefix), beside(prefix, META)
         starts = np.unique(offsets[documents])
         starts = starts[starts < num_tokens]
-        if sidecar is not None:
-            check_sidecar(prefix, sidecar, num_tokens, len(starts), dtype)
+        if facts is not None:
+            if (facts.num_tokens, facts.num_documents) != (num_tokens, len(starts)):
+                raise DataError(
+                    f"{path} is of {facts.num_tokens} tokens in {facts.num_documents} documents, "
+                    f"and the index of {num_tokens} in {len(starts)}: the files do not belong "
+                    "together"
+                )
+            if facts.max_id > np.iinfo(dtype).max:
+                raise DataError(
+                    f"{path}: the largest id, {facts.max_id}, is not a number of {dtype.name}"
+                )
+            for suffix, known in facts.files.items():
+                if (size := size_of(beside(prefix, suffix))) != known["bytes"]:
+                    raise DataError(
+                        f"{beside(prefix, suffix)} has {size} bytes, and {path} has "
+                        f"{known['bytes']}: the files do not belong together, or one is incomplete"
+                    )
         return IndexedTokens(
             prefix=prefix,
             tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
             starts=starts,
-            learned=_open_mask(prefix, num_tokens, sidecar),
-            sidecar=sidecar,
+            learned=_open_mask(prefix, num_tokens, facts),
+            sidecar=facts,
         )
 
     @cached_property
@@ -360,15 +322,12 @@ class IndexedTokens:
         """Reads all bytes and raises DataError for a file that is not as the sidecar says."""
         for suffix, facts in (self.sidecar.files if self.sidecar else {}).items():
             path = beside(self.prefix, suffix)
-            digest = new_digest()
             with path.open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-            if digest.hexdigest() != facts["blake2b-128"]:
+                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            if (digest := found.hexdigest()) != facts["blake2b-128"]:
                 raise DataError(
-                    f"{path}: the checksum is {digest.hexdigest()}, and "
-                    f"{beside(self.prefix, META)} has {facts['blake2b-128']}: the file was "
-                    "changed or damaged"
+                    f"{path}: the checksum is {digest}, and {beside(self.prefix, META)} has "
+                    f"{facts['blake2b-128']}: the file was changed or damaged"
                 )
 
 
@@ -455,29 +414,23 @@ class IndexedWriter:
         if held:
             learned = None
             if any(mask is not None for _, mask in held):
-                learned = np.concatenate(
-                    [np.ones(len(ids), dtype=bool) if mask is None else mask for ids, mask in held]
-                )
+                learned = np.concatenate([mask_of(mask, len(ids)) for ids, mask in held])
             self._write(np.concatenate([ids for ids, _ in held]), learned)
 
     def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         if learned is not None and self._mask is None:
             self._mask = HashedFile(beside(self.prefix, MASK))
-            self._write_mask(self._mask, None, self._num_written)
+            for start in range(0, self._num_written, CHUNK):  # all that came before are texts
+                self._mask.write(np.ones(min(CHUNK, self._num_written - start), dtype=np.uint8))
         for start in range(0, len(ids), CHUNK):
             chunk = ids[start : start + CHUNK]
             self._max_id = max(self._max_id, int(chunk.max()))
             self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
+            if self._mask is not None:
+                mask = None if learned is None else learned[start : start + CHUNK]
+                self._mask.write(np.ascontiguousarray(mask_of(mask, len(chunk))).view(np.uint8))
         assert self._max_id < self.vocab_size
-        if self._mask is not None:
-            self._write_mask(self._mask, learned, len(ids))
         self._num_written += len(ids)
-
-    def _write_mask(self, mask: HashedFile, learned: np.ndarray | None, count: int) -> None:
-        for start in range(0, count, CHUNK):
-            size = min(CHUNK, count - start)
-            part = np.ones(size, dtype=bool) if learned is None else learned[start : start + size]
-            mask.write(np.ascontiguousarray(part).view(np.uint8))
 
     def commit(self) -> None:
         """Writes index and sidecar, and gives all files their names. Raises DataError when no
@@ -487,16 +440,24 @@ class IndexedWriter:
         if self._ends_last:
             self._write_end()
         self._write_held()
+        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        counts = np.maximum(1, -(-lengths // MAX_SEQUENCE))
+        documents = np.concatenate([[0], np.cumsum(counts)]).astype("<i8")
+        sequences = np.full(int(documents[-1]), MAX_SEQUENCE, dtype=np.int64)
+        sequences[documents[1:] - 1] = lengths - (counts - 1) * MAX_SEQUENCE
+        code = next(code for code, known in DTYPES.items() if known == self.dtype)
         index = HashedFile(beside(self.prefix, IDX))
-        num_tokens, num_documents = sum(self._lengths), len(self._lengths)
-        write_index(index, np.frombuffer(self._lengths, dtype=np.int64), self.dtype)
+        index.write(HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)))
+        index.write(sequences.astype("<i4"))
+        index.write(((np.cumsum(sequences) - sequences) * self.dtype.itemsize).astype("<i8"))
+        index.write(documents)
         written = {BIN: self._bin, IDX: index} | ({MASK: self._mask} if self._mask else {})
         facts = Sidecar(
             tokenizer=self._tokenizer,
             vocab_size=self.vocab_size,
             max_id=self._max_id,
-            num_tokens=num_tokens,
-            num_documents=num_documents,
+            num_tokens=int(lengths.sum()),
+            num_documents=len(lengths),
             end_of_document=tuple(self._end.tolist()),
             ends_last=self._ends_last,
             files={suffix: file.facts() for suffix, file in written.items()},
@@ -508,10 +469,14 @@ class IndexedWriter:
         # Whoever finds the index finds everything else.
         for file in (*(file for suffix, file in written.items() if suffix != IDX), meta, index):
             file.commit()
-        sync_folder(self.prefix.parent)
+        folder = os.open(self.prefix.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def abandon(self) -> None:
-        """Removes the temporary files."""
+        """Removes the temporary files that are there."""
         for file in (self._bin, self._mask):
             if file is not None:
                 file.abandon()
@@ -519,20 +484,17 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.abandon()
-            return
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.commit()
-        except BaseException:
+            if kind is None:
+                self.commit()
+        finally:
             self.abandon()
-            raise
+
+
+def mask_of(learned: np.ndarray | None, count: int) -> np.ndarray:
+    """The mask of `count` tokens, all of which carry loss where there is none."""
+    return np.ones(count, dtype=bool) if learned is None else learned
 
 
 def _open_mask(prefix: Path, num_tokens: int, sidecar: Sidecar | None) -> np.ndarray | None:

@@ -14,7 +14,7 @@ import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -127,7 +127,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         )
     found = _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
     if format in ("jsonl", "parquet"):
-        found = [file for file in found if _by_name(file).format == format]
+        found = [file for file in found if _classified(file, "auto").format == format]
     if not found:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
@@ -163,52 +163,36 @@ def check_head(file: DataFile) -> None:
         )
         kind = "text" if format == "text" else "JSON"
         raise DataError(f"{path} holds {found}, which is no {kind}: {advice}")
-    if format == "text" and not named and _looks_like_json(path, head):
+    # JSON by the name of the file, or by its first line, which is an object.
+    is_json = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json"
+    line, newline, _ = head.partition(b"\n")
+    if line.lstrip().startswith(b"{") and (newline or len(head) < HEAD):
+        with suppress(ValueError, RecursionError):
+            is_json = is_json or isinstance(json.loads(line), dict)
+    if format == "text" and not named and is_json:
         raise DataError(
             f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '
             'to "text" to train on the JSON as it stands'
         )
 
 
-def _looks_like_json(path: Path, head: bytes) -> bool:
-    """Whether a file is a JSON document by its name, or begins with a line that is an object."""
-    if Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json":
-        return True
-    line, newline, _ = head.partition(b"\n")
-    if not line.lstrip().startswith(b"{") or not (newline or len(head) < HEAD):
-        return False
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def _classified(path: Path, format: str) -> DataFile:
-    """The file with the format that was asked for, or the one of its name."""
-    found = _by_name(path)
-    if format == "auto":
-        return found
+    """The file with the format that was asked for, or ("auto") the one of its name."""
     if format == "bytes":
         return DataFile(path, "bytes", named=True)
     if format == "parquet":
         return DataFile(path, "parquet", named=True)
     if format == "dataset":
         raise DataError(f"{path} is a file: a dataset that was saved to disk is a folder")
-    return found._replace(format="jsonl" if format == "jsonl" else "text", named=True)
-
-
-def _by_name(path: Path) -> DataFile:
     name = path.name.lower()
-    compression: Compression = "none"
-    for ending, kind in COMPRESSED.items():
-        if name.endswith(ending):
-            name, compression = name.removesuffix(ending), kind
-            break
-    if name.endswith(LINES):
-        return DataFile(path, "jsonl", compression)
+    ending = next((one for one in COMPRESSED if name.endswith(one)), "")
+    name, compression = name.removesuffix(ending), COMPRESSED.get(ending, "none")
+    if format != "auto":
+        kind: FileFormat = "jsonl" if format == "jsonl" else "text"
+        return DataFile(path, kind, compression, named=True)
     if name.endswith(".parquet"):
         return DataFile(path, "parquet")
-    return DataFile(path, "text", compression)
+    return DataFile(path, "jsonl" if name.endswith(LINES) else "text", compression)
 
 
 @contextmanager

@@ -32,15 +32,6 @@ class IdRanges:
         none = [np.empty(0, dtype=np.int64)]
         return IdRanges(np.concatenate(none + firsts), np.concatenate(none + lasts))
 
-    @staticmethod
-    def of(ids: np.ndarray) -> IdRanges:
-        """The ascending `ids` [n]."""
-        breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-        firsts, lasts = np.r_[0, breaks], np.r_[breaks, len(ids)]
-        if not len(ids):
-            return IdRanges(ids, ids)
-        return IdRanges(ids[firsts], ids[lasts - 1] + 1)
-
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
@@ -49,10 +40,6 @@ class IdRanges:
         ranges = np.searchsorted(self._ends, places, side="right")
         before = self._ends[ranges] - np.diff(self._ends, prepend=0)[ranges]
         return self._firsts[ranges] + (places - before)
-
-    def all(self) -> np.ndarray:
-        """Every id, int64."""
-        return self.at(np.arange(len(self), dtype=np.int64))
 
     def spread(self, count: int) -> np.ndarray:
         """`count` of the ids, evenly spread, int64; all of them if there are fewer."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -76,7 +77,7 @@ class BadRecordLog:
 
     def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
         """With "skip", at most `share` of the records may be bad."""
-        self._policy, self._share, self._source = policy, share, source
+        self.policy, self._share, self.source = policy, share, source
         self.total = self.bad = 0
         self.places: list[str] = []
 
@@ -87,7 +88,7 @@ class BadRecordLog:
 
     def add(self, error: BadRecordError) -> None:
         """One that is bad: raises it with the policy "fail", or DataError for one too many."""
-        if self._policy == "fail":
+        if self.policy == "fail":
             raise error
         self.bad += 1
         if len(self.places) < NAMED:
@@ -99,7 +100,7 @@ class BadRecordLog:
         """Raises DataError when the share of bad records is too large."""
         if self.bad > self._share * self.total:
             raise DataError(
-                f"{self._source}: {self.bad} of {self.total} records are bad, more than the "
+                f"{self.source}: {self.bad} of {self.total} records are bad, more than the "
                 f"share data.bad_record_share = {self._share:g} that may be left out: "
                 f"{'; '.join(self.places)}"
             )
@@ -109,26 +110,23 @@ class BadRecordLog:
         if not self.bad:
             return None
         return (
-            f"{self._source}: {self.bad} of {self.total} records are bad and left out "
+            f"{self.source}: {self.bad} of {self.total} records are bad and left out "
             f'(data.bad_records = "skip"): {"; ".join(self.places)}'
             + (", ..." if self.bad > len(self.places) else "")
         )
 
 
-def refuse(error: BadRecordError) -> None:
-    """Ends the reading at the first bad record."""
-    raise error
-
-
 def read(
-    file: DataFile, text_key: str = "text", *, on_bad: Callable[[BadRecordError], None] = refuse
+    file: DataFile, text_key: str = "text", log: BadRecordLog | None = None
 ) -> Iterator[tuple[Where, Record]]:
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.
 
-    A bad record goes to `on_bad` and is left out when that returns. Raises DataError for a file
-    that cannot be read as its format at all: damaged, of another content, without such a column.
+    `log` takes the bad ones, which are left out; None: the first ends the reading. Raises DataError
+    for a file that cannot be read as its format at all: damaged, of another content, without such a
+    column.
     """
+    log = log or BadRecordLog()
     check_head(file)
     match file.format:
         case "text" | "bytes":
@@ -151,12 +149,12 @@ def read(
                     try:
                         yield where, _record(_parsed(line, where), text_key, where)
                     except BadRecordError as error:
-                        on_bad(error)
+                        log.unreadable(error)
         case "parquet":
-            yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
+            yield from _rows(_parquet(file.path, text_key), file.path, text_key, log)
         case "dataset":
             rows = _dataset(file.path, text_key, is_on_hub=file.is_on_hub)
-            yield from _rows(rows, file.path, text_key, on_bad)
+            yield from _rows(rows, file.path, text_key, log)
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
@@ -165,27 +163,24 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
     rest, place = b"", 0
     while piece := stream.read(PIECE):
         piece = rest + piece
-        cut = _last_cut(piece) if len(piece) >= PIECE else len(piece)
+        cut = len(piece)
+        if len(piece) >= PIECE:
+            end = len(piece) - 1
+            while (newline := piece.rfind(b"\n", 0, end)) >= 0:
+                if piece[newline + 1] not in b" \t\r\n\f\v":
+                    cut = newline + 1
+                    break
+                end = newline
+            else:  # before the last character, so that no UTF-8 sequence is cut in two
+                cut = len(piece) - 1
+                while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
+                    cut -= 1
         text, rest = piece[:cut], piece[cut:]
         if text:
             yield Where(str(path), "file", 1, place), text
         place += len(text)
     if rest:
         yield Where(str(path), "file", 1, place), rest
-
-
-def _last_cut(piece: bytes) -> int:
-    """The place behind the last newline before a character that is no blank; else before the last
-    character, so that no UTF-8 sequence is cut in two."""
-    end = len(piece) - 1
-    while (newline := piece.rfind(b"\n", 0, end)) >= 0:
-        if piece[newline + 1] not in b" \t\r\n\f\v":
-            return newline + 1
-        end = newline
-    cut = len(piece) - 1
-    while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
 
 
 def _parsed(line: bytes, where: Where) -> object:
@@ -231,20 +226,14 @@ def _record(found: object, text_key: str, where: Where) -> Record:
 
 
 def _rows(
-    batches: Iterable[list[Mapping[str, Any]]],
-    path: Path,
-    text_key: str,
-    on_bad: Callable[[BadRecordError], None],
+    batches: Iterable[list[Mapping[str, Any]]], path: Path, text_key: str, log: BadRecordLog
 ) -> Iterator[tuple[Where, Record]]:
-    number = 0
-    for batch in batches:
-        for row in batch:
-            number += 1
-            where = Where(str(path), "row", number, None)
-            try:
-                yield where, _record(_without_nulls(row), text_key, where)
-            except BadRecordError as error:
-                on_bad(error)
+    for number, row in enumerate(chain.from_iterable(batches), start=1):
+        where = Where(str(path), "row", number, None)
+        try:
+            yield where, _record(_without_nulls(row), text_key, where)
+        except BadRecordError as error:
+            log.unreadable(error)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:

@@ -22,6 +22,7 @@ import numpy as np
 from moemesh.config.data import Documents, LongConversations
 from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
+from moemesh.data.indexed import mask_of
 from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
 from moemesh.data.tokenizer import DataError
 
@@ -63,6 +64,9 @@ class Windows:
         self._masked = [
             documents == "mask" or (documents == "auto" and one is not None) for one in self.packed
         ]
+        #: Whether documents of some stream do not see one another; tokens of all streams.
+        self.masks_documents = any(self._masked)
+        self.num_tokens = sum(len(corpus.tokens) for corpus in self.corpora)
         sizes = [
             max(0, (len(corpus.tokens) - 1) // seq_len) if one is None else len(one.bounds) - 1
             for corpus, one in zip(self.corpora, self.packed, strict=True)
@@ -72,11 +76,6 @@ class Windows:
         self.num_samples = int(self.firsts[-1])
         #: Samples of padding alone, numbered behind the others.
         self.num_empty = 0
-
-    @property
-    def masks_documents(self) -> bool:
-        """Whether documents of some stream do not see one another."""
-        return any(self._masked)
 
     @property
     def notes(self) -> list[str]:
@@ -89,20 +88,24 @@ class Windows:
             )
         return found
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all streams."""
-        return sum(len(corpus.tokens) for corpus in self.corpora)
-
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
         windows = self.windows(ids)
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The parts of a batch of the samples `ids` by name: tokens and targets, and where they say
+        anything, documents, valid and loss_mask."""
+        tokens, targets = self.batch(ids)
+        masks = {"documents": self.documents(ids), "valid": self.valid(ids)}
+        masks["loss_mask"] = self.loss_mask(ids)
+        found = {name: np.ascontiguousarray(one) for name, one in masks.items() if one is not None}
+        return {"tokens": tokens, "targets": targets} | found
+
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
         """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
         last target: int64 [B, seq_len + 1], -1 at padding; None where documents are ignored."""
-        return self._numbers(ids, self._masked) if any(self._masked) else None
+        return self._numbers(ids, self._masked) if self.masks_documents else None
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
         """Tokens of the samples `ids` [B] that are no padding, bool [B, seq_len]; None: all."""
@@ -114,7 +117,7 @@ class Windows:
 
         def learned(stream: int, places: np.ndarray) -> np.ndarray:
             mask = self.corpora[stream].learned
-            return np.ones(len(places), dtype=bool) if mask is None else mask[places]
+            return mask_of(None if mask is None else mask[places], len(places))
 
         apart = [bool(one) or masked for one, masked in zip(self.packed, self._masked, strict=True)]
         if not any(apart):
@@ -295,6 +298,8 @@ class Samples(Windows):
             self._held_out = IdRanges.joined([split.held_out for split in self.splits])
         refuse_together([DataError(problem) for problem in problems])
         self._own_validation = bool(validation)
+        #: Samples that validation can draw from.
+        self.num_validation = len(self._held_out)
 
     @property
     def num_training(self) -> int:
@@ -310,21 +315,6 @@ class Samples(Windows):
             split.num_tokens if split.num_learned is None else split.num_learned
             for split in self.splits
         )
-
-    @property
-    def num_validation(self) -> int:
-        """Samples that validation can draw from."""
-        return len(self._held_out)
-
-    @property
-    def training_ids(self) -> np.ndarray:
-        """The training samples of all sources, int64, ascending."""
-        return IdRanges.joined([split.training.ids for split in self.splits]).all()
-
-    @property
-    def held_out_ids(self) -> np.ndarray:
-        """The validation samples of all sources, int64, ascending."""
-        return self._held_out.all()
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""

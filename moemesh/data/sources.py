@@ -110,18 +110,8 @@ def open_source(
         if note := log.note():
             say(f"note: {note}")
         return (corpus,)
-    found = cached_tokens(
-        folder,
-        files,
-        reader,
-        log,
-        source=name,
-        text_key=source.text_key,
-        bad_records=data.bad_records,
-        vocab_size=vocab_size,
-        say=say,
-        say_progress=say_progress or say,
-    )
+    key, tell = source.text_key, say_progress or say
+    found = cached_tokens(folder, files, reader, log, key, vocab_size, say, tell)
     found.check(vocab_size, reader.fingerprint)
     return (Corpus.indexed(found, vocab_size, name),)
 
@@ -129,14 +119,12 @@ def open_source(
 def check(data: DataConfig, vocab_size: int) -> list[Exception]:
     """Faults of the tokenizer and of each source, whose files are looked for, and read
     at their first bytes only: each a DataError that :func:`open_samples` would raise."""
-    reader: Tokenizer | None = None
-
-    def open_reader() -> None:
-        nonlocal reader
+    reader, found = None, list[Exception]()
+    try:
         reader = Tokenizer.open(data.tokenizer)
         reader.check(vocab_size)
-
-    found = found_by(open_reader)
+    except DataError as error:
+        found.append(error)
     for source in data.all_sources:
         found += found_by(partial(_check_source, source, vocab_size, reader))
     if data.validation is not None:

@@ -54,7 +54,22 @@ class Tokenizer:
         saying what is wrong with it."""
         if tokenizer == "bytes":
             return cls("bytes")
-        file = _file(tokenizer)
+        path = Path(tokenizer).expanduser()
+        is_file = path.is_file() and path.suffix == ".json" and path.name not in OTHERS
+        file = path if is_file else path / FILE
+        if not file.is_file():
+            start = f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder'
+            found = path
+            if not path.is_file():
+                found = path / next((name for name in OTHERS if (path / name).exists()), "")
+            if found.name in OTHERS and found.is_file():
+                raise DataError(
+                    f"{start} with one. {found} is {OTHERS[found.name]}: transformers writes the "
+                    f"{FILE}, with AutoTokenizer.from_pretrained(FOLDER)"
+                    ".save_pretrained(NEW_FOLDER)"
+                )
+            missing = nearest_path(file if path.exists() else path)
+            raise DataError(f"{start} with one ({missing})")
         try:
             from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
         except ImportError as error:
@@ -160,24 +175,6 @@ class Tokenizer:
         if self._loaded is not None:
             return self._loaded.decode(list(ids), skip_special_tokens=not special)
         return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
-
-
-def _file(tokenizer: str) -> Path:
-    """The tokenizer.json that `tokenizer` names: itself, or in a folder."""
-    path = Path(tokenizer).expanduser()
-    if path.is_file() and path.suffix == ".json" and path.name not in OTHERS:
-        return path
-    if (path / FILE).is_file():
-        return path / FILE
-    start = f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder with one'
-    found = path if path.is_file() else path / next((n for n in OTHERS if (path / n).exists()), "")
-    if found.name in OTHERS and found.is_file():
-        raise DataError(
-            f"{start}. {found} is {OTHERS[found.name]}: transformers writes the {FILE}, with "
-            f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-        )
-    missing = path / FILE if path.exists() else path
-    raise DataError(f"{start} ({nearest_path(missing)})")
 
 
 def settings_of(path: Path) -> dict[str, Any]:

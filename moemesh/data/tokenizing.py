@@ -22,7 +22,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -56,25 +56,30 @@ Say = Callable[[str], None]
 Advance: TypeAlias = Callable[[int, int, int], None]
 
 
-def write_tokens(
+def token_writer(
     prefix: Path,
-    documents: Iterable[Document],
     tokenizer: Tokenizer,
-    end: np.ndarray,
-    on_document: Callable[[Document, int], None],
-    *,
-    ends_last: bool = False,
-) -> tuple[int, bool]:
-    """Writes `documents` as the token files `prefix`; none where they hold no token. `end` and
-    `ends_last` as of :class:`IndexedWriter`; `on_document` gets each document and the number of
-    tokens with it. Returns that of all, and whether the last document is a text."""
-    writer = IndexedWriter(
+    end: np.ndarray | None = None,
+    made_from: Mapping[str, Any] | None = None,
+) -> IndexedWriter:
+    """A writer of token files: `end` behind each document, or (None) a newline between texts."""
+    return IndexedWriter(
         prefix,
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.fingerprint,
-        end_of_document=end,
-        ends_last=ends_last,
+        end_of_document=between(tokenizer) if end is None else end,
+        ends_last=end is not None,
+        made_from=made_from,
     )
+
+
+def write_tokens(
+    writer: IndexedWriter,
+    documents: Iterable[Document],
+    on_document: Callable[[Document, int], None],
+) -> int:
+    """Writes `documents`; no file where they hold no token. `on_document` gets each document and
+    the number of tokens with it. Returns that of all."""
     count = 0
     try:
         for document in documents:
@@ -83,12 +88,9 @@ def write_tokens(
             on_document(document, count)
         if count:
             writer.commit()
-        else:
-            writer.abandon()
-    except BaseException:
+    finally:
         writer.abandon()
-        raise
-    return count, writer.ends_text
+    return count
 
 
 @contextmanager
@@ -140,10 +142,7 @@ def cached_tokens(
     files: Sequence[DataFile],
     reader: Tokenizer,
     log: BadRecordLog,
-    *,
-    source: str,
     text_key: str,
-    bad_records: BadRecords,
     vocab_size: int,
     say: Say,
     say_progress: Say,
@@ -151,6 +150,7 @@ def cached_tokens(
     """The tokens of `files`, from the entry for them in `folder`, which is written first where
     there is none or it is damaged. Raises DataError for whatever is wrong with the files, and for a
     folder that cannot be written."""
+    source = log.source
     stats: list[object] = []
     for file in files:
         with reading(file.path):
@@ -160,12 +160,9 @@ def cached_tokens(
             sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
         stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
     settings = [_digest(content) for content in _settings_beside(reader)]
-    facts = [CACHE_VERSION, stats, reader.fingerprint, settings, text_key, bad_records]
+    facts = [CACHE_VERSION, stats, reader.fingerprint, settings, text_key, log.policy]
     name = _digest(facts, 12)
     prefix, notes = folder / name, folder / f"{name}.skipped.txt"
-
-    def say_busy() -> None:
-        say(f"tokens   {source}: another process is at work on them; waiting")
 
     def documents() -> Iterator[Document]:
         for document in documents_of(files, reader, text_key, log):
@@ -188,7 +185,8 @@ def cached_tokens(
         "{0}: cannot keep tokens there ({1}): set data.cache to a folder that can be written and "
         "locked"
     )
-    with _locked(folder / f".{name}.lock", say_busy, problem):
+    busy = f"tokens   {source}: another process is at work on them; waiting"
+    with _locked(folder / f".{name}.lock", lambda: say(busy), problem):
         found = None
         if beside(prefix, IDX).exists():
             with suppress(DataError):
@@ -200,7 +198,7 @@ def cached_tokens(
             held = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
             say_progress(f"tokens   {source}: {held}into {folder}")
             start = reported = time.monotonic()
-            count, _ = write_tokens(prefix, documents(), reader, between(reader), report)
+            count = write_tokens(token_writer(prefix, reader), documents(), report)
             if not count:
                 raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
             seconds = time.monotonic() - start
@@ -219,6 +217,8 @@ PARTS_VERSION = 2
 REPORT_BYTES = 1 << 20
 #: Seconds between two looks at the progress of other processes.
 LOOK_SECONDS = 0.2
+#: The file of the facts of a part, written last: whoever finds it finds the tokens.
+_DONE = ".done.json"
 #: The name of the tokenizer's own token for the end of a text.
 EOS = "eos"
 
@@ -238,10 +238,10 @@ class TokenSettings:
     bad_records: BadRecords = "fail"
     bad_record_share: float = 0.01
 
-    def end(self, tokenizer: Tokenizer) -> np.ndarray:
-        """The ids behind a document."""
+    def end(self, tokenizer: Tokenizer) -> np.ndarray | None:
+        """The ids behind every document, if there are any."""
         if self.end_of_document is None:
-            return between(tokenizer)
+            return None
         if self.end_of_document == EOS:
             return np.array([tokenizer.end_of_text()])
         return np.array([tokenizer.id_of(self.end_of_document)])
@@ -267,15 +267,10 @@ class TokenPart(NamedTuple):
         size, changed = sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
         return TokenPart(file, size, changed, folder / digest)
 
-    @property
-    def facts_path(self) -> Path:
-        """Written last: whoever finds it finds the tokens."""
-        return beside(self.prefix, ".done.json")
-
     def facts(self) -> dict[str, Any] | None:
         """Those of a finished part whose file has not changed since."""
         try:
-            found = json.loads(self.facts_path.read_bytes())
+            found = json.loads(beside(self.prefix, _DONE).read_bytes())
             if (found["size"], found["changed"]) != (self.size, self.changed):
                 return None
             if found["num_tokens"]:
@@ -301,24 +296,19 @@ class TokenPart(NamedTuple):
                 advance(place - told_bytes, count - told_tokens, 0)
                 told_bytes, told_tokens = place, count
 
-        num_tokens, ends_text = write_tokens(
-            self.prefix,
-            documents_of([self.file], tokenizer, settings.text_key, log),
-            tokenizer,
-            settings.end(tokenizer),
-            report,
-            ends_last=settings.end_of_document is not None,
-        )
+        writer = token_writer(self.prefix, tokenizer, settings.end(tokenizer))
+        documents = documents_of([self.file], tokenizer, settings.text_key, log)
+        num_tokens = write_tokens(writer, documents, report)
         facts = {
             "size": self.size,
             "changed": self.changed,
             "num_tokens": num_tokens,
-            "ends_text": ends_text,
+            "ends_text": writer.ends_text,
             "records": log.total,
             "bad": log.bad,
             "places": log.places,
         }
-        _write(self.facts_path, json.dumps(facts))
+        _write(beside(self.prefix, _DONE), json.dumps(facts))
         advance(self.size - told_bytes, num_tokens - told_tokens, 1)
         return facts
 
@@ -410,15 +400,9 @@ class TokenizeJob:
             log, num_tokens = self._make_parts(processes, on_note, advance)
             if not num_tokens:
                 raise DataError(f"{self.source}: {len(self.parts)} file(s), but no text in them")
-            writer = IndexedWriter(
-                self.prefix,
-                vocab_size=self.tokenizer.vocab_size,
-                tokenizer=self.tokenizer.fingerprint,
-                end_of_document=self.settings.end(self.tokenizer),
-                ends_last=self.settings.end_of_document is not None,
-                made_from=made_from | {"records": log.total, "bad_records": log.bad},
-            )
-            with writer:
+            end = self.settings.end(self.tokenizer)
+            facts = made_from | {"records": log.total, "bad_records": log.bad}
+            with token_writer(self.prefix, self.tokenizer, end, facts) as writer:
                 for part in self.parts:
                     if (known := part.facts()) is not None and known["num_tokens"]:
                         writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
@@ -432,14 +416,15 @@ class TokenizeJob:
         """Facts that the result depends on: digests of the settings, and of names and sizes."""
         template = [content.hex() for content in _settings_beside(self.tokenizer)]
         own = asdict(self.settings) | {"tokenizer": self.tokenizer.fingerprint}
-        end = self.settings.end(self.tokenizer).tolist()
+        end = self.settings.end(self.tokenizer)
+        behind = (between(self.tokenizer) if end is None else end).tolist()
         top = os.path.commonpath([part.file.path.absolute().parent for part in self.parts])
         inputs = [
             (os.path.relpath(part.file.path, top), part.file.format, part.size)
             for part in self.parts
         ]
         return {
-            "settings": _digest([PARTS_VERSION, own, end, template]),
+            "settings": _digest([PARTS_VERSION, own, behind, template]),
             "inputs": _digest(inputs),
             "files": len(self.parts),
             "bytes": self.num_bytes,

@@ -18,9 +18,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,33 +61,14 @@ KEPT_STEPS = 4
 
 
 @dataclass
-class _Window:
-    """One update window: what it counts, and its sums; `again` takes what a forward that is run a
-    second time reports, and is never read."""
-
-    counts: StepCounts
-    sums: StepSums
-    again: StepSums
-
-
-@dataclass
 class _OwnStep:
     """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
 
-    counts: StepCounts = field(default_factory=StepCounts)
-    squares: float = 0.0
-    num_skipped: int = 0
-    losses: Tensor | None = None
-    loads: list[Tensor] | None = None
-
-
-class _Report(NamedTuple):
-    """A step's sum over all ranks, under way."""
-
-    total: Tensor
-    work: dist.Work | None
-    step: _OwnStep
-    done_at: float
+    counts: StepCounts
+    losses: Tensor
+    loads: list[Tensor]
+    squares: float
+    num_skipped: int
 
 
 class TrainingStream:
@@ -135,9 +116,12 @@ class TrainingStream:
         self._patience = 2 + math.ceil(reach / num_microbatches)
         self._batches: dict[int, Sequence[Batch]] = {}
         self._held: dict[int, Batch] = {}
-        self._windows: dict[int, _Window] = {}
+        #: What an update window counts, and its sums; the second take what a forward that is run
+        #: once more reports, and are never read.
+        self._windows: dict[int, tuple[StepCounts, StepSums, StepSums]] = {}
         self._steps: dict[int, _OwnStep] = {}
-        self._reports: dict[int, _Report] = {}
+        #: A step's sum over all ranks, under way: (sum, work, the step, time at which it was done).
+        self._reports: dict[int, tuple[Tensor, dist.Work | None, _OwnStep, float]] = {}
         self._num_read = self._num_finished = 0
         self._read_at = time.perf_counter()
         forget_rank_tokens(parallel)
@@ -168,10 +152,10 @@ class TrainingStream:
         if index not in self._windows:
             samples = range(index * self.window, (index + 1) * self.window)
             counts = count_over_step(self.parallel, [self._whole(one) for one in samples])
-            sums = StepSums(self.parallel, counts)
-            self._windows[index] = _Window(counts, sums, StepSums(self.parallel, counts))
-        window = self._windows[index]
-        return (window.again if again else window.sums).objective(part, output, self.batch(sample))
+            first, second = (StepSums(self.parallel, counts) for _ in range(2))
+            self._windows[index] = counts, first, second
+        sums = self._windows[index][2 if again else 1]
+        return sums.objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
         """Sum over the stage's replicas, clip to the stage's own norm, step, move the biases.
@@ -179,11 +163,11 @@ class TrainingStream:
         A gradient that is not finite updates nothing; the version counts on.
         """
         self.before_update()
-        done, reducer = self._windows.pop(window), self.parallel.reducer
+        (counts, sums, _), reducer = self._windows.pop(window), self.parallel.reducer
         reducer.finish()
         mesh = self.parallel.mesh
         norm = gradient_norm(
-            reducer.gradients, self._own, reducer.owned, mesh, axis="stage", others=done.sums.losses
+            reducer.gradients, self._own, reducer.owned, mesh, axis="stage", others=sums.losses
         )
         index = window * self.window // self.num_microbatches
 
@@ -193,20 +177,20 @@ class TrainingStream:
             self.optimizer.step(reducer.gradients, lr)
             moes = self.parallel.model.moe_layers().values()
             if any(moe.router.selection_bias is not None for moe in moes):
-                counts_LE = done.sums.counts_LE.clone()
+                counts_LE = sums.counts_LE.clone()
                 all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
                 move_selection_biases(self.parallel, counts_LE)
 
         versions.update(step if norm.is_finite else lambda: None)
-        own = self._steps.setdefault(index, _OwnStep())
-        own.counts = own.counts.plus(done.counts)
-        own.num_skipped += not norm.is_finite
-        own.squares += norm.value * norm.value
-        if own.losses is None or own.loads is None:
-            own.losses, own.loads = done.sums.losses, done.sums.loads
+        skips, squares = not norm.is_finite, norm.value * norm.value
+        if (own := self._steps.get(index)) is None:
+            self._steps[index] = _OwnStep(counts, sums.losses, sums.loads, squares, skips)
         else:
-            own.losses = own.losses + done.sums.losses
-            own.loads = [a + b for a, b in zip(own.loads, done.sums.loads, strict=True)]
+            own.counts = own.counts.plus(counts)
+            own.losses = own.losses + sums.losses
+            own.loads = [a + b for a, b in zip(own.loads, sums.loads, strict=True)]
+            own.squares += squares
+            own.num_skipped += skips
 
     def end(self, sample: int) -> int:
         step, place = divmod(sample, self.num_microbatches)
@@ -224,7 +208,6 @@ class TrainingStream:
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
             own, mesh = self._steps.pop(step), self.parallel.mesh
-            assert own.losses is not None and own.loads is not None
             # The sum over all ranks, in which counts are exact (float64), is read some steps later.
             # All ranks of a stage know its norm and its skips: only the first of them adds them.
             first = float(mesh["stage"].index == 0)
@@ -239,7 +222,7 @@ class TrainingStream:
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )
-            self._reports[step] = _Report(total, work, own, time.perf_counter())
+            self._reports[step] = total, work, own, time.perf_counter()
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
@@ -257,7 +240,6 @@ class TrainingStream:
         stop, skipped, squares = total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
-        assert step.losses is not None and step.loads is not None
         num_losses = step.losses.numel()
         updates = self.num_microbatches // self.window
         value = math.sqrt(squares / updates) if squares >= 0 else math.nan
@@ -314,15 +296,8 @@ class StreamedSteps:
             schedule, last = recorded_segment(Path(plan.replay), first)
             check_recorded(schedule, config, first, last)
         else:
-            ends = [train.steps]
-            for every in (train.checkpoint_every, train.validate_every):
-                if every:
-                    ends.append(-(-first // every) * every)
-            operations = 2 * plan.pp * plan.microbatches
-            ends.append(first - 1 + max(SEGMENT_OPERATIONS // operations, 1))
-            if (after := session.stop.after) is not None and after >= first:
-                ends.append(after)
-            last = min(ends)
+            num_steps = max(SEGMENT_OPERATIONS // (2 * plan.pp * plan.microbatches), 1)
+            last = min(session.next_drain(first), first - 1 + num_steps)
             schedule = stream_schedule(config, last - first + 1)
         digests = gather_json([digest(schedule), last], session.mesh.control)
         assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"

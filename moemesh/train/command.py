@@ -25,36 +25,14 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizing import cache_beside
 from moemesh.trace.machine import keep_freed_memory
+from moemesh.train import preparation
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
 from moemesh.train.numerics.replica_checksums import what_is_compared
 from moemesh.train.opening import schedule_of_run
 from moemesh.train.post_validated import ValidatedSteps
-from moemesh.train.preparation import (
-    Preparation,
-    RunRequest,
-    already_trained,
-    disk_warning,
-    preflight_warnings,
-    prepare,
-    refuse_full_disk,
-    refuse_too_large,
-    untrainable,
-)
-from moemesh.train.records import provenance
-from moemesh.train.records.failure import (
-    advice_on,
-    details,
-    go_on,
-    hint_on,
-    keep_failure,
-    kept_in,
-    kind_of,
-    newest_step,
-    say,
-    write_failure,
-    write_verdict,
-)
+from moemesh.train.preparation import Preparation, RunRequest, prepare
+from moemesh.train.records import failure, provenance
 from moemesh.train.records.kept_schedules import settle
 from moemesh.train.records.run_folder import (
     DATA_CHANGE,
@@ -114,7 +92,7 @@ def _place(verdict: Verdict) -> tuple[object, ...] | None:
     if verdict.kind not in ("exception", "exited", "mismatch"):
         return None
     word, code = verdict.seen.word, verdict.kind == "exited" and verdict.seen.exit_code
-    return kind_of(verdict), verdict.rank, word.step if word is not None else None, code
+    return failure.kind_of(verdict), verdict.rank, word.step if word is not None else None, code
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -137,7 +115,7 @@ def train_supervised(
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
-    keep_failure(path, have_ended=True)  # of an earlier command
+    failure.keep_failure(path, have_ended=True)  # of an earlier command
     while True:
         ended = run(
             config.plan.world_size,
@@ -151,10 +129,12 @@ def train_supervised(
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        step, is_ours = newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
+        step, is_ours = failure.newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
         refused = budget.refuses(verdict, step)
         goes_on = is_ours and refused is None
-        say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
+        failure.say(
+            describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if goes_on else logs)
+        )
         if not is_ours:
             return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
@@ -162,22 +142,22 @@ def train_supervised(
         at = word.step if word is not None else None
         events.add("failed", verdict.message, at)
         if refused is not None:
-            advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
+            advice = failure.advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
-            write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
-            say(f"{details(path)}; not started again: {refused}\n{advice}")
+            failure.write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
+            failure.say(f"{failure.details(path)}; not started again: {refused}\n{advice}")
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
-        hint = hint_on(verdict)
-        write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
+        hint = failure.hint_on(verdict)
+        failure.write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, at)
-        kept = keep_failure(path, have_ended=True)
-        where = details(path) if kept is None else f"details in {kept}"
-        say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
+        kept = failure.keep_failure(path, have_ended=True)
+        where = failure.details(path) if kept is None else f"details in {kept}"
+        failure.say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()
         except RunFolderError as error:
-            say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
+            failure.say(f"moemesh: not started again: {error}\n{failure.go_on(path, command)}")
             return ended.code
 
 
@@ -198,7 +178,7 @@ def train(
     launch.attach()
     config, path = request.config, request.path
     if launch.joined():
-        if problems := untrainable(request.readable, path):
+        if problems := preparation.untrainable(request.readable, path):
             raise ConfigError(problems)
         if launch.launched():
             folder = RunFolder.open(path, None, config.train.checkpoint_folder)
@@ -208,19 +188,12 @@ def train(
     prepared = prepared or prepare(request, _say_once)
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
-        refuse_too_large(request.readable.config)
-    # Errors in the data and in the weights before any process starts.
+        preparation.refuse_too_large(request.readable.config)
+    # Errors in the data before any process starts; those in weights are told by then.
     for note in prepared.notes:
         _say_once(note)
     samples = prepared.samples or open_samples(config, path)
     config = with_steps(config, samples)
-    if config.model_path is not None or config.lora.path is not None:
-        # Late: few runs need it.
-        from moemesh.train.weights.conversion import open_adapters, open_weights
-
-        if config.model_path is not None:
-            open_weights(config)
-        open_adapters(config)
     folder = _open_folder(request, config, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:
@@ -307,7 +280,7 @@ def _rank(
             if mesh.rank == 0:
                 try:
                     folder = _open_folder(request, config, samples)
-                    refuse_full_disk(config, folder.checkpoints)
+                    preparation.refuse_full_disk(config, folder.checkpoints)
                 except UserError as error:
                     problem = str(error)
             problem = gather_json(problem, mesh.control)[0]
@@ -332,13 +305,10 @@ def _rank(
         launch.stop(code)
         folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
-    except _Refused:
-        raise
-    except UserError as error:
-        if not (isinstance(error, CheckpointError) or launch.launched() or launch.watched()):
-            raise
-        return _fail(error, rank, path, folder)
     except Exception as error:
+        is_told = isinstance(error, CheckpointError) or launch.launched() or launch.watched()
+        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
+            raise
         return _fail(error, rank, path, folder)
 
 
@@ -358,13 +328,13 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
         return 1 if isinstance(error, CheckpointError) or not is_user_error(error) else 2
     advice = str((getattr(error, "facts", None) or {}).get("advice", ""))
     if not advice and not is_final:
-        advice = go_on(path, ["moemesh", *sys.argv[1:]])
+        advice = failure.go_on(path, ["moemesh", *sys.argv[1:]])
     advice = advice or "checkpoints are untouched; the same command would fail again"
     if path.is_dir():
         epoch = folder.epoch if folder is not None else None
-        write_failure(path, error, rank, advice=advice, epoch=epoch)
+        failure.write_failure(path, error, rank, advice=advice, epoch=epoch)
     text = f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"
-    print(f"{text}\n{details(path)}\n{advice}", file=sys.stderr, flush=True)
+    print(f"{text}\n{failure.details(path)}\n{advice}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -388,22 +358,14 @@ def train_rank(
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
-    for warning in preflight_warnings(config, on_cpu, schedule):
+    for warning in preparation.preflight_warnings(config, on_cpu, schedule):
         console.say(f"note: {warning}", "note")
-    if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
+    if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
         console.say(f"note: {warning}", "note")
-    session = Session(
-        config=config,
-        mesh=mesh,
-        folder=folder,
-        samples=samples,
-        console=console,
-        stop=stop,
-        schedule=schedule,
-    )
+    session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
     if done >= last:
-        console.say(already_trained(folder.path, done, last))
+        console.say(preparation.already_trained(folder.path, done, last))
         return 0
     if stop.after is not None and done >= stop.after:
         console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")

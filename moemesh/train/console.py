@@ -211,12 +211,10 @@ class Console:
         self._safely(lambda: live.update(panel, refresh=True))
 
     def _print(self, text: str) -> None:
-        if self._silent:
-            return
-        if not self._terminal:
+        if self._terminal:
+            self._safely(lambda: self._rich.print(text, markup=False))
+        else:
             self._safely(lambda: print(text, flush=True))
-            return
-        self._safely(lambda: self._rich.print(text, markup=False))
 
     def _safely(self, show: Callable[[], object]) -> None:
         """Call `show`; where the console turns out to be gone, be silent from now on."""

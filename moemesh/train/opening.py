@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -9,7 +11,6 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.run import RunConfig
-from moemesh.data.samples import Windows
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.schedule.action import Schedule
@@ -21,8 +22,14 @@ from moemesh.train.records.run_folder import RunFolder
 # The samples of a step as this rank's microbatches.
 
 
+class ArraySource(Protocol):
+    """Samples: those of a run's data, or of a bundle."""
+
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
 def own_batches(
-    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+    samples: ArraySource, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
 ) -> list[Batch]:
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 
@@ -36,16 +43,14 @@ def own_batches(
     for index in range(num_parts):
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
-        tokens, targets = map(torch.from_numpy, samples.batch(ids[rows]))
-        documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
-        valid = samples.valid(ids[rows])
+        arrays = {name: torch.from_numpy(one) for name, one in samples.arrays(ids[rows]).items()}
         batch = Batch(
-            tokens_BS=tokens,
-            targets_BS=targets,
+            tokens_BS=arrays["tokens"],
+            targets_BS=arrays["targets"],
             sequences_B=torch.arange(rows.start, rows.stop),
-            valid_BS=None if valid is None else torch.from_numpy(np.ascontiguousarray(valid)),
-            loss_mask_BS=None if learned is None else torch.from_numpy(learned),
-            documents_BS=None if documents is None else torch.from_numpy(documents[:, :-1]),
+            valid_BS=arrays.get("valid"),
+            loss_mask_BS=arrays.get("loss_mask"),
+            documents_BS=arrays["documents"][:, :-1] if "documents" in arrays else None,
             seed=seed,
             step=step,
         )

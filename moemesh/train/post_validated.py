@@ -70,13 +70,6 @@ class Step:
     result: StepResult | None = None
     undo: _Undo | None = None
 
-    def finished(self) -> FinishedStep:
-        """The step, once it stands."""
-        assert self.result is not None
-        return FinishedStep(
-            number=self.number, result=self.result, recorder=self.recorder, seconds=self.seconds
-        )
-
 
 class _Undo:
     """A copy of all state that an update changes: the optimizer's, and the routers' biases."""
@@ -240,11 +233,7 @@ class PostValidation:
         sizes = [1, step.sums.losses.numel(), sum(part.numel() for part in loads)]
         _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])
         return step_result(
-            counts=step.counts,
-            losses=losses,
-            packed=packed,
-            like=loads,
-            norm=norm_of(squares),
+            counts=step.counts, losses=losses, packed=packed, like=loads, norm=norm_of(squares)
         )
 
 
@@ -272,9 +261,12 @@ class ValidatedSteps:
             with session.artifacts.first_step_memory():
                 steps.run(number, batches, recorder)
             session.artifacts.snapshots = steps.snapshot_bytes
-            if session.interrupts(number) or steps.stopping:
+            if session.next_drain(number) == number or steps.stopping:
                 steps.flush()
-            finished += [step.finished() for step in steps.take()]
+            for step in steps.take():
+                assert step.result is not None
+                facts = {"recorder": step.recorder, "seconds": step.seconds}
+                finished.append(FinishedStep(number=step.number, result=step.result, **facts))
             is_settled = steps.is_settled
             while len(finished) > is_settled:
                 session.report(finished.pop(0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -42,6 +42,7 @@ from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
+    check_adapter_headers,
     check_adapters,
     check_folder,
     check_headers,
@@ -86,26 +87,13 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
             )
         if not (probe := deepep_probe.available()).usable:
             reasons.insert(0, str(probe))
-        found += [
-            Problem(
-                code="not-available",
-                key="plan.dispatcher",
-                value="deepep",
-                message=reason,
-                fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
-            )
-            for reason in reasons
-        ]
+        fix = "dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto"
+        found += [plan.problem("not-available", "dispatcher", why, fix) for why in reasons]
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:
-            problem = Problem(
-                code="not-available",
-                key="train.sinks",
-                value=list(config.train.sinks),
-                message=f'the sink "{name}" needs the package {package}',
-                fix=f"pip install {package}, or train.sinks without it",
-            )
-            found.append(problem)
+            message = f'the sink "{name}" needs the package {package}'
+            fix = f"pip install {package}, or train.sinks without it"
+            found.append(config.train.problem("not-available", "sinks", message, fix))
     if plan.dp > batch:
         message = (
             f"dp ({plan.dp}) exceeds the {batch} sequences of a step (data.global_batch): "
@@ -220,18 +208,16 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     for rank in range(plan.world_size):
         profile = predicted_memory(config, rank)
         needed += profile.peak - profile.activations
-        if needed > available:
-            break
-    else:
-        return
-    counted = f"{plan.world_size} rank(s)"
-    if rank + 1 < plan.world_size:
-        counted = f"the first {rank + 1} of {counted} alone"
-    raise TooLargeError(
-        f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
-        f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
-        "machines for it; `moemesh estimate` and `moemesh plan` say which"
-    )
+        if needed <= available:
+            continue
+        counted = f"{plan.world_size} rank(s)"
+        if rank + 1 < plan.world_size:
+            counted = f"the first {rank + 1} of {counted} alone"
+        raise TooLargeError(
+            f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this "
+            f"machine has {format_bytes(available)}: take a smaller model (model.preset, "
+            "model.num_layers), or machines for it; `moemesh estimate` and `moemesh plan` say which"
+        )
 
 
 def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
@@ -275,44 +261,39 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
         f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
         f"{format_bytes(available)}"
     )
-    for changed, name in () if is_hopeless else _smaller(config):
-        if (smaller := predicted_peaks(changed)) <= available:
-            return f"{text}: {name} needs {format_bytes(smaller)}"
-    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
-
-
-def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
-    """Legal configurations that need less memory, each with its name: first those of the same
-    losses, then those of another batch, then of shorter sequences."""
+    # Configurations that need less: first those of the same losses, then those of another batch,
+    # then of shorter sequences.
     plan, data = config.plan, config.data
-    candidates: list[dict[str, dict[str, object]]] = []
+    smaller: list[dict[str, dict[str, object]]] = []
     most, least = plan.microbatches, plan.dp * plan.microbatches
     while data.global_batch // plan.dp >= 2 * most:
         most *= 2
-        candidates.append({"plan": {"microbatches": most}})
-    candidates.append({"plan": {"recompute": "full"}})
-    candidates.append({"plan": {"microbatches": most, "recompute": "full"}})
+        smaller.append({"plan": {"microbatches": most}})
+    smaller.append({"plan": {"recompute": "full"}})
+    smaller.append({"plan": {"microbatches": most, "recompute": "full"}})
     batch = data.global_batch // 2
     while batch >= least:
-        candidates.append({"data": {"global_batch": batch}})
+        smaller.append({"data": {"global_batch": batch}})
         batch //= 2
     length = data.seq_len // 2
     while length >= _SHORTEST:
         shorter = {"global_batch": least, "seq_len": length}
-        candidates.append({"plan": {"recompute": "full"}, "data": shorter})
+        smaller.append({"plan": {"recompute": "full"}, "data": shorter})
         length //= 2
-    for changes in candidates:
+    for changes in [] if is_hopeless else smaller:
         sections = {
             name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
         }
         changed = replace(config, **sections)
-        if not (changed.check() or any(True for _ in refusals(changed))):
+        is_legal = not (changed.check() or refusals(changed))
+        if is_legal and (peaks := predicted_peaks(changed)) <= available:
             keys = (
-                (f"{section}.{key}", value)
+                f"{section}.{key} = {format_value(value)}"
                 for section in changes
                 for key, value in changes[section].items()
             )
-            yield changed, ", ".join(f"{key} = {format_value(value)}" for key, value in keys)
+            return f"{text}: {', '.join(keys)} needs {format_bytes(peaks)}"
+    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
 
 
 def preflight_warnings(
@@ -588,15 +569,33 @@ def check_inputs(
     problems = untrainable(resolved, folder)
     found: list[Exception] = [ConfigError(problems)] if problems else []
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
-    for check in (device, partial(check_headers, config), *also):
+    weights = partial(check_headers, config), partial(check_adapter_headers, config)
+    for check in (device, *weights, *also):
         found += found_by(check)
-    data = sources.check(config.data, config.model.vocab_size)
+    data = data_errors(config, config_file)
     if not found and not data:
         before_data()
+    refuse_together([*found, *(data or found_by(open_small))])
+    return next(iter(opened), None), notes
+
+
+#: Keys of [data] that say nothing of its files.
+_NOT_OF_FILES = {f"data.{key}" for key in ("seq_len", "global_batch", "held_out", "documents")}
+
+
+def data_errors(
+    config: RunConfig, config_file: Path | None, broken: Collection[str] = ()
+) -> list[Exception]:
+    """Faults of tokenizer and data files, as :func:`moemesh.data.sources.check` finds them; none
+    where one of the keys that are `broken` may say where they are."""
+    if any(key.startswith("data.") and key not in _NOT_OF_FILES for key in broken):
+        return []
+    is_known = "model.vocab_size" not in broken
+    found: list[Exception] = []
     home = Path() if config_file is None else config_file.parent
     named = [source.path for source in config.data.all_sources]
     named += [config.data.validation, config.data.tokenizer]
-    for error in data:
+    for error in sources.check(config.data, config.model.vocab_size if is_known else 1 << 62):
         # Of a file that stands beside the configuration and not where the path points.
         for name in filter(None, named):
             is_beside = not Path(name).expanduser().exists() and (home / name).exists()
@@ -605,9 +604,7 @@ def check_inputs(
                 error = DataError(f"{error}; {where} {config_file}")
                 break
         found.append(error)
-    found += [] if data else found_by(open_small)
-    refuse_together(found)
-    return next(iter(opened), None), notes
+    return found
 
 
 def check_room(config: RunConfig) -> None:

@@ -7,9 +7,9 @@ at a step boundary, with everything that belongs to an expert: weights, masters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,24 +30,11 @@ TOLERANCE = 0.05
 LARGEST_UNCOMPILED = 256
 
 
-class _WholeState(NamedTuple):
-    """A state of a parameter put together, [places, ...], and the part of it that this rank owns:
-    the whole itself, a flat range, or nothing."""
-
-    whole: Tensor
-    part: Tensor | None
-    own: OwnRange | None
-
-
 class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
     def __init__(
-        self,
-        parallel: RankModel,
-        optimizer: Optimizer,
-        every: int,
-        say: Callable[[str, str], None],
+        self, parallel: RankModel, optimizer: Optimizer, every: int, say: Callable[[str, str], None]
     ) -> None:
         """`say`: text and kind of an event."""
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
@@ -119,11 +106,24 @@ class Rehoming:
 
     @torch.no_grad()
     def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
-        if layer in self._parallel.model.moe_layers():
-            states: list[_WholeState] = []
-            for name in stacks_of_experts(self._parallel.placements, layer):
-                states += self._states(name)
-            move_experts([state.whole for state in states], old, new, self._mesh["ep"])
+        parallel, optimizer = self._parallel, self._optimizer
+        if layer in parallel.model.moe_layers():
+            reducer, moments = parallel.reducer, optimizer.state()
+            # All that belongs to a stack of experts (weights, moments, masters where they are
+            # others) put together, [places, ...], and the part of it that this rank owns: the whole
+            # itself, a flat range, or nothing. All ranks that share them call.
+            states: list[tuple[Tensor, Tensor | None, OwnRange | None]] = []
+            for name in stacks_of_experts(parallel.placements, layer):
+                weights = reducer.whole_weights(name)
+                states.append((weights, reducer.held_weights.get(name), reducer.held.get(name)))
+                if not parallel.placements[name].trains:
+                    continue
+                parts = [moments.get(kind, {}).get(name) for kind in optimizer.kinds()]
+                if has_master(weights.dtype):
+                    parts.append(optimizer.masters.get(name))
+                own = reducer.owned.get(name)
+                states += [(reducer.whole(name, part), part, own) for part in parts]
+            move_experts([whole for whole, _, _ in states], old, new, self._mesh["ep"])
             for whole, part, own in states:
                 # Where the whole is a copy, the own part follows it.
                 if part is None or own is None:
@@ -132,21 +132,6 @@ class Rehoming:
                     numbers = slice(own.numbers.start, own.numbers.stop)
                     part.view(-1).copy_(whole.view(-1)[numbers])
         self._set(layer, new)
-
-    def _states(self, name: str) -> Iterator[_WholeState]:
-        """All that belongs to a stack of experts: weights, masters where they are others, moments.
-        All ranks that share them call."""
-        reducer, optimizer = self._parallel.reducer, self._optimizer
-        weights = reducer.whole_weights(name)
-        yield _WholeState(weights, reducer.held_weights.get(name), reducer.held.get(name))
-        if not self._parallel.placements[name].trains:
-            return
-        moments = optimizer.state()
-        parts = [moments.get(kind, {}).get(name) for kind in optimizer.kinds()]
-        if has_master(weights.dtype):
-            parts.append(optimizer.masters.get(name))
-        for part in parts:
-            yield _WholeState(reducer.whole(name, part), part, reducer.owned.get(name))
 
     def _set(self, layer: int, places: Sequence[int]) -> None:
         parallel = self._parallel

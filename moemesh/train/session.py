@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,15 +18,10 @@ from moemesh.model.batch import Batch
 from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
-from moemesh.train.numerics.nan_check import (
-    NonfiniteOrigin,
-    examine,
-    examine_state,
-    nonfinite_gradients,
-)
+from moemesh.train.numerics import nan_check
 from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
 from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
-from moemesh.train.numerics.repro_bundle import ReproBundles
+from moemesh.train.numerics.repro_bundle import begin_bundle, finish_bundle
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import Artifacts
@@ -50,33 +44,6 @@ from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.watch.supervisor import StopRequest
 
 
-@dataclass(kw_only=True)
-class Cursor:
-    """The place of a run in its data order: `position` samples were read by the steps up to `step`,
-    left out ones included; every step reads `batch`. Where a run goes back to an earlier step, the
-    position does not."""
-
-    step: int
-    position: int
-    batch: int
-
-    def before(self, step: int) -> int:
-        """The samples read before `step` (from 1)."""
-        return self.position + (step - 1 - self.step) * self.batch
-
-    def places(self, step: int) -> range:
-        """The places in the data order that `step` reads."""
-        start = self.before(step)
-        return range(start, start + self.batch)
-
-    def go_back(self, step: int, last: int) -> range:
-        """Be behind `step` again, and read on behind what the step `last` has read; returns the
-        places of all samples between the two, which no update will have seen."""
-        skipped = range(self.before(step + 1), self.before(last + 1))
-        self.step, self.position = step, skipped.stop
-        return skipped
-
-
 class Steps(Protocol):
     """A way to take optimizer steps."""
 
@@ -92,12 +59,11 @@ class Steps(Protocol):
 
 
 class Session:
-    """One rank of a run. `done`: steps of earlier calls; `saved`: the step of the last checkpoint;
-    `cursor`: which samples a step reads."""
+    """One rank of a run. `done`: steps of earlier calls; `saved`: the step of the last
+    checkpoint."""
 
     def __init__(
         self,
-        *,
         config: RunConfig,
         mesh: Mesh,
         folder: RunFolder,
@@ -131,9 +97,10 @@ class Session:
                 saving.load_weights(open_weights(config, console.say), parallel, optimizer)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
-        self.cursor = Cursor(step=self.done, position=position, batch=config.data.global_batch)
+        #: A step, and the place in the data order behind what it and those before have read. Where
+        #: a run goes back to an earlier step, the place does not.
+        self._cursor = self.done, position
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
-        self.repro_bundles = ReproBundles(folder.path, config, parallel, optimizer)
         self.checksums = ReplicaChecksums(parallel, optimizer, train, console.say)
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
@@ -158,7 +125,38 @@ class Session:
         All ranks call.
         """
         last, step = self.config.train.steps, self.done
-        observers = self._observers(steps)
+
+        def validate_and_record(behind: StepBoundary) -> None:
+            validates = behind.is_due(self.config.train.validate_every)
+            self.record(behind.step, self.validate() if validates else None)
+
+        def decide(behind: StepBoundary) -> None:
+            behind.stopping = steps.is_stopping() or behind.number == self.stop.after
+            # A checkpoint without an update would take the place of an older, better one.
+            is_due = behind.is_due(self.config.train.checkpoint_every)
+            wanted = is_due and (behind.is_last or not self.nan_policy.skipped)
+            behind.saves = behind.stopping or wanted
+
+        def save(behind: StepBoundary) -> str | None:
+            if not behind.saves:
+                return None
+            if damage := nan_check.examine_state(self.parallel, self.optimizer):
+                return self.nan_policy.damaged(behind.number, damage)
+            self.save(behind.number, is_last=behind.stopping or behind.is_last)
+            self.saved = behind.number
+            return None
+
+        # All that happens behind a step, in this order.
+        observers: Sequence[Observer] = (
+            lambda _: self.nan_policy.settle(self.examine),
+            validate_and_record,
+            self.rehoming.after,
+            decide,
+            lambda _: self.checkpoints.look(),
+            self.checksums.after,
+            self.row_bounds.after,
+            save,
+        )
         try:
             while step < last:
                 progress_words.at_step(step + 1, self.mesh["pp"].index)
@@ -183,40 +181,6 @@ class Session:
         finally:
             self.artifacts.close()
 
-    def _observers(self, steps: Steps) -> Sequence[Observer]:
-        """All that happens behind a step, in this order."""
-
-        def validate_and_record(behind: StepBoundary) -> None:
-            validates = behind.is_due(self.config.train.validate_every)
-            self.record(behind.step, self.validate() if validates else None)
-
-        def decide(behind: StepBoundary) -> None:
-            behind.stopping = steps.is_stopping() or behind.number == self.stop.after
-            # A checkpoint without an update would take the place of an older, better one.
-            is_due = behind.is_due(self.config.train.checkpoint_every)
-            wanted = is_due and (behind.is_last or not self.nan_policy.skipped)
-            behind.saves = behind.stopping or wanted
-
-        def save(behind: StepBoundary) -> str | None:
-            if not behind.saves:
-                return None
-            if damage := examine_state(self.parallel, self.optimizer):
-                return self.nan_policy.damaged(behind.number, damage)
-            self.save(behind.number, is_last=behind.stopping or behind.is_last)
-            self.saved = behind.number
-            return None
-
-        return (
-            lambda _: self.nan_policy.settle(self.examine),
-            validate_and_record,
-            self.rehoming.after,
-            decide,
-            lambda _: self.checkpoints.look(),
-            self.checksums.after,
-            self.row_bounds.after,
-            save,
-        )
-
     def report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
         progress_words.stepped()
@@ -238,23 +202,32 @@ class Session:
         progress_words.phase(STEP)
         return batches
 
+    def num_read(self, step: int) -> int:
+        """The samples read by the steps up to `step`, left out ones included."""
+        at, position = self._cursor
+        return position + (step - at) * self.config.data.global_batch
+
     def sample_ids(self, step: int) -> np.ndarray:
         """The ids of all samples of step `step` (from 1)."""
-        places = self.cursor.places(step)
-        return self.samples.ids_at(places.start, len(places))
+        return self.samples.ids_at(self.num_read(step - 1), self.config.data.global_batch)
 
-    def examine(self, step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
+    def examine(
+        self, step: int, wants_bundle: bool
+    ) -> tuple[nan_check.NonfiniteOrigin, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
-        parameters = nonfinite_gradients(self.parallel)
-        bundle = self.repro_bundles.begin(step, self.samples, ids) if wants_bundle else None
+        parameters = nan_check.nonfinite_gradients(self.parallel)
+        bundle, run = None, self.folder.path
+        if wants_bundle:
+            model = self.parallel, self.optimizer
+            bundle = begin_bundle(run, self.config, *model, step, self.samples, ids)
         batches = self.batches(step)
         progress_words.phase(CHECK)
-        found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
+        found = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            self.repro_bundles.finish(bundle, found, num_updates=weights_of)
+            finish_bundle(bundle, found, weights_of, self.mesh)
         return found, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:
@@ -266,9 +239,9 @@ class Session:
         if checkpoint is None:
             self.nan_policy.returned(reason, None, range(0))
         assert checkpoint is not None
-        self.nan_policy.returned(
-            reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step)
-        )
+        skipped = range(self.num_read(checkpoint.step), self.num_read(step))
+        self._cursor = checkpoint.step, skipped.stop
+        self.nan_policy.returned(reason, checkpoint.step, skipped)
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:
             record_return(self.folder, checkpoint.step)
@@ -276,7 +249,7 @@ class Session:
 
     def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
         """Write and show a finished step; all ranks call, for every step in order."""
-        epoch = self.cursor.before(step.number + 1) / self.samples.num_training
+        epoch = self.num_read(step.number) / self.samples.num_training
         row = self.artifacts.record(step, epoch=epoch, validation_loss=validation_loss)
         self.console.step(row, self.config.train.steps)
 
@@ -299,22 +272,22 @@ class Session:
         state: dict[str, object] = {
             **self.artifacts.identity,
             "step": step,
-            "position": self.cursor.before(step + 1),
+            "position": self.num_read(step),
             **self.rehoming.state(),
             **self.nan_policy.state(),
         }
-        if is_last:
-            self.checkpoints.save_last(step, state)
-        else:
-            self.checkpoints.save(step, state)
+        self.checkpoints.save(step, state, is_last=is_last)
 
-    def interrupts(self, step: int) -> bool:
-        """Whether a validation, a checkpoint or the end comes behind step `step`."""
-        train = self.config.train
-        return step == self.stop.after or any(
-            step == train.steps or (n and step % n == 0)
-            for n in (train.validate_every, train.checkpoint_every)
-        )
+    def next_drain(self, first: int) -> int:
+        """The next step from `first` on behind which a validation, a checkpoint or the end comes,
+        so that all stages must hold the weights of one step."""
+        train, after = self.config.train, self.stop.after
+        ends = [train.steps]
+        for every in filter(None, (train.checkpoint_every, train.validate_every)):
+            ends.append(-(-first // every) * every)
+        if after is not None and after >= first:
+            ends.append(after)
+        return min(ends)
 
     def exit_code(self) -> int:
         """The exit code of a run that was asked to stop, whichever rank was; all ranks call."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.records.failure import advice_on, details, report_id, say, write_node_verdict
+from moemesh.train.records.failure import advice_on, details, report_id, say, write_verdict
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
@@ -100,7 +100,20 @@ class Watcher:
         handle = lock(self._folder)
         try:
             if (found := self._watch(watcher)) is not None:
-                self._end(watcher, *found)
+                verdict, seen = found
+                # The disk of the run may be behind the network that is cut, and never answer.
+                report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
+                report.start()
+                report.join(_REPORT_SECONDS)
+                if report.is_alive():
+                    why = f"{self._path} does not answer: no report is in it"
+                    say(f"moemesh: {verdict.message}; {why}")
+                # Nobody meets here any more, and ranks that wait for the verdict have it.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._guests.send(verdict.rank, signal.SIGKILL)
+                time.sleep(_CULPRIT_FIRST_SECONDS)
+                for one in seen:
+                    self._guests.send(one.rank, signal.SIGKILL)
             # Not after an error of its own: ranks see by a free lock that nobody speaks for them.
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
@@ -129,21 +142,6 @@ class Watcher:
     def _events(self) -> Events:
         return Events(RunFolder(self._path, has_run=True))
 
-    def _end(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        """Report a failure, and end the ranks."""
-        # The disk of the run may be behind the network that is cut, and never answer.
-        report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
-        report.start()
-        report.join(_REPORT_SECONDS)
-        if report.is_alive():
-            say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
-        # Nobody meets here any more, and ranks that wait for the verdict have it.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._guests.send(verdict.rank, signal.SIGKILL)
-        time.sleep(_CULPRIT_FIRST_SECONDS)
-        for one in seen:
-            self._guests.send(one.rank, signal.SIGKILL)
-
     def _report(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
         path, node, logs = self._path, self._spec.node, self._path / LOGS
         ended = watcher.failed(verdict, seen, logs)
@@ -156,8 +154,16 @@ class Watcher:
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
         lines = [describe(ended, logs, kept=logs if path.is_dir() else None)]
         if path.is_dir():
-            told = {"epoch": read_epoch(path), "action": action, "advice": advice}
-            if write_node_verdict(path, ended, node.first, earlier=self._earlier, **told):
+            is_first = write_verdict(
+                path,
+                ended,
+                epoch=read_epoch(path),
+                action=action,
+                advice=advice,
+                first_rank=node.first,
+                earlier=self._earlier,
+            )
+            if is_first:
                 word = verdict.seen.word
                 self._events().add("failed", verdict.message, word.step if word else None)
             lines.append(f"moemesh: {action}; {details(path)}")

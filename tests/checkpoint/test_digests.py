@@ -62,7 +62,7 @@ def test_a_missing_package_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
         path = save_one(tmp_path, 3, [whole("w", TENSOR)])
         assert torch.equal(open_checkpoint(tmp_path, 3).read("w"), TENSOR)
     assert json.loads((path / "manifest.json").read_bytes())["hash"] == BLAKE2B
-    assert open_checkpoint(tmp_path, 3).manifest.hash_name == BLAKE2B
+    assert open_checkpoint(tmp_path, 3).manifest.hash == BLAKE2B
 
 
 def test_ranks_of_two_minds_save_nothing(tmp_path: Path) -> None:

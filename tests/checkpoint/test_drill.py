@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from moemesh.checkpoint import files
-from moemesh.checkpoint.store import CheckpointError, candidates, latest, open_checkpoint
-from moemesh.checkpoint.stored import examine
+from moemesh.checkpoint.store import CheckpointError, latest, open_checkpoint
+from moemesh.checkpoint.stored import candidates, examine
 from tests.checkpoint.simulate import (
     TENSOR,
     FaultyOs,
@@ -245,10 +245,8 @@ def test_a_disk_that_is_full_at_200_places(tmp_path: Path) -> None:
 
 def test_a_slow_disk_and_a_busy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves that follow one another faster than the disk: each is there, and none is torn."""
-    from moemesh.checkpoint import writing
-
-    real = writing.write_file
-    monkeypatch.setattr(writing, "write_file", lambda *args: (time.sleep(0.02), real(*args))[1])
+    real = files.write_file
+    monkeypatch.setattr(files, "write_file", lambda *args: (time.sleep(0.02), real(*args))[1])
     own = one_rank(tmp_path, keep=100)
     for step in range(30):
         own.finish(hurry=True)

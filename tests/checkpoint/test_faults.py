@@ -16,14 +16,9 @@ import pytest
 import torch
 
 from moemesh.checkpoint import files, header, load, manifest
-from moemesh.checkpoint.store import (
-    CheckpointError,
-    Shard,
-    candidates,
-    latest,
-    open_checkpoint,
-    prune,
-)
+from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.store import CheckpointError, Shard, latest, open_checkpoint
+from moemesh.checkpoint.stored import candidates
 from tests.checkpoint.simulate import FaultyOs, Killed, cut, never, save_as_ranks, save_one, whole
 
 

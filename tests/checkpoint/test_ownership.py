@@ -14,15 +14,15 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from moemesh.checkpoint import ownership
+from moemesh.checkpoint import files, ownership
 from moemesh.checkpoint import saver as saves
 from moemesh.checkpoint.files import CheckpointError, list_names, read_start
-from moemesh.checkpoint.ownership import Claim, Ownership
+from moemesh.checkpoint.ownership import Claim
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import candidates, latest
-from moemesh.checkpoint.stored import examine
+from moemesh.checkpoint.store import latest
+from moemesh.checkpoint.stored import candidates, examine
 from moemesh.watch.lease import RunFolderError
 from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
 
@@ -44,12 +44,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def held() -> Iterator[Callable[..., Ownership]]:
-    """As Ownership.take; what was taken is given back behind the test."""
-    taken: list[Ownership] = []
+def held() -> Iterator[Callable[..., Claim]]:
+    """As Claim.take; what was taken is given back behind the test."""
+    taken: list[Claim] = []
 
-    def take(folder: Place, run: str, **keys: Any) -> Ownership:
-        taken.append(Ownership.take(folder, run, **keys))
+    def take(folder: Place, run: str, **keys: Any) -> Claim:
+        taken.append(Claim.take(folder, run, **keys))
         return taken[-1]
 
     yield take
@@ -70,14 +70,14 @@ def save(own: Saver, step: int) -> SaveOutcome:
     return outcome
 
 
-def stop_beating(one: Ownership) -> None:
+def stop_beating(one: Claim) -> None:
     """As its process dies."""
     one._ended.set()
     one._thread.join()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(
-    folder: Place, held: Callable[..., Ownership], monkeypatch: pytest.MonkeyPatch
+    folder: Place, held: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 100.0)  # its first sign ends that
     first = held(folder, "a")
@@ -86,79 +86,79 @@ def test_a_second_run_is_refused_while_the_first_lives(
         RunFolderError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"
     ):
         held(folder, "b", say=lines.append)
-    assert first.claim.lost() is None and "a sign of its life" in lines[0]
+    assert first.lost() is None and "a sign of its life" in lines[0]
     first.release()
     lines.clear()
     second = held(folder, "b", say=lines.append)
-    assert not lines and first.claim.lost() and second.claim.lost() is None
+    assert not lines and first.lost() and second.lost() is None
     assert list_names(folder) == ["owner-2.json"]
 
 
-def test_a_run_that_died_keeps_nobody_away(folder: Place, held: Callable[..., Ownership]) -> None:
+def test_a_run_that_died_keeps_nobody_away(folder: Place, held: Callable[..., Claim]) -> None:
     stop_beating(held(folder, "a"))
     again = held(folder, "a", say=lambda text: pytest.fail(text))  # the same run: at once
     stop_beating(again)
     since = time.monotonic()
     other = held(folder, "b")
     assert time.monotonic() - since > 0.2
-    assert again.claim.lost() and other.claim.lost() is None
+    assert again.lost() and other.lost() is None
 
 
 def test_what_a_dying_run_left_of_its_claim_is_nobodys(
-    folder: Place, held: Callable[..., Ownership]
+    folder: Place, held: Callable[..., Claim]
 ) -> None:
     held(folder, "a").release()
-    ownership.create_file(folder / "owner-2.json", b"")
-    assert held(folder, "b").claim.number == 3
+    files.create_file(folder / "owner-2.json", b"")
+    assert held(folder, "b").number == 3
 
 
 def test_of_many_that_start_at_once_one_goes_on(folder: Place) -> None:
-    start, taken = threading.Barrier(8), list[Ownership]()
+    start, taken = threading.Barrier(8), list[Claim]()
 
     def run(name: str) -> None:
         start.wait()
         with suppress(RunFolderError):
-            taken.append(Ownership.take(folder, name))
+            taken.append(Claim.take(folder, name))
 
     threads = [threading.Thread(target=run, args=(f"run{n}",)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len([one for one in taken if one.claim.lost() is None]) == 1
+    assert len([one for one in taken if one.lost() is None]) == 1
     for one in taken:
         one.release()
 
 
 def test_a_run_that_was_taken_over_stops_before_its_next_commit(
-    folder: Place, held: Callable[..., Ownership]
+    folder: Place, held: Callable[..., Claim]
 ) -> None:
     first = held(folder, "a")
-    own = saver_of(folder, first.claim)
+    own = saver_of(folder, first)
     assert save(own, 1).problem is None
     second = held(folder, "b", takeover=True)
     outcome = save(own, 2)
     assert outcome.is_lost and "taken over" in str(outcome.problem) and own.news() == []
     assert candidates(folder) == [1]
-    assert save(saver_of(folder, second.claim), 2).problem is None
+    assert save(saver_of(folder, second), 2).problem is None
 
 
 @pytest.mark.parametrize("look", [1, 2, 3, 4, 5])
 def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
-    folder: Place, held: Callable[..., Ownership], look: int
+    folder: Place, held: Callable[..., Claim], look: int
 ) -> None:
     """The newer run saves the same step while the older one saves it: before its look `look`."""
     first = held(folder, "a")
-    assert save(saver_of(folder, first.claim), 1).problem is None
+    assert save(saver_of(folder, first), 1).problem is None
     looks = itertools.count(1)
 
     def lost() -> str | None:
         if next(looks) == look:
-            newer = saver_of(folder, held(folder, "b", takeover=True).claim)
+            newer = saver_of(folder, held(folder, "b", takeover=True))
             assert save(newer, 2).problem is None
-        return first.claim.lost()
+        return first.lost()
 
-    older = saver_of(folder, first.claim)
+    older = saver_of(folder, first)
     older.lost = lost
     older.start(2, [*shards(9)], {"step": 2, "of": "older"})
     outcome = older.finish()

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from moemesh.checkpoint import files
-from moemesh.checkpoint.store import candidates, latest
+from moemesh.checkpoint.store import latest
+from moemesh.checkpoint.stored import candidates
 from tests.checkpoint.simulate import TENSOR, never, on_ranks, one_rank, save_as_ranks, shards
 
 

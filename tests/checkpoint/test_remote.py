@@ -16,12 +16,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import moemesh
-from moemesh.checkpoint import remote, saver
+from moemesh.checkpoint import files, remote, saver
 from moemesh.checkpoint.files import CheckpointError, put_aside
 from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
-from moemesh.checkpoint.store import Shard, candidates, latest
-from moemesh.checkpoint.stored import examine, unfinished
+from moemesh.checkpoint.store import Shard, latest
+from moemesh.checkpoint.stored import candidates, examine, unfinished
 from moemesh.train.records.failure import newest_step
 from tests.checkpoint.simulate import TENSOR, Killed, cut, never, on_ranks, one_rank, shards, whole
 
@@ -108,7 +108,7 @@ def test_a_report_that_is_being_written_is_waited_for(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that is no object store shows the half of a file."""
-    real, halves = saver.replace_file, [b"", b'{"problem": n']
+    real, halves = files.replace_file, [b"", b'{"problem": n']
 
     def in_parts(path: RemotePath, content: bytes) -> None:
         for half in halves:
@@ -116,7 +116,7 @@ def test_a_report_that_is_being_written_is_waited_for(
             time.sleep(0.05)
         real(path, content)
 
-    monkeypatch.setattr(saver, "replace_file", in_parts)
+    monkeypatch.setattr(files, "replace_file", in_parts)
 
     def work(rank: int, own: Any) -> Any:
         own.start(1, shards(1)[rank::2], {"step": 1})
@@ -130,8 +130,8 @@ def test_a_report_that_stays_broken_is_a_failed_attempt(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "REPORT_SECONDS", 0.1)
-    real = saver.replace_file
-    monkeypatch.setattr(saver, "replace_file", lambda path, content: real(path, content[:-1]))
+    real = files.replace_file
+    monkeypatch.setattr(files, "replace_file", lambda path, content: real(path, content[:-1]))
 
     def work(rank: int, own: Any) -> Any:
         own.start(1, shards(1)[rank::2], {"step": 1})

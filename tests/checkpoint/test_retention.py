@@ -11,10 +11,9 @@ import torch
 
 from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.manifest import DTYPES
-from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.retention import plan_pruning, prune
-from moemesh.checkpoint.store import candidates, latest, open_checkpoint
-from moemesh.checkpoint.stored import StoredCheckpoint
+from moemesh.checkpoint.store import latest, open_checkpoint
+from moemesh.checkpoint.stored import StoredCheckpoint, candidates, num_nonfinite
 from tests.checkpoint.simulate import as_format_1, cut, flip, save_as_ranks, save_one, whole
 
 

@@ -17,7 +17,8 @@ import torch
 from benchmarks.simulated_device import SimulatedDevice
 from moemesh.checkpoint import files, saver, writing
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
+from moemesh.checkpoint.store import CheckpointError, Shard, open_checkpoint
+from moemesh.checkpoint.stored import candidates
 from tests import commands
 from tests.checkpoint.simulate import on_ranks, one_rank, save_as_ranks, shards, tree, whole
 from tests.waiting import PATIENCE, until
@@ -55,13 +56,13 @@ def test_start_returns_before_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
-    real = writing.write_file
+    real = files.write_file
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         assert may_write.wait(30)
         return real(path, parts, *look)
 
-    monkeypatch.setattr(writing, "write_file", write)
+    monkeypatch.setattr(files, "write_file", write)
     own = one_rank(tmp_path)
     own.start(1, shards(), {})
     assert candidates(tmp_path) == []
@@ -150,11 +151,11 @@ def test_a_process_that_fails_leaves_its_save_complete(tmp_path: Path) -> None:
     script = f"""
 import time, torch
 from pathlib import Path
-from moemesh.checkpoint import writing
+from moemesh.checkpoint import files
 from tests.checkpoint.simulate import one_rank
 from tests.checkpoint.simulate import whole
-real = writing.write_file
-writing.write_file = lambda *args: (time.sleep(0.3), real(*args))[1]
+real = files.write_file
+files.write_file = lambda *args: (time.sleep(0.3), real(*args))[1]
 one_rank(Path({str(tmp_path)!r})).start(1, [whole("w", torch.ones(3))], {{}})
 raise ValueError("training broke")
 """
@@ -193,12 +194,12 @@ def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "PAUSES", (60.0,))
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     own = one_rank(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "write_file", write)
+        patch.setattr(files, "write_file", write)
         own.start(1, shards(), {})
         since = time.monotonic()
         outcome = own.finish(hurry=True)

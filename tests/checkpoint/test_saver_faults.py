@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import files, saver, writing
+from moemesh.checkpoint import files, saver
+from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import latest, open_checkpoint, prune
+from moemesh.checkpoint.store import latest, open_checkpoint
 from tests.checkpoint.simulate import (
     TENSOR,
     FaultyOs,
@@ -39,9 +40,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int, times: int
 ) -> None:
-    failures, real = [times], writing.write_file
+    failures, real = [times], files.write_file
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         if path.name == f"rank-{bad_rank:05d}.safetensors" and failures[0]:
             failures[0] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -52,7 +53,7 @@ def test_a_full_disk_is_tried_again(
         return own.finish(), own.news()
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "write_file", write)
+        patch.setattr(files, "write_file", write)
         results = on_ranks(3, tmp_path, work)
     outcome, news = results[0]
     assert [result[0] for result in results] == [outcome] * 3
@@ -69,10 +70,10 @@ def test_a_full_disk_is_tried_again(
 
 
 def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_part, real_report = writing.write_file, saver.replace_file
+    real_part, real_report = files.write_file, files.replace_file
     broken = [True]
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         if "rank-00001" in path.name and broken[0]:
             raise OSError(errno.EIO, "Input/output error")
         return real_part(path, parts, *look)
@@ -83,8 +84,8 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
             raise OSError(errno.ENOSPC, "No space left on device")
         real_report(path, content)
 
-    monkeypatch.setattr(writing, "write_file", write)
-    monkeypatch.setattr(saver, "replace_file", report)
+    monkeypatch.setattr(files, "write_file", write)
+    monkeypatch.setattr(files, "replace_file", report)
 
     def work(rank: int, own: Saver) -> tuple[SaveOutcome | None, list[str]]:
         own.start(1, shards()[rank::2], {})
@@ -99,14 +100,14 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_rank_that_has_no_memory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
 ) -> None:
-    real = writing.write_file
+    real = files.write_file
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         if f"rank-{bad_rank:05d}" in path.name:
             raise MemoryError("no memory left")
         return real(path, parts, *look)
 
-    monkeypatch.setattr(writing, "write_file", write)
+    monkeypatch.setattr(files, "write_file", write)
 
     def work(rank: int, own: Saver) -> SaveOutcome | None:
         own.start(1, shards()[rank::2], {})
@@ -151,9 +152,9 @@ def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_reads_back_wrong_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, bad = writing.write_file, [True]
+    real, bad = files.write_file, [True]
 
-    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> Any:
         written = real(path, parts, *look)
         if bad[0] and path.suffix == ".safetensors":
             bad[0] = False
@@ -162,7 +163,7 @@ def test_what_reads_back_wrong_is_written_again(
                 file.write(b"\xff")
         return written
 
-    monkeypatch.setattr(writing, "write_file", write)
+    monkeypatch.setattr(files, "write_file", write)
     own = one_rank(tmp_path)
     own.start(1, shards(), {})
     outcome = own.finish()

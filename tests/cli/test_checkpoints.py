@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moemesh.checkpoint import manifest, ownership, retention
-from moemesh.checkpoint.ownership import Ownership
+from moemesh.checkpoint.ownership import Claim
 from moemesh.checkpoint.remote import place_of
 from moemesh.checkpoint.stored import Damage
 from moemesh.cli.checkpoints import by_file
@@ -193,10 +193,10 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
     place = f"{scheme}{made.rename(made.with_name('kept'))}/checkpoints"
-    owner = Ownership.take(place_of(place), "a run elsewhere")
+    owner = Claim.take(place_of(place), "a run elsewhere")
     code, _, err = call("prune", place, "--keep", 1)
     assert code == 2 and "is in use by a run (pid " in err and "prune when it has ended" in err
-    assert owner.claim.lost() is None and "Traceback" not in err
+    assert owner.lost() is None and "Traceback" not in err
     assert "step 1: would be deleted" in call("prune", place, "--keep", 1, "--dry-run")[1]
     # As its process dies: nobody raises the counter any more.
     owner._ended.set()
@@ -205,19 +205,19 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     code, out, err = call("prune", place, "--keep", 1)
     assert code == 0 and "step 1: deleted" in out and "sign of its life" in err
     # One that was only asleep commits nothing more; the next run waits for nobody.
-    assert owner.claim.lost() is not None
-    Ownership.take(place_of(place), "the next", say=pytest.fail).release()
+    assert owner.lost() is not None
+    Claim.take(place_of(place), "the next", say=pytest.fail).release()
 
 
 def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
     made: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = made / "checkpoints"
-    Ownership.take(place, "a run").release()
+    Claim.take(place, "a run").release()
     plan = retention.plan_pruning
 
     def slowly(*arguments: Any, **keys: Any) -> retention.Pruning:
-        Ownership.take(place, "another", takeover=True).release()
+        Claim.take(place, "another", takeover=True).release()
         return plan(*arguments, **keys)
 
     monkeypatch.setattr(retention, "plan_pruning", slowly)

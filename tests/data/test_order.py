@@ -79,7 +79,7 @@ def test_a_position_far_away_costs_nothing() -> None:
 
 def test_epochs_hold_every_id_once_and_differ_between_sources() -> None:
     ids = np.arange(100, 137)
-    held = IdRanges.of(ids)
+    held = IdRanges(ids[:1], ids[-1:] + 1)
     epochs = Epochs(held, seed=3)
     first, second = epochs.at(np.arange(37)), epochs.at(np.arange(37, 74))
     assert sorted(first) == sorted(second) == ids.tolist() and not np.array_equal(first, second)
@@ -128,15 +128,16 @@ def test_a_computed_order_of_a_seed_stays() -> None:
 @given(st.lists(st.booleans(), max_size=60), st.data())
 def test_ranges_are_the_ids_they_stand_for(chosen: list[bool], data: st.DataObject) -> None:
     ids = np.flatnonzero(np.array(chosen, dtype=bool)) + 5
-    ranges = IdRanges.of(ids)
-    assert len(ranges) == len(ids) and np.array_equal(ranges.all(), ids)
+    breaks = np.flatnonzero(np.diff(ids, prepend=0, append=0) != 1)
+    ranges = IdRanges(ids[breaks[:-1]], ids[breaks[1:] - 1] + 1)
+    assert len(ranges) == len(ids) and np.array_equal(ranges.spread(len(ids)), ids)
     count = data.draw(st.integers(0, len(ids)))
     blocks = held_out_blocks(len(ids), count, seed=1)
     inside, outside = ranges.divided(blocks)
     assert len(inside) == count
-    assert sorted([*inside.all(), *outside.all()]) == ids.tolist()
+    assert sorted([*inside.spread(len(ids)), *outside.spread(len(ids))]) == ids.tolist()
     places = [place for start, stop in blocks.tolist() for place in range(start, stop)]
-    assert np.array_equal(inside.all(), ids[places] if places else ids[:0])
+    assert np.array_equal(inside.spread(len(ids)), ids[places] if places else ids[:0])
 
 
 def test_trillions_of_tokens_cost_no_memory() -> None:

@@ -14,7 +14,7 @@ from moemesh.data.samples import Samples, Windows, packed
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
 from moemesh.train.opening import own_batches
-from tests.data.texts import stream
+from tests.data.texts import stream, training_ids
 
 
 def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> Any:
@@ -140,7 +140,7 @@ def test_small_data_is_spread_and_filled_with_padding() -> None:
     ]
     for step in range(3):
         ids = samples.ids_at(9 * step, 9)
-        assert sorted(ids) == sorted(samples.training_ids)
+        assert sorted(ids) == sorted(training_ids(samples))
         (batch,) = own_batches(samples, Mesh.single("cpu"), ids, 1, seed=0)
         assert batch.valid_BS is not None and batch.documents_BS is not None
         assert sorted(batch.valid_BS.sum(1).tolist()) == [0] * 4 + [10] * 5

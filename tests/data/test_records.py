@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import zstandard
 from moemesh.data import corpus as documents
 from moemesh.data import records as records_module
 from moemesh.data.chat import ChatTemplate
-from moemesh.data.corpus import encoded
+from moemesh.data.corpus import Document
 from moemesh.data.input_files import DataFile, find
-from moemesh.data.records import BadRecordError, Record, Where, read
+from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
 from tests.data.test_chat import by_itself
 
@@ -147,9 +147,9 @@ def test_bad_records_are_named_or_left_out(tmp_path: Path, line: bytes, reason: 
     file.write_bytes(b'{"text": "ok"}\n' + line + b'\n{"text": "last"}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2, byte \d+: .*{reason}"):
         texts(file)
-    bad: list[BadRecordError] = []
-    assert [r for _, r in read(DataFile(file, "jsonl"), on_bad=bad.append)] == [b"ok", b"last"]
-    assert [error.where.record for error in bad] == [2]
+    log = BadRecordLog("skip", 1.0)
+    assert [r for _, r in read(DataFile(file, "jsonl"), log=log)] == [b"ok", b"last"]
+    assert (log.bad, log.total) == (1, 1) and f"{file}, line 2, byte" in log.places[0]
 
 
 def test_another_key(tmp_path: Path) -> None:
@@ -284,6 +284,16 @@ def records() -> Iterator[tuple[Where, Record]]:
         yield Where("made.jsonl", "line", number, 10 * number), record
 
 
+def encoded(
+    found: Iterable[tuple[Where, Record]], tokenizer: Tokenizer, log: BadRecordLog | None = None
+) -> list[Document]:
+    """The documents of a file of these records."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(documents, "read", lambda *_: found)
+        file = DataFile(Path("made.jsonl"), "jsonl")
+        return list(documents.documents_of([file], tokenizer, "text", log or BadRecordLog()))
+
+
 @pytest.mark.parametrize("name", ["bytes", "folder"])
 def test_batches_are_the_records_one_by_one(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -303,7 +313,7 @@ def test_batches_are_the_records_one_by_one(
             expected.append((where, ids.tolist(), learned.tolist()))
         elif record:
             expected.append((where, tokenizer.encode(record, where).tolist(), None))
-    found = list(encoded(records(), tokenizer))
+    found = encoded(records(), tokenizer)
     assert [
         (where, ids.tolist(), None if learned is None else learned.tolist())
         for where, ids, learned in found
@@ -317,18 +327,18 @@ def test_bad_records_come_in_order_with_their_places(folder: Path) -> None:
         for number, record in enumerate([b"one", b"\xff", {"messages": []}, b"two"], start=1):
             yield Where("made.jsonl", "line", number, number), record
 
-    bad: list[str] = []
-    found = encoded(broken(), Tokenizer.open(str(folder)), on_bad=lambda e: bad.append(str(e)))
+    log = BadRecordLog("skip", 1.0)
+    found = encoded(broken(), Tokenizer.open(str(folder)), log)
     assert [where.record for where, _, _ in found] == [1, 4]
-    assert [message[:30] for message in bad] == [
+    assert [message[:30] for message in log.places] == [
         "made.jsonl, line 2, byte 2: no",
         'made.jsonl, line 3, byte 3: "m',
     ]
     with pytest.raises(BadRecordError, match=r"line 2, byte 2: not valid UTF-8"):
-        list(encoded(broken(), Tokenizer.open(str(folder))))
+        encoded(broken(), Tokenizer.open(str(folder)))
     text = Where("a.txt", "file", 1, 100)
     with pytest.raises(DataError, match=r"a\.txt.*byte offset 102: not valid UTF-8"):
-        list(encoded([(text, b"ok\xff")], Tokenizer.open(str(folder))))
+        encoded([(text, b"ok\xff")], Tokenizer.open(str(folder)))
 
 
 def test_settings_of_serving_do_not_cut_documents(folder: Path) -> None:
@@ -344,7 +354,7 @@ def test_half_of_a_character_in_a_conversation(folder: Path) -> None:
         '{"messages": [{"role": "assistant", "content": "\\ud83d"}]}'
     )
     with pytest.raises(BadRecordError, match=r"line 1, byte 0: the chat template .* fails: .*utf"):
-        list(encoded([(Where("a", "line", 1, 0), record)], Tokenizer.open(str(folder))))
+        encoded([(Where("a", "line", 1, 0), record)], Tokenizer.open(str(folder)))
 
 
 def test_a_file_or_a_folder(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.sources import check, open_samples
 from moemesh.data.tokenizer import DataError, Tokenizer
-from tests.data.texts import lines, opened, stream
+from tests.data.texts import held_out_ids, lines, opened, stream
 from tests.huggingface.conversations import add_tokenizer
 
 
@@ -74,7 +74,7 @@ def test_validation_has_the_shares_too() -> None:
 def test_own_validation_keeps_all_for_training() -> None:
     samples = mixed(validation=[letter_stream("v", 55), letter_stream("w", 31)])
     assert set(letters(samples, samples.validation_ids(100))) == {"v", "w"}
-    assert len(samples.held_out_ids) == 8
+    assert len(held_out_ids(samples)) == 8
     assert samples.num_training == 400 + 10 + 20
     assert "v" not in letters(samples, samples.ids_at(0, 1000))
     with pytest.raises(DataError, match="validation v holds 10 tokens and makes no sample"):
@@ -128,7 +128,7 @@ def test_formats_mix(tmp_path: Path) -> None:
     texts = [bytes(row.astype(np.uint8)) for row in samples.batch(samples.ids_at(0, 8))[0]]
     assert sum(b"oken" in text for text in texts) == 2
     assert samples.num_training == 1198 // 11 + 598 // 11 + 838 // 11
-    found = {bytes(row.astype(np.uint8))[:5] for row in samples.batch(samples.held_out_ids)[0]}
+    found = {bytes(row.astype(np.uint8))[:5] for row in samples.batch(held_out_ids(samples))[0]}
     assert found <= {b"valid"} or all(b"lines" not in one for one in found)
 
 

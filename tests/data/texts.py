@@ -17,19 +17,22 @@ from moemesh.data.sources import open_samples
 
 def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **more: Any) -> Corpus:
     """Tokens that are there."""
-    return Corpus(
-        tokens=tokens,
-        num_files=1,
-        num_bytes=len(tokens),
-        vocab_size=vocab_size,
-        tokenizer="bytes",
-        source=source,
-        **more,
-    )
+    return Corpus(tokens=tokens, vocab_size=vocab_size, source=source, **more)
 
 
 def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:
     return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, say=lambda text: None)
+
+
+def training_ids(samples: Samples) -> np.ndarray:
+    """Training samples of all sources, ascending."""
+    parts = [split.training.ids for split in samples.splits]
+    return np.concatenate([part.spread(len(part)) for part in parts])
+
+
+def held_out_ids(samples: Samples) -> np.ndarray:
+    """All validation samples of one source, or of files of their own, ascending."""
+    return samples.validation_ids(samples.num_validation)
 
 
 def lines(path: Path, word: str, count: int) -> Path:

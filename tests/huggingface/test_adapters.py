@@ -14,14 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS, AdapterFolder, write_adapters
-from moemesh.checkpoint.huggingface.convert import write_huggingface
+from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS
+from moemesh.checkpoint.huggingface.convert import write_adapters, write_huggingface
 from moemesh.checkpoint.huggingface.derived import merged
+from moemesh.checkpoint.huggingface.weight_folder import AdapterFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import check_inputs
 from tests.huggingface import ours
 from tests.huggingface.tiny import FAMILIES, build, save
 
@@ -197,6 +200,14 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     refused("has r = 3, and lora.rank is 4", rank=4)
     refused("has lora_alpha = 5, and lora.alpha is 6.0", alpha=6.0)
     refused("no adapter of this model .* adapters of .*o_proj", targets=("q_proj",))
+    (tmp_path / "a.txt").write_text("some text\n" * 800)
+    keys = [f"model.path={folder}", f"lora.path={tmp_path / 'peft'}", "lora.rank=4"]
+    keys += [f"data.path={tmp_path / 'a.txt'}", "data.tokenizer=bytes", "data.seq_len=32"]
+    # What `config check` and `train` look at before torch.
+    with pytest.raises(CheckpointError, match=r"has r = 3, and lora.rank is 4"):
+        check_inputs(load_run([], keys, {}))
+    keys = [*keys, "lora.rank=3", "lora.alpha=5"]
+    check_inputs(load_run([], keys, {}))
     path = tmp_path / "peft" / CONFIG
     given = json.loads(path.read_text())
     path.write_text(json.dumps(given | {"alpha_pattern": given["alpha_pattern"] | {"q_proj": 9}}))

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
 from moemesh.checkpoint.huggingface.logical import checked_tensors
+from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.model import model_values
@@ -85,7 +85,7 @@ def test_the_same_in_single_precision(folder: Path) -> None:
 def test_a_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     run, back = tmp_path / "run", tmp_path / "back"
     assert convert(folder, run) == "moemesh"
-    assert store.candidates(run / "checkpoints") == [0]
+    assert candidates(run / "checkpoints") == [0]
     assert convert(run, back) == "huggingface"
     before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
@@ -138,12 +138,11 @@ def test_every_tensor_is_used_or_named(
         if shape is not None:
             contents.tensors[name] = StoredTensor("", "float32", shape)
     given = json.loads((folder / "config.json").read_text())
-    num_ahead = given.get("num_nextn_predict_layers", 0)
     if words is None:
-        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
+        checked_tensors(contents, config_of(folder), given)
         return
     with pytest.raises(CheckpointError, match=words):
-        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
+        checked_tensors(contents, config_of(folder), given)
 
 
 def test_our_configuration_means_the_same(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from itertools import product
@@ -10,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface import weight_folder as hf_folder
-from moemesh.checkpoint.huggingface.contents import StoredTensor
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.pieces import TensorPiece, assemble, whole
-from moemesh.checkpoint.huggingface.weight_folder import SliceReader
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
+from moemesh.config.huggingface.folder import SINGLE
 from moemesh.config.model import ModelConfig
 
 #: A stack of four experts whose gate and up lie one beside the other (interleaved), transposed.
@@ -132,6 +134,12 @@ def test_extra_prediction_layers_have_the_names_of_deepseek() -> None:
 
 # Parts of stored tensors into any memory, and the bytes that are read for them.
 
+
+def folder_of(path: Path, numbers: torch.Tensor) -> WeightFolder:
+    save_file({"w": numbers}, path / SINGLE)
+    return WeightFolder(path)
+
+
 SHAPES = [(), (7,), (5, 9), (4, 6, 10), (3, 2, 4, 5), (40, 300)]
 
 
@@ -143,9 +151,7 @@ def test_any_box_into_any_memory(
     monkeypatch.setattr(hf_folder, "_BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(hf_folder, "_SHORTEST_RUN_BYTES", 16)
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    path = tmp_path / "file"
-    path.write_bytes(b"head" + numbers.numpy().tobytes())
-    reader, chosen = SliceReader(), random.Random(0)
+    folder, chosen = folder_of(tmp_path, numbers), random.Random(0)
     for _ in range(40):
         ends = [sorted(chosen.choices(range(size + 1), k=2)) for size in shape]
         box = [range(first, last) for first, last in ends]
@@ -155,20 +161,17 @@ def test_any_box_into_any_memory(
         out = torch.zeros(expected.shape, dtype=dtype)
         if shape and chosen.random() < 0.5:
             out = torch.zeros((*expected.shape, 2), dtype=dtype)[..., 0]
-        reader.read_into(path, StoredTensor("file", "float32", shape, 4), box, out)
+        folder.read_into("w", box, out)
         assert torch.equal(out, expected.to(dtype)), box
 
 
 def test_bytes_that_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(4 * 6 * 2048 * 4))
-    place = StoredTensor("file", "float32", (4, 6, 2048), 0)
+    folder = folder_of(tmp_path, torch.zeros(4, 6, 2048))
 
     def read(*box: range) -> int:
-        reader = SliceReader()
-        out = torch.empty([len(part) for part in box])
-        reader.read_into(path, place, box, out)
-        return reader.bytes_read
+        folder.bytes_read = 0
+        folder.read_into("w", box, torch.empty([len(part) for part in box]))
+        return folder.bytes_read
 
     rows = 2048 * 4
     assert read(range(4), range(6), range(2048)) == 24 * rows
@@ -181,8 +184,7 @@ def test_bytes_that_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(10))
-    place = StoredTensor("file", "float32", (4,), 4)
+    folder = folder_of(tmp_path, torch.zeros(4))
+    os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 6)
     with pytest.raises(CheckpointError, match="became shorter"):
-        SliceReader().read_into(path, place, [range(4)], torch.empty(4))
+        folder.read_into("w", [range(4)], torch.empty(4))

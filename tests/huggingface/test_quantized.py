@@ -49,7 +49,7 @@ def opened(folder: Path) -> WeightFolder:
 
 def test_any_slice_is_that_of_the_numbers_meant(folders: tuple[Path, Path]) -> None:
     quantized, plain = map(opened, folders)
-    assert quantized.tensors.keys() == plain.tensors.keys() and quantized.is_quantized
+    assert quantized.tensors.keys() == plain.tensors.keys() and quantized.packed
     chosen = random.Random(0)
     for name, tensor in plain.tensors.items():
         assert quantized.tensors[name].shape == tensor.shape

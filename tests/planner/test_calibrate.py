@@ -310,6 +310,7 @@ def test_run_folders_teach_a_cluster(tmp_path, capsys):
     calibrate(runs=folders, out=out, cluster="laptop_cpu")
     assert "wrote" in capsys.readouterr().out
     known = load_cluster(out)
+    assert known.name == load_cluster("laptop_cpu").name
     assert [one.seconds for one in known.own_runs] == [2.0, 1.0, 0.5]
     with pytest.raises(UserError, match="no run"):
         run_of_folder(tmp_path, load_cluster("laptop_cpu"))

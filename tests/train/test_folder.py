@@ -22,7 +22,6 @@ from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
-from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.train.records import rows as row_log
 from moemesh.train.records import run_folder as folder_module
@@ -36,6 +35,7 @@ from moemesh.train.records.run_folder import (
     refuse_other_data,
 )
 from tests.checkpoint.simulate import save_one, whole
+from tests.data.texts import stream
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
            "lr": 0.1, "seconds": 1.0}  # fmt: skip
@@ -366,9 +366,8 @@ def test_the_refusal_shows_the_difference() -> None:
 def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
     """Whatever the run folder says, and where there is none."""
     place = tmp_path / "kept"
-    facts = {"num_files": 1, "num_bytes": 900, "vocab_size": 256, "tokenizer": "bytes"}
     samples, others = (
-        Samples(Corpus(tokens=np.arange(seed, 900) % 256, source="t", **facts), seq_len=16, seed=0)
+        Samples(stream(np.arange(seed, 900) % 256, source="t"), seq_len=16, seed=0)
         for seed in (0, 1)
     )
     state = {"config": OLD, "data": record_of_data(samples)}

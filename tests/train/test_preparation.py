@@ -197,6 +197,29 @@ def test_all_that_a_run_would_meet_is_told_at_once(
         assert error.count(part) == 1, part
 
 
+@pytest.mark.parametrize("verb", [("config", "check"), ("train",), ("train", "--dry-run")])
+def test_a_missing_file_is_told_beside_a_wrong_key(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: tuple[str, ...],
+) -> None:
+    given = ["plan.dpp=2", "model.vocab_size=x", "data.path=gone.txt", "data.seq_len=0"]
+
+    def told(*more: str) -> str:
+        words = [word for one in (*given, *more) for word in ("--set", one)]
+        code, out, error = run(capsys, monkeypatch, *verb, *words)
+        assert (code, out) == (2, "")
+        return error
+
+    error = told()
+    assert (
+        error.startswith("moemesh: 4 problems\n1. ") and "4. data.path gone.txt: No such" in error
+    )
+    # What the file would be read as is not known.
+    assert "gone.txt: No such" not in told("data.format=csv")
+
+
 def test_the_first_line_says_what_is_read_and_started() -> None:
     texts: list[str] = []
     resolved = load_run([], ["data.path=a.txt", "plan.dp=2", "data.validation=a.txt"])

@@ -64,9 +64,8 @@ def chain_on_rank(
             assert checkpoint is not None and checkpoint.step == number - 1
             saving.load(checkpoint, parallel, optimizer)
         found.append(states(parallel, optimizer))
-        Checkpoints(run, parallel, optimizer, keys, Console(silent=True)).save_last(
-            number, {"step": number}
-        )
+        saver = Checkpoints(run, parallel, optimizer, keys, Console(silent=True))
+        saver.save(number, {"step": number}, is_last=True)
         parallel.close()
         end_meshes()
     return found

@@ -26,7 +26,7 @@ from moemesh.train import watcher
 from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
 from moemesh.train.numerics.replica_checksums import CopiesDiffer
 from moemesh.train.records import failure
-from moemesh.train.records.failure import report_id, write_node_verdict
+from moemesh.train.records.failure import report_id, write_verdict
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import meeting, supervisor
@@ -393,8 +393,8 @@ def test_failures_before_the_first_lease_of_their_start_are_kept_apart(tmp_path:
         found = Verdict(kind="exited", rank=rank, message="", seen=seen)
         ended = Ended(code=3, verdict=found, stacks={}, traces={})
         for node in (4, 0):  # of two nodes the first one speaks for the run
-            is_first = write_node_verdict(
-                tmp_path, ended, node, epoch=3, earlier=earlier, action="", advice=""
+            is_first = write_verdict(
+                tmp_path, ended, epoch=3, action="", advice="", first_rank=node, earlier=earlier
             )
             assert is_first == (node == 4)
     files = ["failures/3/failure-1.json", "failures/3/failure-2.json", "failures/3/failure.json"]

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: which of its tensors holds which of our factors, and a folder of them.
+"""Adapters in PEFT's format: which of its tensors holds which of our factors, without torch.
 
 Legend: E experts, R rank, I inputs, O outputs.
 
@@ -16,33 +16,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
-
-from moemesh.checkpoint.files import CheckpointError, check_folder, replace_by
+from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.convert import write_json
-from moemesh.checkpoint.huggingface.names import pieces
-from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece
-from moemesh.checkpoint.huggingface.weight_folder import EXPERT
-from moemesh.checkpoint.load import DeferredTensor, safetensors_bytes
-from moemesh.checkpoint.store import Shard
+from moemesh.checkpoint.huggingface.logical import pieces
+from moemesh.checkpoint.huggingface.pieces import TensorPiece
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
+from moemesh.config.lora import TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.sharding.parameters import ParameterTensor, tensors
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
 _FUSED = "gate_up_proj"
+_LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
 class Adaptation(NamedTuple):
@@ -95,6 +90,8 @@ class Adaptation(NamedTuple):
         """PEFT's tensor from our factors of all parts."""
         rank = self.total_rank
         if factor == "A":
+            import torch  # here alone: folders are checked before torch is imported
+
             joined = torch.cat(list(factors), dim=1) if self.is_stack else factors[0]
             return joined.reshape(self.shape("A", rank))
         piece = self._piece(rank)
@@ -214,134 +211,55 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
     }
 
 
-def write_adapters(
-    weights: Read,
-    model: ModelConfig,
-    kind: str,
-    out: Path,
-    *,
-    dtype: torch.dtype,
-    base: str | None,
-) -> None:
-    """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
-    5 of the family `kind`."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors(model, Plan())}
-    config = peft_config(model, kind, base)
-    every = list(adaptations(model, kind))
-    if config["r"] != model.lora.rank:
-        every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
-
-    def make(one: Adaptation, factor: str) -> Tensor:
-        names = [one.factor(part, factor) for part in one.parts]
-        own = [weights(name, [range(size) for size in shapes[name]]) for name in names]
-        more = one.rank - model.lora.rank
-        pad = (0, 0, 0, more) if factor == "A" else (0, more)
-        own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
-        return one.store(factor, own).to(dtype).contiguous()
-
-    made = {
-        one.name(factor): DeferredTensor(
-            dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
+def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adaptation]:
+    """The adapters of `model`, which the folder `path` of PEFT's holds and no others, by its
+    adapter_config.json and header; no number is read. Raises CheckpointError."""
+    check_folder(path)
+    lora, adapted = model.lora, list(adaptations(model, kind))
+    given, written = read_json(path / CONFIG, _CONFIG_LIMIT), peft_config(model, kind, None)
+    file = path / CONFIG
+    if given.get("peft_type") != "LORA":
+        raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
+    expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    if given.get("r") == written["r"]:  # as this package would have written it
+        expected = {key: written[key] for key in expected}
+    for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
+        if given.get(key, False) != expected[key]:
+            raise CheckpointError(
+                f"{file}: has {key} = {given.get(key)}, and lora.{ours} is {getattr(lora, ours)}"
+            )
+    for key in ("use_dora", "modules_to_save", "lora_bias", "layer_replication"):
+        if given.get(key):
+            raise CheckpointError(f"{file}: uses {key}, which is not known here")
+    ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    root = math.sqrt if lora.rslora else float
+    for key in sorted(ranks.keys() | alphas.keys()):
+        rank, alpha = ranks.get(key, given["r"]), alphas.get(key, given["lora_alpha"])
+        if not math.isclose(alpha / root(rank), lora.scaling):
+            raise CheckpointError(
+                f"{file}: {key} has rank {rank} and alpha {alpha}, another scaling than "
+                f"rank {lora.rank} and alpha {lora.alpha} of the rest"
+            )
+    file = path / WEIGHTS
+    found = {name: entry.shape for name, entry in read_header(file).items()}
+    places = {one.name(factor): (one, factor) for one in adapted for factor in "AB"}
+    of_folder = sorted({match[1] for name in found if (match := _LEAF.search(name))})
+    advice = f"; the folder has adapters of {', '.join(of_folder)}"
+    if missing := [name for name in places if name not in found]:
+        raise CheckpointError(
+            f"{file}: {missing[0]} is missing ({len(missing)} such tensors), which "
+            f"lora.targets asks for{advice}"
         )
-        for one in every
-        for factor in "AB"
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    replace_by(out / WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
-    write_json(out / CONFIG, config)
-
-
-class AdapterFolder:
-    """An opened folder of PEFT's. Raises CheckpointError unless it holds the adapters of `model`
-    and no others, before any is read."""
-
-    def __init__(self, path: Path, model: ModelConfig, kind: str) -> None:
-        check_folder(path)
-        self.path = path
-        given = read_json(path / CONFIG, _CONFIG_LIMIT)
-        found = {name: entry.shape for name, entry in read_header(path / WEIGHTS).items()}
-        self._adaptations = list(adaptations(model, kind))
-        self._check_config(given, model.lora, peft_config(model, kind, None))
-        self._check_tensors(found, given["r"])
-        self._places = {
-            one.factor(part, factor): (one, index, factor)
-            for one in self._adaptations
-            for index, part in enumerate(one.parts)
-            for factor in "AB"
-        }
-        self._file: Any = safe_open(path / WEIGHTS, framework="pt", device="cpu")
-        self._last: tuple[str, list[Tensor]] = "", []
-
-    def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill the shards of adapters, in place; names are those of a checkpoint. Factors that the
-        folder has none of (of extra prediction layers) stay as they are."""
-        with torch.no_grad():
-            for shard in shards:
-                name, expert = shard.name.removeprefix("model."), None
-                if (match := EXPERT.fullmatch(name)) is not None:
-                    name, expert = f"{match[1]}.{match[3]}", int(match[2])
-                if name not in self._places:
-                    continue
-                one, index, factor = self._places[name]
-                stored = one.name(factor)
-                if self._last[0] != stored:
-                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
-                whole = self._last[1][index]
-                ends = zip(shard.offset, shard.tensor.shape, strict=True)
-                box = tuple(slice(start, start + size) for start, size in ends)
-                shard.tensor.copy_((whole if expert is None else whole[expert])[box])
-
-    def _check_config(
-        self, given: dict[str, Any], lora: LoraConfig, written: dict[str, Any]
-    ) -> None:
-        """`written`: what this package would have written."""
-        path = self.path / CONFIG
-        if given.get("peft_type") != "LORA":
-            raise CheckpointError(f"{path}: is of the type {given.get('peft_type')}, not LORA")
-        expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-        if given.get("r") == written["r"]:
-            expected = {key: written[key] for key in expected}
-        for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
-            if given.get(key, False) != expected[key]:
-                raise CheckpointError(
-                    f"{path}: has {key} = {given.get(key)}, and lora.{ours} is "
-                    f"{getattr(lora, ours)}"
-                )
-        for key in ("use_dora", "modules_to_save", "lora_bias", "layer_replication"):
-            if given.get(key):
-                raise CheckpointError(f"{path}: uses {key}, which is not known here")
-        ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-        root = math.sqrt if lora.rslora else float
-        for key in sorted(ranks.keys() | alphas.keys()):
-            rank, alpha = ranks.get(key, given["r"]), alphas.get(key, given["lora_alpha"])
-            if not math.isclose(alpha / root(rank), lora.scaling):
-                raise CheckpointError(
-                    f"{path}: {key} has rank {rank} and alpha {alpha}, another scaling than "
-                    f"rank {lora.rank} and alpha {lora.alpha} of the rest"
-                )
-
-    def _check_tensors(self, found: dict[str, tuple[int, ...]], rank: int) -> None:
-        path = self.path / WEIGHTS
-        expected = {one.name(factor): (one, factor) for one in self._adaptations for factor in "AB"}
-        of_folder = sorted({match[1] for name in found if (match := _LEAF.search(name))})
-        advice = f"; the folder has adapters of {', '.join(of_folder)}"
-        if missing := [name for name in expected if name not in found]:
+    if extra := [name for name in found if name not in places]:
+        raise CheckpointError(
+            f"{file}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
+            f"of no target of lora.targets{advice}"
+        )
+    for name, (one, factor) in places.items():
+        legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, given["r"])}
+        if found[name] not in legal:
             raise CheckpointError(
-                f"{path}: {missing[0]} is missing ({len(missing)} such tensors), which "
-                f"lora.targets asks for{advice}"
+                f"{file}: {name} has shape {list(found[name])}, this model makes it "
+                f"{list(one.shape(factor, one.total_rank))}"
             )
-        if extra := [name for name in found if name not in expected]:
-            raise CheckpointError(
-                f"{path}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
-                f"of no target of lora.targets{advice}"
-            )
-        for name, (one, factor) in expected.items():
-            legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, rank)}
-            if found[name] not in legal:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(found[name])}, this model makes it "
-                    f"{list(one.shape(factor, one.total_rank))}"
-                )
-
-
-_LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
+    return adapted

@@ -85,9 +85,20 @@ class FolderContents:
         check_folder(path)
         self.path = path
         self.stored: dict[str, StoredTensor] = {}
-        index = _index(path)
-        files = sorted(set(index.values())) if index is not None else [SINGLE]
-        for file in files:
+        index: dict[str, Any] | None = None  # tensor -> file
+        if not (path / SINGLE).exists():  # as transformers chooses, where both are there
+            if not (path / INDEX).exists():
+                raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+            index = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
+            if not isinstance(index, dict) or not index:
+                raise CheckpointError(f"{path / INDEX}: has no weight_map")
+            for name, file in index.items():
+                if not isinstance(file, str) or not _FILE.fullmatch(file):
+                    raise CheckpointError(
+                        f"{path / INDEX}: places {name} in {file!r}, which is no plain file name "
+                        "of the folder"
+                    )
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
             there = plain_file(path, file)
             for name, entry in read_header(there).items():
                 if entry.dtype not in _NAMES:
@@ -221,24 +232,6 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return cast("dict[str, Any]", found)
-
-
-def _index(path: Path) -> dict[str, str] | None:
-    """Tensor -> file; None where there is one file without an index."""
-    if (path / SINGLE).exists():  # as transformers chooses, where both are there
-        return None
-    if not (path / INDEX).exists():
-        raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-    found = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"{path / INDEX}: has no weight_map")
-    for name, file in cast("dict[str, object]", found).items():
-        if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise CheckpointError(
-                f"{path / INDEX}: places {name} in {file!r}, which is no plain file name of the "
-                "folder"
-            )
-    return cast("dict[str, str]", found)
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:

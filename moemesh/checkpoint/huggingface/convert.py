@@ -9,15 +9,16 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moemesh.checkpoint import store
-from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading, replace_by
+from moemesh.checkpoint.files import CheckpointError, read_chunks, reading, replace_by
 from moemesh.checkpoint.header import read_header
-from moemesh.checkpoint.huggingface.contents import plain_file
+from moemesh.checkpoint.huggingface.adapters import Adaptation, adaptations, peft_config
+from moemesh.checkpoint.huggingface.contents import plain_file, read_json
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
     LogicalTensor,
@@ -33,7 +34,10 @@ from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, INDEX, SINGLE
 from moemesh.config.huggingface.keys import first
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.sharding.parameters import tensors as tensors_of
 
 #: A stack of experts; a checkpoint has each expert by itself.
 _STACK = re.compile(r"(.*\.experts)\.(\w+)")
@@ -94,9 +98,8 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            kept = dtype if origin.is_quantized else torch_dtype(stored.dtype)
-            make = partial(_whole, origin.read, name, stored.shape, kept)
-            tensors[name] = DeferredTensor(kept, stored.shape, make)
+            kept = dtype if origin.packed else torch_dtype(stored.dtype)
+            tensors[name] = _deferred(origin.read, name, stored.shape, kept)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -108,7 +111,7 @@ def stored_tensors(
     def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
         if tensor.view == tensor.shape:
             return piece.store(weights(name, piece.box).to(kept))
-        table = _whole(weights, name, tensor.shape, kept).reshape(tensor.view)
+        table = _deferred(weights, name, tensor.shape, kept).make().reshape(tensor.view)
         return piece.store(table[slices(piece.box)])
 
     tensors: dict[str, DeferredTensor] = {}
@@ -137,7 +140,7 @@ def write_checkpoint(
                 shape=shape,
                 offset=(0,) * len(shape),
                 tensor=torch.empty(shape, dtype=kept, device="meta"),
-                make=partial(_whole, weights, name, shape, kept),
+                make=_deferred(weights, name, shape, kept).make,
             )
             for name in names
         ]
@@ -148,8 +151,12 @@ def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("selection_bias") else dtype
 
 
-def _whole(weights: Read, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return weights(name, [range(size) for size in shape]).to(dtype)
+def _deferred(
+    weights: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> DeferredTensor:
+    """A whole tensor of `weights`."""
+    box = [range(size) for size in shape]
+    return DeferredTensor(dtype, shape, lambda: weights(name, box).to(dtype))
 
 
 def newest(folder: Place) -> Checkpoint:
@@ -203,7 +210,9 @@ def write_folder(
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
     for done, (file, names) in enumerate(groups.items()):
         part = {name: tensors[name] for name in names}
-        if not _is_there(out / file, part):
+        if (out / file).exists():  # an earlier conversion has finished it
+            _check_same(out / file, part)
+        else:
             replace_by(out / file, safetensors_bytes(part, _METADATA))
         on_file(done + 1, len(groups))
     if len(groups) > 1:
@@ -233,10 +242,8 @@ def carry_along(source: Path, out: Path) -> list[str]:
     return copied
 
 
-def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
-    """Whether an earlier conversion has finished this file, with the same numbers."""
-    if not path.exists():
-        return False
+def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
+    """Raises CheckpointError unless a file holds these tensors, with the same numbers."""
     expected = {
         name: (DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape)
         for name, tensor in part.items()
@@ -246,27 +253,53 @@ def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
     # Names and shapes are also those of another run, and of another step of the same one.
     with reading(path) as file:
-        if not all(_follows(file, chunk) for chunk in safetensors_bytes(part, _METADATA)):
-            raise CheckpointError(
-                f"{path}: holds other weights, of another source or of an earlier step: choose an "
-                "empty folder, or remove this one first"
-            )
-    return True
-
-
-def _follows(file: BinaryIO, expected: bytes | memoryview) -> bool:
-    """Whether the next bytes of `file` are those."""
-    place = 0
-    for chunk in read_chunks(file, len(expected)):
-        if chunk != expected[place : place + len(chunk)]:
-            return False
-        place += len(chunk)
-    return place == len(expected)
+        for expected in safetensors_bytes(part, _METADATA):
+            place = 0
+            for chunk in read_chunks(file, len(expected)):
+                if chunk != expected[place : place + len(chunk)]:
+                    break
+                place += len(chunk)
+            if place != len(expected):
+                raise CheckpointError(
+                    f"{path}: holds other weights, of another source or of an earlier step: "
+                    "choose an empty folder, or remove this one first"
+                )
 
 
 def write_json(path: Path, value: object) -> None:
     """Write `value`, by a rename when it is whole."""
     replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])
+
+
+def write_adapters(
+    weights: Read, model: ModelConfig, kind: str, out: Path, *, dtype: torch.dtype, base: str | None
+) -> None:
+    """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
+    5 of the family `kind`."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
+    config = peft_config(model, kind, base)
+    every = list(adaptations(model, kind))
+    if config["r"] != model.lora.rank:
+        every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
+
+    def make(one: Adaptation, factor: str) -> Tensor:
+        names = [one.factor(part, factor) for part in one.parts]
+        own = [weights(name, [range(size) for size in shapes[name]]) for name in names]
+        more = one.rank - model.lora.rank
+        pad = (0, 0, 0, more) if factor == "A" else (0, more)
+        own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
+        return one.store(factor, own).to(dtype).contiguous()
+
+    made = {
+        one.name(factor): DeferredTensor(
+            dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
+        )
+        for one in every
+        for factor in "AB"
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
+    write_json(out / ADAPTER_CONFIG, config)
 
 
 # The tensors of a run that trained, as a folder of their own, and a base folder with them.
@@ -338,18 +371,15 @@ class Delta:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = plain_file(path, DESCRIPTION)
-        if file_size(file) > _LIMIT:
-            raise CheckpointError(f"{file}: is too large to describe a delta")
+        found = read_json(file, _LIMIT)
+        if found.pop("format", None) != 1:
+            raise CheckpointError(f"{file}: is of a later version")
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
-            if found.pop("format") != 1:
-                raise CheckpointError(f"{file}: is of a later version")
             self.description = Description(**{key: str(value) for key, value in found.items()})
-        except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        except TypeError as error:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
-        self.tensors: dict[str, DeferredTensor] = {}
-        for name, stored in folder.tensors.items():
-            dtype = torch_dtype(stored.dtype)
-            make = partial(_whole, folder.read, name, stored.shape, dtype)
-            self.tensors[name] = DeferredTensor(dtype, stored.shape, make)
+        self.tensors = {
+            name: _deferred(folder.read, name, stored.shape, torch_dtype(stored.dtype))
+            for name, stored in folder.tensors.items()
+        }

@@ -91,11 +91,20 @@ class TensorPiece(NamedTuple):
         wanted = [range(0)] * len(self.view)
         for dim, part, start in zip(self.order, box, self.offset, strict=True):
             wanted[dim] = range(part.start - start, part.stop - start)
+        # For each stored dim the view dims that it is split into; those of size 1 go anywhere.
+        groups: list[list[int]] = []
+        dims = iter(range(len(self.view)))
+        for size in self.stored:
+            group: list[int] = []
+            while prod(self.view[dim] for dim in group) < size:
+                group.append(next(dims))
+            groups.append(group)
+        groups[-1] += dims
+        assert prod(self.stored) == prod(self.view), f"{self.view} is no view of {self.stored}"
         ranges: list[range] = []
         sizes: list[int] = []
         inner: list[slice] = []
-        dims = iter(_split(self.stored, self.view))
-        for group in dims:
+        for group in groups:
             span, shape, rest = _span([self.view[dim] for dim in group], [wanted[d] for d in group])
             ranges.append(span)
             sizes += shape
@@ -137,20 +146,6 @@ def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) ->
         found = found.to(torch.promote_types(found.dtype, part.dtype))  # pieces may differ
         found[slices(common, box)] = part
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
-
-
-def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
-    """For each stored dim the view dims that it is split into; those of size 1 go anywhere."""
-    groups: list[list[int]] = []
-    dims = iter(range(len(view)))
-    for size in stored:
-        group: list[int] = []
-        while prod(view[dim] for dim in group) < size:
-            group.append(next(dims))
-        groups.append(group)
-    groups[-1] += dims
-    assert prod(stored) == prod(view), f"{tuple(view)} is no view of {tuple(stored)}"
-    return groups
 
 
 def _span(view: Sequence[int], wanted: Sequence[range]) -> tuple[range, list[int], list[slice]]:

@@ -14,31 +14,24 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.adapters import Adaptation, check_adapter_folder
 from moemesh.checkpoint.huggingface.contents import (
     GROUP,
     GROUP_BYTES,
     FolderContents,
-    Packed,
-    StoredTensor,
     plain_file,
 )
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
 from moemesh.checkpoint.load import Shard
 from moemesh.config.huggingface.folder import read_config
-from moemesh.config.huggingface.keys import first
-from moemesh.config.huggingface.model import Quantization, family_of, quantization_of
-from moemesh.config.lora import is_adapter
+from moemesh.config.huggingface.model import Quantization, quantization_of
+from moemesh.config.lora import ADAPTER_WEIGHTS, is_adapter
 from moemesh.config.model import ModelConfig
-
-# Parts of tensors from files, straight into the memory where they are needed.
-#
-# Files are read by position, not mapped: a mapped file costs a fault for every few pages, counts
-# as memory of the process while it is read, and ends the process when it becomes shorter.
-
 
 #: Numbers that change their dtype, place or device on the way pass through so many bytes, which
 #: stay in the cache of a core.
@@ -47,42 +40,108 @@ _BUFFER_BYTES = 1 << 20
 #: the page cache hold pages of this size anyway.
 _SHORTEST_RUN_BYTES = 4096
 
+# Stored tensors of fewer bits, turned into numbers slice by slice.
+#
+# Only the blocks that a slice touches are read. :mod:`moemesh.checkpoint.huggingface.contents`
+# has the formats.
 
-class SliceReader:
-    """Opened files; not for several threads."""
 
-    def __init__(self) -> None:
-        #: Bytes that were read so far.
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+#: The two numbers of every byte; the scale of every exponent, of which the last is not a number.
+_PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
+_E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
+
+
+def _blocks(part: range, size: int) -> range:
+    """The blocks of `size` that hold `part`."""
+    return range(part.start // size, -(-part.stop // size))
+
+
+class WeightFolder(FolderContents):
+    """The tensors of a folder, and their numbers, with `quantization` all in float32; not for
+    several threads. Raises CheckpointError as :class:`FolderContents`.
+
+    Parts of tensors go straight into the memory where they are needed. Files are read by position,
+    not mapped: a mapped file costs a fault for every few pages, counts as memory of the process
+    while it is read, and ends the process when it becomes shorter.
+    """
+
+    def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
+        super().__init__(path, quantization)
+        #: Bytes of tensors that were read so far.
         self.bytes_read = 0
         self._handles: dict[Path, int] = {}
         self._buffer: Tensor | None = None
         #: The file, and the dtype, of the tensor that is being read.
-        self._path, self._dtype = Path(), torch.float32
+        self._file, self._dtype = Path(), torch.float32
 
-    def read_into(
-        self, path: Path, tensor: StoredTensor, box: Sequence[range], out: Tensor
-    ) -> None:
-        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor of the file
-        `path`."""
-        if 0 not in out.shape:
-            if path not in self._handles:
-                try:
-                    self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror}") from error
-            self._path, self._dtype = path, torch_dtype(tensor.dtype)
-            if not tensor.shape:
-                self._run(tensor.start, out.view(1))
-            else:
-                self._fill(tensor.start, tensor.shape, box, out)
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
+        tensors in float32)."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: holds no tensor named {name}")
+        if (tensor := self.packed.get(name)) is None:
+            found = self._read(name, box)
+            return found.float() if self.packed else found
+        # Of a packed tensor only the blocks that the box touches are read.
+        numbers, scales_of = tensor.sources
+        if tensor.block is None:
+            stack, columns, rows = box
+            groups = _blocks(columns, GROUP)
+            packed = self._read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
+            exponents = self._read(scales_of, [stack, rows, groups])
+            found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
+            found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
+            start = columns.start - groups.start * GROUP
+            return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
+        *stack, rows, columns = box
+        found = self._read(numbers, box).float()
+        blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
+        scales = self._read(scales_of, [*stack, *blocks]).float()
+        of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
+        # Block by block of rows, so that no second tensor of this size is made.
+        for index, block in enumerate(blocks[0]):
+            start = max(block * tensor.block[0], rows.start) - rows.start
+            last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
+            found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
+        return found
+
+    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
+        if name in self.packed or name not in self.stored:
+            out.copy_(self.read(name, box))
+        else:
+            self._read_stored(name, box, out)
 
     def close(self) -> None:
-        """Close the files; a later read opens them again."""
+        """Let go of the files; a later read opens them again."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_handles"):  # else the folder was refused
+            self.close()
+
+    def _read(self, name: str, box: Sequence[range]) -> Tensor:
+        """As :meth:`read`, of stored numbers."""
+        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
+        self._read_stored(name, box, found)
+        return found
+
+    def _read_stored(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        if 0 in out.shape:
+            return
+        stored = self.stored[name]
+        self._file, self._dtype = plain_file(self.path, stored.file), torch_dtype(stored.dtype)
+        if self._file not in self._handles:
+            try:
+                self._handles[self._file] = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW)
+            except OSError as error:
+                raise CheckpointError(f"{self._file}: {error.strerror}") from error
+        if not stored.shape:
+            self._run(stored.start, out.view(1))
+        else:
+            self._fill(stored.start, stored.shape, box, out)
 
     def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
         rows, *rest = box
@@ -91,12 +150,13 @@ class SliceReader:
         if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
             self._run(start, out)
             return
+        run_bytes = self._dtype.itemsize  # that lie one behind the other, at least
+        for size, part in zip(reversed(shape[1:]), reversed(rest), strict=True):
+            run_bytes *= len(part)
+            if len(part) != size:
+                break
         at_once = _BUFFER_BYTES // row_bytes
-        if (
-            at_once
-            and len(rows) > 1
-            and _run_length(shape[1:], rest) * self._dtype.itemsize < _SHORTEST_RUN_BYTES
-        ):
+        if at_once and len(rows) > 1 and run_bytes < _SHORTEST_RUN_BYTES:
             inner = tuple(slice(part.start, part.stop) for part in rest)
             for row in range(0, len(rows), at_once):
                 part = out[row : row + at_once]
@@ -109,8 +169,7 @@ class SliceReader:
     def _run(self, start: int, out: Tensor) -> None:
         """Numbers that lie one behind the other in the file."""
         if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
-            flat = out.detach().reshape(-1).view(torch.uint8)
-            self._read(start, memoryview(flat.numpy()))
+            self._read_bytes(start, out.detach().reshape(-1).view(torch.uint8))
             return
         row_bytes = prod(out.shape[1:]) * self._dtype.itemsize
         at_once = _BUFFER_BYTES // row_bytes
@@ -127,117 +186,17 @@ class SliceReader:
         if self._buffer is None:
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         raw = self._buffer[: prod(shape) * self._dtype.itemsize]
-        self._read(start, memoryview(raw.numpy()))
+        self._read_bytes(start, raw)
         return raw.view(self._dtype).view(shape)
 
-    def _read(self, start: int, into: memoryview) -> None:
+    def _read_bytes(self, start: int, out: Tensor) -> None:
+        into = memoryview(out.numpy())
         self.bytes_read += len(into)
         while into:
-            count = os.preadv(self._handles[self._path], [into], start)
+            count = os.preadv(self._handles[self._file], [into], start)
             if not count:
-                raise CheckpointError(f"{self._path}: became shorter while it was read")
+                raise CheckpointError(f"{self._file}: became shorter while it was read")
             into, start = into[count:], start + count
-
-
-def _run_length(shape: Sequence[int], box: Sequence[range]) -> int:
-    """Numbers of `box` that lie one behind the other in a tensor of `shape`, at least."""
-    count = 1
-    for size, part in zip(reversed(shape), reversed(box), strict=True):
-        count *= len(part)
-        if len(part) != size:
-            break
-    return count
-
-
-# Stored tensors of fewer bits, turned into numbers slice by slice.
-#
-# Only the blocks that a slice touches are read. :mod:`moemesh.checkpoint.huggingface.contents`
-# has the formats.
-
-
-_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-#: The two numbers of every byte; the scale of every exponent, of which the last is not a number.
-_PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
-_E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
-
-
-def _unpacked(tensor: Packed, box: Sequence[range], read: Read) -> Tensor:
-    """The part `box` of a packed tensor in float32; `read` gives stored numbers."""
-    numbers, scales_of = tensor.sources
-    if tensor.block is None:
-        stack, columns, rows = box
-        groups = _blocks(columns, GROUP)
-        packed = read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
-        exponents = read(scales_of, [stack, rows, groups])
-        found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
-        found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
-        start = columns.start - groups.start * GROUP
-        return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
-    *stack, rows, columns = box
-    found = read(numbers, box).float()
-    blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
-    scales = read(scales_of, [*stack, *blocks]).float()
-    of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
-    # Block by block of rows, so that no second tensor of this size is made.
-    for index, block in enumerate(blocks[0]):
-        start = max(block * tensor.block[0], rows.start) - rows.start
-        last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
-        found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
-    return found
-
-
-def _blocks(part: range, size: int) -> range:
-    """The blocks of `size` that hold `part`."""
-    return range(part.start // size, -(-part.stop // size))
-
-
-class WeightFolder(FolderContents):
-    """The tensors of a folder, and their numbers, with `quantization` all in float32. Raises
-    CheckpointError as :class:`FolderContents`."""
-
-    def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
-        super().__init__(path, quantization)
-        self._reader = SliceReader()
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether tensors are stored in fewer bits than they are read as."""
-        return bool(self.packed)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that were read so far."""
-        return self._reader.bytes_read
-
-    def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
-        tensors in float32)."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: holds no tensor named {name}")
-        if (packed := self.packed.get(name)) is not None:
-            return _unpacked(packed, box, self._read)
-        found = self._read(name, box)
-        return found.float() if self.is_quantized else found
-
-    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
-        if name in self.packed or name not in self.stored:
-            out.copy_(self.read(name, box))
-        else:
-            self._fill(name, box, out)
-
-    def _read(self, name: str, box: Sequence[range]) -> Tensor:
-        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
-        self._fill(name, box, found)
-        return found
-
-    def _fill(self, name: str, box: Sequence[range], out: Tensor) -> None:
-        stored = self.stored[name]
-        self._reader.read_into(plain_file(self.path, stored.file), stored, box, out)
-
-    def close(self) -> None:
-        """Let go of the files; a later read opens them again."""
-        self._reader.close()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -262,18 +221,7 @@ class HuggingFaceWeights:
         self.quantization = quantization_of(given)
         self.folder = WeightFolder(path, self.quantization)
         self._experts: dict[str, list[LogicalTensor]] = {}
-        num_ahead = first(given, "num_mtp_layers", 0)
-        self.tensors = checked_tensors(self.folder, config, family_of(given), num_ahead)
-
-    @property
-    def note(self) -> str | None:
-        """A note to read before the weights are; None where they are stored as usual."""
-        if not self.folder.is_quantized:
-            return None
-        return (
-            f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "
-            "while they are read, and are not quantized again"
-        )
+        self.tensors = checked_tensors(self.folder, config, given)
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
@@ -315,3 +263,37 @@ class HuggingFaceWeights:
                     by_expert[index].append(piece)
             self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
         return self._experts[stack][expert], [range(expert, expert + 1), *box], True
+
+
+class AdapterFolder:
+    """An opened folder of PEFT's. Raises CheckpointError unless it holds the adapters of `model`
+    and no others, before any is read."""
+
+    def __init__(self, path: Path, model: ModelConfig, kind: str) -> None:
+        self._places: dict[str, tuple[Adaptation, int, str]] = {
+            one.factor(part, factor): (one, index, factor)
+            for one in check_adapter_folder(path, model, kind)
+            for index, part in enumerate(one.parts)
+            for factor in "AB"
+        }
+        self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
+        self._last: tuple[str, list[Tensor]] = "", []
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill the shards of adapters, in place; names are those of a checkpoint. Factors that the
+        folder has none of (of extra prediction layers) stay as they are."""
+        with torch.no_grad():
+            for shard in shards:
+                name, expert = shard.name.removeprefix("model."), None
+                if (match := EXPERT.fullmatch(name)) is not None:
+                    name, expert = f"{match[1]}.{match[3]}", int(match[2])
+                if name not in self._places:
+                    continue
+                one, index, factor = self._places[name]
+                stored = one.name(factor)
+                if self._last[0] != stored:
+                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
+                whole = self._last[1][index]
+                ends = zip(shard.offset, shard.tensor.shape, strict=True)
+                box = tuple(slice(start, start + size) for start, size in ends)
+                shard.tensor.copy_((whole if expert is None else whole[expert])[box])

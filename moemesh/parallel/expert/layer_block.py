@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.logical import logical_tensors, names_of
 from moemesh.checkpoint.huggingface.pieces import slices
 from moemesh.config.errors import check_kind
 from moemesh.config.huggingface.model import family_of, model_values

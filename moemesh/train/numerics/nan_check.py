@@ -80,34 +80,25 @@ class NonfiniteOrigin:
     phase: str
     rank: int | None = None
     ranks: tuple[int, ...] = ()
-    name: str = ""
-    value: str = ""
     microbatch: int | None = None
     layer: int | None = None
     expert: int | None = None
     experts: tuple[int, ...] = ()
+    name: str = ""
+    parameters: tuple[str, ...] = ()
+    value: str = ""
     samples: tuple[int, ...] = ()
     num_alike: int = 0
-    parameters: tuple[str, ...] = ()
     is_damage: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The keys of failure.json that it knows."""
-        found: dict[str, Any] = {"phase": self.phase}
-        is_parameter = self.phase in ("weight", "gradient", "sum")
-        values: dict[str, Any] = {
-            "rank": self.rank,
-            "ranks": list(self.ranks),
-            "microbatch": self.microbatch,
-            "layer": self.layer,
-            "expert": self.expert,
-            "experts": list(self.experts),
-            "parameter" if is_parameter else "module": self.name,
-            "parameters": list(self.parameters),
-            "value": self.value,
-            "samples": list(self.samples),
+        name = "parameter" if self.phase in ("weight", "gradient", "sum") else "module"
+        return {
+            name if key == "name" else key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if value not in (None, (), "") and key not in ("num_alike", "is_damage")
         }
-        return found | {key: value for key, value in values.items() if value not in (None, [], "")}
 
     def __str__(self) -> str:
         if self.phase == "unrepeated":
@@ -128,12 +119,8 @@ class NonfiniteOrigin:
         where = [f"rank {self.rank}"]
         if len(self.ranks) > 1:
             where = ["ranks " + ", ".join(map(str, self.ranks))]
-        if self.microbatch is not None:
-            where.append(f"microbatch {self.microbatch}")
-        if self.layer is not None:
-            where.append(f"layer {self.layer}")
-        if self.expert is not None:
-            where.append(f"expert {self.expert}")
+        places = {"microbatch": self.microbatch, "layer": self.layer, "expert": self.expert}
+        where += [f"{name} {number}" for name, number in places.items() if number is not None]
         if self.num_alike:
             where.append(f"all {self.num_alike} sequences alike, so none of them is the cause")
         elif self.samples:
@@ -352,13 +339,21 @@ class NaNCheck:
             place = self._ended.setdefault((layer, name), len(self._ended))
             microbatch, context = self._microbatch(layer), self._contexts.get(layer)
             bad = [x for x in _floats(output) if not is_finite(x)]
-            experts, sequences = (), ()
+            experts, sequences = list[int](), tuple[int, ...]()
             if isinstance(output, Routing) and int(output.fault) != NO_FAULT:
                 code, size = int(output.fault), output.logits_TE.shape[1]
-                experts = (code % size,)
+                experts = [code % size]
                 sequences = (code // size // self._contexts[layer].length,)
                 bad = bad or [output.logits_TE]
             for x in bad[:1]:
+                # Of a module that computes experts, those of the rows that are not finite.
+                counts_L = getattr(args[0], "counts_L", None) if args else None
+                where = self._parallel.placements.get(f"{name}.gate_up")
+                if isinstance(counts_L, Tensor) and where and int(counts_L.sum()) == len(x):
+                    experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
+                    bad_R = ~torch.isfinite(x).all(1).cpu()
+                    own = where.experts(self.mesh)
+                    experts = experts or [own[at] for at in experts_R[bad_R].unique().tolist()]
                 self._add(
                     "forward",
                     name,
@@ -367,7 +362,7 @@ class NaNCheck:
                     layer=layer,
                     place=place,
                     is_fresh=all(is_finite(x) for x in _floats((*args, *keys.values()))),
-                    experts=experts or self._experts_of(name, args, x),
+                    experts=experts,
                     **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
 
@@ -388,17 +383,6 @@ class NaNCheck:
             return self._current
         sequence = int(context.token_ids_T[0]) // max(context.length, 1)
         return self._microbatch_of.get(sequence, self._current)
-
-    def _experts_of(self, name: str, args: tuple[Any, ...], x: Tensor) -> tuple[int, ...]:
-        """The experts of the rows that are not finite, where a module computes experts."""
-        counts_L = getattr(args[0], "counts_L", None) if args else None
-        where = self._parallel.placements.get(f"{name}.gate_up")
-        if not isinstance(counts_L, Tensor) or where is None or int(counts_L.sum()) != len(x):
-            return ()
-        experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
-        bad_R = ~torch.isfinite(x).all(1).cpu()
-        own = where.experts(self.mesh)
-        return tuple(own[place] for place in experts_R[bad_R].unique().tolist())
 
     def _check_parameter(self, phase: str, name: str, tensor: Tensor, microbatch: int = 0) -> None:
         tensor, where = tensor.detach(), self._parallel.placements.get(name)

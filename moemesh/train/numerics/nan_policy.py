@@ -204,23 +204,20 @@ class NaNPolicy:
         self, text: str, found: NonfiniteOrigin, reason: str, finite_step: int
     ) -> Diverged:
         """`finite_step`: the last whose loss and gradients were finite."""
-        bundle = {} if self._bundle is None else {"bundle": self._bundle}
-        facts = found.facts() | bundle | {"advice": self._advice(found)}
-        facts["finite_step"] = finite_step
-        return Diverged(f"{text}; {reason}", facts)
-
-    def _advice(self, found: NonfiniteOrigin) -> str:
-        """Advice, which is never to give the same command where it would end here again."""
+        # Never advise to give the same command where it would end here again.
+        advice = f"the same command would end here again: {self._change()}"
         if found.is_damage:
-            return (
+            advice = (
                 f"rank {found.rank} alone holds that value, other copies are finite: its memory is "
                 "suspect; the same command goes on from the newest checkpoint, which is finite"
             )
-        if found.phase == "unrepeated":
-            return "test the hardware of the ranks; the same numbers were finite when run again"
-        if found.phase == "loss" and found.samples and not found.num_alike:
-            return "look at the samples named; to leave them out: train.on_nonfinite = skip"
-        return f"the same command would end here again: {self._change()}"
+        elif found.phase == "unrepeated":
+            advice = "test the hardware of the ranks; the same numbers were finite when run again"
+        elif found.phase == "loss" and found.samples and not found.num_alike:
+            advice = "look at the samples named; to leave them out: train.on_nonfinite = skip"
+        bundle = {} if self._bundle is None else {"bundle": self._bundle}
+        facts = found.facts() | bundle | {"advice": advice, "finite_step": finite_step}
+        return Diverged(f"{text}; {reason}", facts)
 
     def _change(self) -> str:
         train = self._train

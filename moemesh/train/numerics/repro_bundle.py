@@ -47,106 +47,71 @@ _NAME = re.compile(r"step-(\d+)")
 _FORMAT = 1
 
 
-class ReproBundles:
-    """The bundles of a run; all ranks call its methods together."""
-
-    def __init__(
-        self, run: Path, config: RunConfig, parallel: RankModel, optimizer: Optimizer
-    ) -> None:
-        self._run, self._config = run, config
-        self._parallel, self._optimizer = parallel, optimizer
-
-    def begin(self, step: int, samples: Windows, ids: np.ndarray) -> Path | None:
-        """Write what step `step` has read, before anything else happens; its folder, or None where
-        none is wanted or it cannot be written."""
-        limit = self._config.train.bundle_gib * 2**30
-        if not limit:
-            return None
-        folder = self._run / FOLDER / f"step-{step}"
-        tokens, targets = samples.batch(ids)
-        batch = {"tokens": tokens, "targets": targets}
-        masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
-        masks["loss_mask"] = samples.loss_mask(ids)
-        batch |= {
-            name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
-        }
-        size = sum(array.nbytes for array in batch.values())
-        dtype = next(self._parallel.model.parameters()).dtype
-        width = 4 if has_master(dtype) else dtype.itemsize
-        num_elements = sum(where.num_elements for where in self._parallel.placements.values())
-        has_weights = size + width * num_elements <= limit
-        problem = None
-        if self._parallel.mesh.rank == 0:
-            try:
-                # Older bundles go, and an earlier one of the same step.
-                root = self._run / FOLDER
-                found = sorted(
-                    (int(match[1]), path)
-                    for path in (root.iterdir() if root.is_dir() else ())
-                    if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
-                )
-                kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
-                for _, path in found:
-                    if path not in kept:
-                        shutil.rmtree(path)
-                folder.mkdir(parents=True)
-                save_file(batch, folder / BATCH)
-                (folder / CONFIG).write_text(resolved_toml(self._config), encoding="utf-8")
-                body = {"format": _FORMAT, "step": step, "seed": self._config.train.seed}
-                body |= {"samples": ids.tolist(), "weights": has_weights}
-                (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                problem = str(error)
-        if gather_json(problem, self._parallel.mesh.control)[0] is not None:
-            return None
-        if has_weights:
-            try:
-                model, optimizer = self._parallel, self._optimizer
-                shards, _ = saving.contents(model, optimizer, {}, moments=False)
-                store.save_together(folder / WEIGHTS, step, shards, {}, model.mesh.control)
-            except CheckpointError:
-                return None
-        return folder
-
-    def finish(self, folder: Path, found: NonfiniteOrigin, *, num_updates: int) -> None:
-        """Add what was found, and how many updates the weights had seen."""
-        if self._parallel.mesh.rank == 0:
-            body = json.loads((folder / BODY).read_text(encoding="utf-8"))
-            body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
+def begin_bundle(
+    run: Path,
+    config: RunConfig,
+    parallel: RankModel,
+    optimizer: Optimizer,
+    step: int,
+    samples: Windows,
+    ids: np.ndarray,
+) -> Path | None:
+    """Write what step `step` of the run in the folder `run` has read, before anything else happens;
+    the bundle's folder, or None where none is wanted or it cannot be written. All ranks call."""
+    limit = config.train.bundle_gib * 2**30
+    if not limit:
+        return None
+    folder, mesh = run / FOLDER / f"step-{step}", parallel.mesh
+    batch = samples.arrays(ids)
+    size = sum(array.nbytes for array in batch.values())
+    dtype = next(parallel.model.parameters()).dtype
+    width = 4 if has_master(dtype) else dtype.itemsize
+    num_elements = sum(where.num_elements for where in parallel.placements.values())
+    has_weights = size + width * num_elements <= limit
+    problem = None
+    if mesh.rank == 0:
+        try:
+            # Older bundles go, and an earlier one of the same step.
+            found = sorted(
+                (int(match[1]), path)
+                for path in (run / FOLDER).glob("step-*")
+                if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
+            )
+            kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
+            for _, path in found:
+                if path not in kept:
+                    shutil.rmtree(path)
+            folder.mkdir(parents=True)
+            save_file(batch, folder / BATCH)
+            (folder / CONFIG).write_text(resolved_toml(config), encoding="utf-8")
+            body = {"format": _FORMAT, "step": step, "seed": config.train.seed}
+            body |= {"samples": ids.tolist(), "weights": has_weights}
             (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        barrier(self._parallel.mesh.control)
+        except OSError as error:
+            problem = str(error)
+    if gather_json(problem, mesh.control)[0] is not None:
+        return None
+    if has_weights:
+        try:
+            shards, _ = saving.contents(parallel, optimizer, {}, moments=False)
+            store.save_together(folder / WEIGHTS, step, shards, {}, mesh.control)
+        except CheckpointError:
+            return None
+    return folder
 
 
-class BundledSamples(Windows):
-    """The samples of one bundle, in place of a run's data."""
-
-    def __init__(self, batch: dict[str, np.ndarray], ids: np.ndarray) -> None:
-        self._batch = batch
-        self._row = {int(sample): row for row, sample in enumerate(ids)}
-        self.num_samples = len(ids)
-
-    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(self._batch[name][[self._row[int(one)] for one in ids]])
-
-    def _mask(self, name: str, ids: np.ndarray) -> np.ndarray | None:
-        return self._rows(name, ids) if name in self._batch else None
-
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._rows("tokens", ids), self._rows("targets", ids)
-
-    def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("documents", ids)
-
-    def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("valid", ids)
-
-    def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        return self._mask("loss_mask", ids)
+def finish_bundle(folder: Path, found: NonfiniteOrigin, num_updates: int, mesh: Mesh) -> None:
+    """Add what was found, and how many updates the weights had seen; all ranks call."""
+    if mesh.rank == 0:
+        body = json.loads((folder / BODY).read_text(encoding="utf-8"))
+        body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
+        (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    barrier(mesh.control)
 
 
 class ReproBundle:
-    """A bundle that was read: its configuration (with `overrides`), its samples, and what the run
-    had found."""
+    """A bundle that was read: its configuration (with `overrides`), its samples, in place of a
+    run's data, and what the run had found."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         """Raises UserError when `folder` is no whole bundle."""
@@ -154,7 +119,7 @@ class ReproBundle:
             body: dict[str, Any] = json.loads((folder / BODY).read_text(encoding="utf-8"))
             if body["format"] != _FORMAT:
                 raise UserError(f"{folder}: a bundle of format {body['format']}, not {_FORMAT}")
-            batch = load_file(folder / BATCH)
+            self._batch = load_file(folder / BATCH)
             self.step, self.ids = int(body["step"]), np.array(body["samples"], dtype=np.int64)
             has_weights = bool(body["weights"])
         except UserError:
@@ -169,7 +134,12 @@ class ReproBundle:
         self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
         sections = ("model", "plan", "data", "train", "lora")
         self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
-        self.samples = BundledSamples(batch, self.ids)
+
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """As of :class:`Windows`."""
+        row_of = {sample: row for row, sample in enumerate(self.ids.tolist())}
+        rows = [row_of[one] for one in ids.tolist()]
+        return {name: array[rows] for name, array in self._batch.items()}
 
 
 # `moemesh replay`: a step that was not finite is run again from its bundle.
@@ -220,12 +190,7 @@ def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     assert checkpoint is not None, "a step that is named is opened or refused"
     saving.load_weights(checkpoint, parallel, optimizer)
     batches = own_batches(
-        bundle.samples,
-        mesh,
-        bundle.ids,
-        config.plan.microbatches,
-        seed=train.seed,
-        step=bundle.step,
+        bundle, mesh, bundle.ids, config.plan.microbatches, seed=train.seed, step=bundle.step
     )
     found = examine(parallel, optimizer, batches, bundle.ids.tolist())
     parallel.close()

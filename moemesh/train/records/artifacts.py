@@ -242,6 +242,7 @@ class Artifacts:
         if rank_LP is None:
             ep = self.config.plan.ep
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
+        numbers = (one.tolist() for one in (counts_LE, rank_LP, dropped_L))
         loads = [
             LayerLoads(
                 step=row.step,
@@ -250,13 +251,7 @@ class Artifacts:
                 tokens_per_rank=tuple(tokens_P),
                 dropped=dropped,
             )
-            for layer, counts_E, tokens_P, dropped in zip(
-                layers,
-                result.counts_LE.tolist(),
-                rank_LP.tolist(),
-                result.dropped_L.tolist(),
-                strict=True,
-            )
+            for layer, counts_E, tokens_P, dropped in zip(layers, *numbers, strict=True)
         ]
         self._loads.add(loads)
         self._recent += loads

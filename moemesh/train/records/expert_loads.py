@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
@@ -16,13 +15,6 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.rows import RowLog
 from moemesh.train.step import StepBoundary
-
-
-class _Bin(NamedTuple):
-    """The last step of a bin, and the number of its steps."""
-
-    step: int
-    steps: int
 
 
 class LoadLog:
@@ -36,7 +28,8 @@ class LoadLog:
     def __init__(self, log: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set) -> None:
         """`checkpoints`: steps from which the run may go on; no bin is made across them."""
         self._log, self._most, self._checkpoints = log, bins, checkpoints
-        self._bins: list[_Bin] = []
+        #: The last step of each bin, and the number of its steps.
+        self._bins: list[tuple[int, int]] = []
         self._width = 1
         self._open: list[LayerLoads] = []
 
@@ -44,8 +37,8 @@ class LoadLog:
         """Go on behind the bins that the file holds."""
         if not self._most:
             return
-        self._bins = [_Bin(step, rows[0].steps) for step, rows in _bins_of(self._log.path)]
-        self._width = max((one.steps for one in self._bins), default=1)
+        self._bins = [(step, rows[0].steps) for step, rows in _bins_of(self._log.path)]
+        self._width = max((steps for _, steps in self._bins), default=1)
 
     def add(self, layers: Sequence[LayerLoads]) -> None:
         """The loads of all layers in the next step."""
@@ -65,31 +58,26 @@ class LoadLog:
         if not self._log.append([loads.to_json() for loads in self._open], waits=False):
             return
         if self._most:
-            self._bins.append(_Bin(self._open[0].step, self._open[0].steps))
+            self._bins.append((self._open[0].step, self._open[0].steps))
         self._open = []
-        if self._most and len(self._bins) >= 2 * self._most:
-            self._thin()
-
-    def _thin(self) -> None:
-        """Sum neighbours in the file, unless so many checkpoints lie between them that it would
-        not get shorter by much."""
+        if not self._most or len(self._bins) < 2 * self._most:
+            return
+        # Sum neighbours in the file, unless so many checkpoints lie between them that it would not
+        # get shorter by much.
         checkpoints = self._checkpoints()
-        borders = {place for place, one in enumerate(self._bins) if one.step in checkpoints}
-        borders = set(sorted(borders)[-self._most :])
+        borders = [place for place, (step, _) in enumerate(self._bins) if step in checkpoints]
+        borders = set(borders[-self._most :])
         if len(self._bins) < 2 * self._most + len(borders):
             return
-        parts = neighbours([one.steps for one in self._bins], self._most, borders)
+        sizes = [steps for _, steps in self._bins]
+        parts = neighbours(sizes, self._most, borders)
+        ends = [self._bins[part.stop - 1][0] for part in parts]
         try:
-            ends = [self._bins[part.stop - 1].step for part in parts]
             replace_by(self._log.path, _sums(self._log.path, ends))
         except OSError:
             return  # a full disk: the file stays as it is, and the next bin tries again
-        self._bins = [
-            _Bin(self._bins[part.stop - 1].step, sum(one.steps for one in self._bins[part]))
-            for part in parts
-        ]
-        num_steps = sum(one.steps for one in self._bins)
-        self._width = max(self._width, math.ceil(num_steps / self._most))
+        self._bins = [(end, sum(sizes[part])) for end, part in zip(ends, parts, strict=True)]
+        self._width = max(self._width, math.ceil(sum(sizes) / self._most))
 
 
 def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:

@@ -52,38 +52,31 @@ def write_failure(
 
 
 def write_verdict(
-    folder: Path, ended: Ended, *, epoch: int | None, action: str, advice: str
-) -> None:
-    """Write ``failure.json`` of ranks that were supervised, with the last place of every rank.
-
-    `action`: what the library did about it; `advice`: what the user should do.
-    """
-    content = _of_ended(ended, epoch, advice) | {"action": action}
-    with suppress(OSError):
-        os.replace(_temporary(folder, content), folder / FILE)
-
-
-def write_node_verdict(
     folder: Path,
     ended: Ended,
-    first_rank: int,
     *,
     epoch: int | None,
-    earlier: ReportId | None,
     action: str,
     advice: str,
+    first_rank: int | None = None,
+    earlier: ReportId | None = None,
 ) -> bool:
-    """As :func:`write_verdict`, of the node whose first rank is `first_rank`: its own report, and
-    that of the run unless another node was faster; returns whether this one was the first.
+    """Write ``failure.json`` of ranks that were supervised, with the last place of every rank. Of
+    the node whose first rank is `first_rank`: its own report, and that of the run unless another
+    node was faster. Returns whether this one was the first.
 
-    `earlier`: the report that was there when the ranks started. Ranks that failed before one of
-    them had the lease have the epoch of the start before.
+    `action`: what the library did about it; `advice`: what the user should do; `earlier`: the
+    report that was there when the ranks started. Ranks that failed before one of them had the lease
+    have the epoch of the start before.
     """
-    content = _of_ended(ended, epoch, advice) | {"action": action}
-    place = kept_in(folder, epoch)
+    content, place = _of_ended(ended, epoch, advice) | {"action": action}, folder / FILE
     with suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        os.replace(_temporary(folder, content), place / f"node-{first_rank}.json")
+        if first_rank is not None:
+            place = kept_in(folder, epoch) / f"node-{first_rank}.json"
+            place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(_temporary(folder, content), place)
+    if first_rank is None:
+        return True
     if _epoch_of(folder / FILE) != epoch or report_id(folder) == earlier:
         keep_failure(folder)
     return _link(folder, content)

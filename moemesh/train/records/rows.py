@@ -6,8 +6,8 @@ happens in their thread (an error, a service that hangs) costs rows and one warn
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import io
 import json
 import os
 import queue
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,16 +176,11 @@ class CsvSink:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._path = folder / CSV_FILE
-        kept: list[list[str]] = []
-        if self._path.exists():
-            with self._path.open(encoding="utf-8", newline="") as file:
-                for row in csv.reader(file):
-                    if row and row[0].isdecimal() and int(row[0]) < first_step:
-                        kept.append(row)
-        temporary = self._path.with_name(f".{CSV_FILE}.tmp")
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([_COLUMNS, *kept])
-        os.replace(temporary, self._path)
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        rows = [row for row in csv.reader(text.splitlines()) if row and row[0].isdecimal()]
+        kept = io.StringIO()
+        csv.writer(kept).writerows([_COLUMNS, *(row for row in rows if int(row[0]) < first_step)])
+        replace_by(self._path, [kept.getvalue().encode()])
 
     def write(self, row: MetricsRow) -> None:
         values = [getattr(row, name) for name in _COLUMNS]
@@ -287,7 +282,7 @@ class Sinks:
         if self._thread is None:
             return
         until = time.monotonic() + CLOSE_SECONDS
-        with contextlib.suppress(queue.Full):
+        with suppress(queue.Full):
             self._rows.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(max(until - time.monotonic(), 0.0))
         if self._thread.is_alive():
@@ -320,7 +315,7 @@ class Sinks:
             with self._guarded(name, "cannot be closed"):
                 sink.close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _guarded(self, name: str, what: str) -> Any:
         """Whatever a sink raises costs one row, and the first time a message."""
         try:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, replace_by
-from moemesh.checkpoint.ownership import Claim, Ownership
+from moemesh.checkpoint.ownership import Claim
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
@@ -72,7 +72,6 @@ class RunFolder:
         self.checkpoints = checkpoints or path / CHECKPOINTS
         self.epoch: int | None = None
         self._lease: Lease | None = None
-        self._ownership: Ownership | None = None
         self._claim: Claim | None = None  # to checkpoints that are not in the run folder
 
     @staticmethod
@@ -107,7 +106,7 @@ class RunFolder:
         path = Path(path).expanduser()
         names = names_in(path)
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
-        if isinstance(checkpoints, RemotePath) and checkpoints.is_in_memory:
+        if str(checkpoints).startswith("memory://"):
             raise RunFolderError(
                 f"train.checkpoint_folder {checkpoints} is in the memory of each process by itself "
                 "and ends with it: name a folder, or a store such as s3://bucket/prefix"
@@ -222,7 +221,7 @@ class RunFolder:
     ) -> None:
         """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError
         saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
-        :meth:`Ownership.take`.
+        :meth:`Claim.take`.
 
         The lock dies with the process (and with children forked while it is held), so a crashed run
         never blocks the next one.
@@ -234,8 +233,7 @@ class RunFolder:
             return
         try:
             run = self._lease.run
-            self._ownership = Ownership.take(self.checkpoints, run, takeover=takeover, say=say)
-            self._claim = self._ownership.claim
+            self._claim = Claim.take(self.checkpoints, run, takeover=takeover, say=say)
             self._lease.note_claim(self._claim.number)
         except BaseException:
             self.release()
@@ -246,7 +244,7 @@ class RunFolder:
         self.epoch = read_epoch(self.path)
         if self.checkpoints != self.path / CHECKPOINTS and (found := read_claim(self.path)):
             run, number = found
-            self._claim = Claim(folder=self.checkpoints, run=run, number=number)
+            self._claim = Claim(self.checkpoints, run, number)
 
     def raise_epoch(self) -> None:
         """Begin a new epoch: the same run starts its ranks anew."""
@@ -275,9 +273,8 @@ class RunFolder:
 
     def release(self) -> None:
         """Gives lease and claim back; nothing happens when they are not held."""
-        if self._ownership is not None:
-            self._ownership.release()
-            self._ownership = None
+        if self._claim is not None:
+            self._claim.release()
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -20,27 +19,23 @@ from moemesh.checkpoint.huggingface.convert import (
     newest,
     stored_tensors,
     trained_sources,
+    write_adapters,
     write_checkpoint,
     write_delta,
     write_huggingface,
 )
 from moemesh.checkpoint.huggingface.derived import equivalent, merged, upcycled
-from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.logical import logical_tensors, names_of
 from moemesh.checkpoint.huggingface.pieces import Read
-from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
+from moemesh.checkpoint.huggingface.weight_folder import (
+    AdapterFolder,
+    HuggingFaceWeights,
+    WeightFolder,
+)
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
-from moemesh.config.huggingface.export import (
-    AHEAD_KEY,
-    VERSION_KEYS,
-    config_json,
-    differences,
-    exported,
-    families_for,
-    family_or_refusal,
-)
+from moemesh.config.huggingface import export
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
@@ -49,13 +44,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
-from moemesh.train.weights.weight_sources import (
-    ExpertLayout,
-    Target,
-    UpcycleRecipe,
-    refused,
-    target_of,
-)
+from moemesh.train.weights import weight_sources
+from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
 #: Dtypes of exported weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -68,8 +58,9 @@ def open_weights(
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
-    if weights.note is not None:
-        say(weights.note)
+    if weights.folder.packed:
+        kind = f"{weights.folder.path}: weights in {weights.quantization}"
+        say(f"{kind} are turned into full numbers while they are read, and are not quantized again")
     return weights
 
 
@@ -78,7 +69,7 @@ def open_adapters(config: RunConfig) -> AdapterFolder | None:
     holds the adapters of the run's model and no others."""
     if config.lora.path is None:
         return None
-    return AdapterFolder(Path(config.lora.path), config.model, _kind(config))
+    return AdapterFolder(Path(config.lora.path), config.model, weight_sources.family_of_run(config))
 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
@@ -97,18 +88,11 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
     write_adapters(
         checkpoint_weights(checkpoint),
         config.model,
-        _kind(config),
+        weight_sources.family_of_run(config),
         out,
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
     )
-
-
-def _kind(config: RunConfig) -> str:
-    """The family of a run's model."""
-    if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
-        return family_of(read_config(Path(config.model_path)))
-    return family_or_refusal(config.model)
 
 
 def convert(
@@ -119,6 +103,7 @@ def convert(
     dtype: str | None = None,
     like: Path | None = None,
     expert_layout: ExpertLayout | None = None,
+    delta: Delta | None = None,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> Target:
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
@@ -127,15 +112,21 @@ def convert(
     `dtype`: of the weights; by default that of the run's training, fp32 in a run, that of the
     folder's config.json from folder to folder. `like`: a folder of transformers whose config.json,
     tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
-    writes it.
+    writes it. `delta`: tensors that take the places of those of a folder.
     """
-    to = target_of(source, to, dtype, expert_layout)
+    to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
         given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
         run = load_run([], given, {}).config
         write_run(open_weights(run, to_stderr).read, run, out)
-    elif (source / CONFIG).exists():
-        _to_another(source, out, dtype, expert_layout, on_file)
+        return to
+    if (source / CONFIG).exists():  # of another layout or dtype, or not quantized
+        config = load_run([], [f"model.path={source.resolve()}"], {}).config
+        origin, model, dtype = source, config.model, dtype or _dtype_of(source)
+        if dtype not in DTYPES:
+            message = f"{source / CONFIG} names the dtype {dtype}"
+            raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
+        weights = open_weights(config, to_stderr).read
     else:
         _, config, checkpoint = _opened(source)
         origin = like or (Path(config.model_path) if config.model_path else None)
@@ -143,28 +134,76 @@ def convert(
             if like is not None:
                 raise refused("--like", str(like), f"{like} holds no {CONFIG}")
             origin = None
-        model = config.model
-        if origin is None:
-            model = exported(model.with_lora(NO_ADAPTERS))
-        weights: WeightFolder | None = None
-        if origin is not None and has_weights(origin):
-            weights = WeightFolder(origin, quantization_of(read_config(origin)))
-        own = checkpoint_weights(checkpoint)
+        model, dtype = config.model, dtype or config.train.dtype
+        weights = checkpoint_weights(checkpoint)
         if config.lora.rank:
-            own = merged(own, config.model)
+            weights = merged(weights, config.model)
         if origin is None:
-            own = equivalent(own, config.model, model)
-        _write(
-            own,
-            model,
-            out,
-            dtype=dtype or config.train.dtype,
-            expert_layout=expert_layout,
-            origin=origin,
-            origin_weights=weights,
-            on_file=on_file,
-        )
+            model = export.exported(model.with_lora(NO_ADAPTERS))
+            weights = equivalent(weights, config.model, model)
+    _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
     return to
+
+
+def _write(
+    weights: Read,
+    model: ModelConfig,
+    out: Path,
+    dtype: str,
+    expert_layout: ExpertLayout | None,
+    origin: Path | None,
+    delta: Delta | None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    """Write a folder of transformers, with the config.json and the other files of `origin`."""
+    # The family to write, and its config.json: that of `origin` with what it leaves out.
+    values: dict[str, Any] | None
+    if origin is None:
+        kind = export.family_or_refusal(model)
+        values = export.config_json(model, kind, dtype)
+    else:
+        there = read_config(origin)
+        kind = family_of(there)
+        ours = export.config_json(model, kind, dtype)
+        stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
+        if ahead := model.num_mtp_layers:
+            # Layers that are not trained are copied: the folder has at least those of `origin`.
+            stored[export.AHEAD_KEY] = max(ahead, int(there.get(export.AHEAD_KEY) or 0))
+        there.pop("quantization_config", None)
+        added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
+        choices = ({**added, **there, **stored}, {**there, **ours, **stored})
+        fits = (one for one in choices if not export.differences(model, kind, model_values(one)))
+        if (values := next(fits, None)) is None:
+            found = ", ".join(sorted(export.differences(model, kind)))
+            message = f"a model of {origin} differs from the run's in {found}"
+            raise refused("--like", str(origin), message)
+    is_stacked = names_of(kind, fused=False).stack is not None
+    if is_stacked and expert_layout == "per-expert":
+        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
+        raise refused("--expert-layout", expert_layout, message, "fused")
+    beside: WeightFolder | None = None
+    if origin is not None and has_weights(origin):
+        beside = WeightFolder(origin, quantization_of(read_config(origin)))
+    write_huggingface(
+        weights,
+        model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, dtype),
+        fused=expert_layout == "fused" and not is_stacked,
+        origin=beside,
+        delta=delta,
+        on_file=on_file,
+    )
+    if origin is not None:  # nothing of a folder that is refused is touched
+        carry_along(origin, out)
+
+
+def _dtype_of(folder: Path) -> str:
+    """The dtype that the config.json of a folder names."""
+    given = read_config(folder)
+    return str(given.get("dtype") or given.get("torch_dtype") or "float32")
 
 
 def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
@@ -178,7 +217,7 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
         message = f"{run} trains adapters, which stand beside the weights"
         raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
-    kind = _kind(config)
+    kind = weight_sources.family_of_run(config)
     logical = logical_tensors(config.model, kind)
     sources = trained_sources(logical, config.tuning.trains)
     whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
@@ -201,7 +240,8 @@ def apply_delta(
     if found != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
         raise refused("--apply", str(source), message, "the folder that the run started from")
-    _to_another(source, out, delta.description.dtype, None, on_file, delta)
+    dtype = delta.description.dtype
+    convert(source, out, "huggingface", dtype=dtype, delta=delta, on_file=on_file)
 
 
 def write_run(weights: Read, config: RunConfig, out: Path) -> None:
@@ -212,92 +252,6 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> None:
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
     write_checkpoint(weights, config.model, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
-
-
-def _to_another(
-    source: Path,
-    out: Path,
-    dtype: str | None,
-    expert_layout: ExpertLayout | None,
-    on_file: Callable[[int, int], None],
-    delta: Delta | None = None,
-) -> None:
-    """A folder of transformers as another one: of another layout or dtype, not quantized, or with
-    the tensors of `delta`."""
-    config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    given = read_config(source)
-    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
-    if wanted not in DTYPES:
-        message = f"{source / CONFIG} names the dtype {wanted}"
-        raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
-    weights = open_weights(config, to_stderr)
-    _write(
-        weights.read,
-        config.model,
-        out,
-        dtype=wanted,
-        expert_layout=expert_layout,
-        origin=source,
-        origin_weights=weights.folder,
-        delta=delta,
-        on_file=on_file,
-    )
-
-
-def _write(
-    weights: Read,
-    model: ModelConfig,
-    out: Path,
-    *,
-    dtype: str,
-    expert_layout: ExpertLayout | None,
-    origin: Path | None,
-    origin_weights: WeightFolder | None,
-    delta: Delta | None = None,
-    on_file: Callable[[int, int], None],
-) -> None:
-    """Write a folder of transformers, with the config.json and the other files of `origin`."""
-    kind, values = _family(model, origin, dtype)
-    is_stacked = names_of(kind, fused=False).stack is not None
-    if is_stacked and expert_layout == "per-expert":
-        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
-        raise refused("--expert-layout", expert_layout, message, "fused")
-    write_huggingface(
-        weights,
-        model,
-        kind,
-        out,
-        values,
-        dtype=getattr(torch, dtype),
-        fused=expert_layout == "fused" and not is_stacked,
-        origin=origin_weights,
-        delta=delta,
-        on_file=on_file,
-    )
-    if origin is not None:  # nothing of a folder that is refused is touched
-        carry_along(origin, out)
-
-
-def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
-    """The family to write, and its config.json: that of `origin` with what it leaves out."""
-    if origin is None:
-        kind = family_or_refusal(model)
-        return kind, config_json(model, kind, dtype)
-    given = read_config(origin)
-    kind = family_of(given)
-    ours = config_json(model, kind, dtype)
-    stored: dict[str, object] = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
-    if ahead := model.num_mtp_layers:
-        # Layers that are not trained are copied: the folder has at least those of `origin`.
-        stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
-    added = {key: ours[key] for key in VERSION_KEYS if key in ours}
-    for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
-        if values["quantization_config"] is None:
-            del values["quantization_config"]
-        if not differences(model, kind, model_values(values)):
-            return kind, values
-    found = ", ".join(sorted(differences(model, kind)))
-    raise refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
 
 
 def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
@@ -344,21 +298,21 @@ def upcycle(
             "a dense folder of transformers",
         )
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    dense, given = config.model, read_config(source)
+    dense = config.model
     if dense.num_moe_layers:
         message = f"{source} has {dense.num_experts} experts already"
         raise refused("--upcycle", str(source), message, "a dense folder of transformers")
     model = upcycled_model(dense, recipe)
-    kind = family_or_refusal(model) if to == "huggingface" else None
-    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    kind = export.family_or_refusal(model) if to == "huggingface" else None
+    wanted = dtype or _dtype_of(source)
     dense_weights = open_weights(config).read
     weights = upcycled(dense_weights, model, noise=recipe.noise, drop=recipe.drop, seed=recipe.seed)
     if kind is None:
         train = config.train.model_copy(update={"dtype": wanted})
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
-    ids = {key: given[key] for key in given if key.endswith("_token_id")}
-    values = {**config_json(model, kind, wanted), **ids}
+    ids = {key: one for key, one in read_config(source).items() if key.endswith("_token_id")}
+    values = {**export.config_json(model, kind, wanted), **ids}
     torch_dtype = getattr(torch, wanted)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
     carry_along(source, out)
@@ -388,4 +342,4 @@ def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
     ]
     if problems := models[0].check():
         raise ConfigError(problems)
-    return next((model for model in models if families_for(model)), models[0])
+    return next((model for model in models if export.families_for(model)), models[0])

@@ -25,7 +25,7 @@ from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of, rows
+from moemesh.parallel.placement import OwnRange, boxes, part_of, rows
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
@@ -115,28 +115,23 @@ def _owned(
     it saves, since every logical element is counted by one rank."""
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if name in tensors and (not saved or where.counts(own, parallel.mesh)):
-            yield from _shards(parallel, prefix, where, own, tensors[name])
-
-
-def _shards(
-    parallel: RankModel, prefix: str, where: Placement, own: OwnRange, tensor: Tensor
-) -> Iterator[Shard]:
-    """`tensor`, a state of what this rank owns of a parameter, as parts of logical tensors."""
-    slices = where.slices(parallel.mesh)
-    if not where.is_expert:
-        yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
-        return
-    module, _, leaf = where.stack.rpartition(".")
-    experts = where.experts(parallel.mesh)
-    numbers = math.prod(len(part) for part in slices[1:])
-    for place, part in rows(len(experts), numbers, own.numbers):
-        name = f"{prefix}.{module}.{experts[place]}.{leaf}"
-        own_row = OwnRange(
-            numbers=range(part.start - place * numbers, part.stop - place * numbers),
-            is_first=own.is_first,
-        )
-        yield from _parts(name, where.shape[1:], slices[1:], own_row, part_of(tensor, own, part))
+        if name not in tensors or (saved and not where.counts(own, parallel.mesh)):
+            continue
+        tensor, slices = tensors[name], where.slices(parallel.mesh)
+        if not where.is_expert:
+            yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
+            continue
+        module, _, leaf = where.stack.rpartition(".")
+        experts = where.experts(parallel.mesh)
+        size = math.prod(len(part) for part in slices[1:])
+        for place, part in rows(len(experts), size, own.numbers):
+            numbers = range(part.start - place * size, part.stop - place * size)
+            own_row, row = (
+                OwnRange(numbers=numbers, is_first=own.is_first),
+                part_of(tensor, own, part),
+            )
+            expert = f"{prefix}.{module}.{experts[place]}.{leaf}"
+            yield from _parts(expert, where.shape[1:], slices[1:], own_row, row)
 
 
 def _parts(
@@ -194,30 +189,33 @@ class Checkpoints:
         )
         self._has_said_why = self._has_saved = False
 
-    def save(self, step: int, state: dict[str, object]) -> None:
+    def save(self, step: int, state: dict[str, object], *, is_last: bool = False) -> None:
         """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
-        tries again. Waits for the one before, so that their number does not depend on the disk."""
+        tries again. Waits for the one before, so that their number does not depend on the disk.
+        One that `is_last` is written to the end: raises CheckpointError on every rank where all
+        attempts fail."""
         since = time.monotonic()
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
-        if before is not None and waited > _WAITED_SECONDS:
+        if before is not None and waited > _WAITED_SECONDS and not is_last:
             self._console.say(
                 f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
                 f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
                 "checkpoint",
             )
+        shards, own = contents(self._parallel, self._optimizer, state)
         try:
-            self._start(step, state)
+            self._saver.start(step, shards, own)
         except CheckpointError as error:
+            if is_last:
+                raise
             self._complain(step, str(error))
-
-    def save_last(self, step: int, state: dict[str, object]) -> None:
-        """Write a checkpoint of the present state to the end. Raises CheckpointError on every rank
-        where all attempts fail."""
-        self.finish(hurry=True)
-        self._start(step, state)
-        outcome = self.finish(raises=True)
-        assert outcome is not None
+        if (why := self._saver.why_blocking) and not self._has_said_why:
+            self._has_said_why = True
+            text = f"checkpoints are written while training waits: {why}"
+            self._console.say(text, "checkpoint")
+        if is_last:
+            self.finish(raises=True)
 
     def finish(self, *, hurry: bool = False, raises: bool = False) -> SaveOutcome | None:
         """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
@@ -259,14 +257,6 @@ class Checkpoints:
     def abandon(self) -> None:
         """This process ends at once: leave the checkpoint under way unfinished."""
         self._saver.abandon()
-
-    def _start(self, step: int, state: dict[str, object]) -> None:
-        shards, own = contents(self._parallel, self._optimizer, state)
-        self._saver.start(step, shards, own)
-        if (why := self._saver.why_blocking) and not self._has_said_why:
-            self._has_said_why = True
-            text = f"checkpoints are written while training waits: {why}"
-            self._console.say(text, "checkpoint")
 
     def _complain(self, step: int, problem: str) -> None:
         if self._tells:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,11 +16,12 @@ from typing import Any, Literal, NamedTuple
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import FolderContents
-from moemesh.checkpoint.huggingface.logical import check_model_folder
+from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
-from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
+from moemesh.config.errors import ConfigError, Problem, found_by
+from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights, read_config
+from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
@@ -103,14 +105,29 @@ def check_folder(source: Path) -> None:
 def check_headers(config: RunConfig) -> None:
     """Raises a UserError where the weights that a run starts from are here, and are not those of
     its model, or damaged: by their headers alone. What is not here is :func:`check_folder`'s."""
-    if config.model_path is None:
+    if config.model_path is None or found_by(partial(check_folder, Path(config.model_path))):
         return
-    path = Path(config.model_path)
-    try:
-        check_folder(path)
-    except CheckpointError:
+    path, given = Path(config.model_path), read_config(Path(config.model_path))
+    checked_tensors(FolderContents(path, quantization_of(given)), config.model, given)
+
+
+def check_adapter_headers(config: RunConfig) -> None:
+    """As :func:`check_headers`, of the adapters that a run starts from."""
+    if config.lora.path is None or found_by(partial(check_adapters, Path(config.lora.path))):
         return
-    check_model_folder(path, config.model)
+    # Late: few runs start from adapters.
+    from moemesh.checkpoint.huggingface.adapters import check_adapter_folder
+
+    check_adapter_folder(Path(config.lora.path), config.model, family_of_run(config))
+
+
+def family_of_run(config: RunConfig) -> str:
+    """The family of a run's model."""
+    if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
+        return family_of(read_config(Path(config.model_path)))
+    from moemesh.config.huggingface.export import family_or_refusal  # late: few runs need it
+
+    return family_or_refusal(config.model)
 
 
 def check_adapters(path: Path) -> None:
