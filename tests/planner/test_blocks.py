@@ -45,7 +45,7 @@ def cluster() -> Cluster:
 def test_one_device_holds_every_parameter(name: str, cluster: Cluster) -> None:
     shape = shape_of(name)
     costs = cost_model(cluster, {"tensor": 1})
-    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph())
+    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph)
     counted = found.cost.state_bytes / costs.state_bytes
     # Norms of queries and keys, and of latents, are no operators of their own.
     assert counted == pytest.approx(count_parameters(shape).total, rel=1e-6)
@@ -59,7 +59,7 @@ def strategies_of(graph: OperatorGraph, choices: Sequence[int]) -> dict[str, str
 
 def names_of(blocks: TransformerBlocks) -> dict[str, str]:
     """The strategies of embedding, layer, head and the residual stream."""
-    graph = blocks.graph()
+    graph = blocks.graph
     return strategies_of(graph, solve(graph).choices)
 
 
@@ -101,7 +101,7 @@ def test_one_weird_trick_comes_out(cluster: Cluster) -> None:
 def test_recomputation_is_a_strategy_and_memory_buys_time(cluster: Cluster) -> None:
     shape = shape_of("llama3-8b")
     costs = cost_model(cluster, {"devices": 8}, microbatches=4, recompute=True)
-    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph
     free = solve(graph)
     per_byte = free.cost.seconds / free.cost.memory_bytes()
     points = [solve(graph, byte_price=price * per_byte) for price in (0.0, 0.3, 30.0)]
@@ -118,7 +118,7 @@ def test_recomputation_is_a_strategy_and_memory_buys_time(cluster: Cluster) -> N
 def test_a_layer_counts_as_often_as_it_occurs(cluster: Cluster) -> None:
     costs = cost_model(cluster, {"devices": 8})
     shape = shape_of("deepseek-v3")
-    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph
     choices = solve(graph).choices
     groups = graph.group_costs(choices)
     by_hand = sum(

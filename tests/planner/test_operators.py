@@ -34,8 +34,8 @@ def test_links_are_priced_by_the_layouts_of_their_ends() -> None:
     # 16 bytes over 4 ranks at 1 s a byte: a gather moves 12, an all-to-all 3.
     axis = MeshAxis(name="t", size=4, seconds_per_byte=1.0)
     builder = GraphBuilder(CostModel(axes=(axis,), compute_seconds=max))
-    first = builder.port("first", 2, {0: 4, 1: 4}, 16.0)
-    builder.link(builder.data("ids", 2, {0: 4, 1: 4}, 16.0), first)
+    first = builder.port("first", {0: 4, 1: 4}, 16.0)
+    builder.link(builder.port("ids", {0: 4, 1: 4}, 16.0, constant=True), first)
     (constant,) = builder.graph().edges
     # R, S0, S1 to R, S0, S1: nothing comes back to data.
     assert constant.seconds.tolist() == [[0, 0, 0], [12, 0, 3], [12, 3, 0]]

@@ -6,14 +6,14 @@ layers. It is here so that the planner is one of graphs: nothing in it is a tran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class Convolution:
+class Convolution(NamedTuple):
     """Channels of one branch behind a layer, kernel side, side of the map before pooling and behind
     it."""
 
@@ -25,11 +25,11 @@ class Convolution:
 
 #: Channels are those of one branch (A. Krizhevsky, I. Sutskever, G. Hinton, 2012).
 ALEXNET = (
-    Convolution(channels=48, kernel=11, side=55, pooled_side=27),
-    Convolution(channels=128, kernel=5, side=27, pooled_side=13),
-    Convolution(channels=192, kernel=3, side=13, pooled_side=13),
-    Convolution(channels=192, kernel=3, side=13, pooled_side=13),
-    Convolution(channels=128, kernel=3, side=13, pooled_side=6),
+    Convolution(48, 11, 55, 27),
+    Convolution(128, 5, 27, 13),
+    Convolution(192, 3, 13, 13),
+    Convolution(192, 3, 13, 13),
+    Convolution(128, 3, 13, 6),
 )
 _DENSE = (4096, 4096, 1000)
 _IMAGE_CHANNELS, _IMAGE_SIDE, _ELEMENT_BYTES = 3, 224, 2
@@ -49,16 +49,32 @@ def two_branch_network(
     """
     builder = GraphBuilder(costs)
     image_bytes = float(batch * _IMAGE_CHANNELS * _IMAGE_SIDE**2 * _ELEMENT_BYTES)
-    images = builder.data("images", 2, {0: batch}, image_bytes)
+    images = builder.port("images", {0: batch}, image_bytes, constant=True)
     ends = [images, images]
     for index, layer in enumerate(layers):
         before = layers[index - 1].channels if index else _IMAGE_CHANNELS
         sources = [ends, ends] if index == crossing else [[end] for end in ends]
+        # Convolution, activation and pooling, over one branch's maps or both.
+        read = len(sources[0])
+        elements = float(layer.channels * before * read * layer.kernel**2)
+        computed = float(batch * layer.channels * layer.side**2)
+        convolution = OperatorSpec(
+            name=f"conv{index + 1}",
+            sizes={"batch": batch, "in": before, "out": layer.channels},
+            inputs=(("batch", "in"),) * read,
+            output=("batch", "out"),
+            # Two inputs have channels of their own, which no single cut divides.
+            cut=("batch", "in", "out") if read == 1 else ("batch", "out"),
+            weight=("in", "out"),
+            weight_elements=elements,
+            flops=2.0 * computed * elements / layer.channels,
+            moved_bytes=2.0 * computed * _ELEMENT_BYTES,
+            output_bytes=float(batch * layer.channels * layer.pooled_side**2 * _ELEMENT_BYTES),
+            kept_bytes=computed * _ELEMENT_BYTES,
+        )
         ends = [
-            builder.add(
-                _convolution(f"conv{index + 1}{name}", batch, layer, before, len(read)), *read
-            )
-            for name, read in zip("ab", sources, strict=True)
+            builder.add(replace(convolution, name=convolution.name + branch), *inputs)
+            for branch, inputs in zip("ab", sources, strict=True)
         ]
     last = layers[-1]
     width = 2 * last.channels * last.pooled_side**2
@@ -105,27 +121,3 @@ def two_branch_network(
     )
     builder.add(loss, joined)
     return builder.graph()
-
-
-def _convolution(
-    name: str, batch: int, layer: Convolution, before: int, num_inputs: int
-) -> OperatorSpec:
-    """Convolution, activation and pooling; over one branch's maps or both."""
-    elements = float(layer.channels * before * num_inputs * layer.kernel**2)
-    computed = float(batch * layer.channels * layer.side**2)
-    out = float(batch * layer.channels * layer.pooled_side**2 * _ELEMENT_BYTES)
-    single = num_inputs == 1
-    # Two inputs have channels of their own, which no single cut divides.
-    return OperatorSpec(
-        name=name,
-        sizes={"batch": batch, "in": before, "out": layer.channels},
-        inputs=(("batch", "in"),) * num_inputs,
-        output=("batch", "out"),
-        cut=("batch", "in", "out") if single else ("batch", "out"),
-        weight=("in", "out"),
-        weight_elements=elements,
-        flops=2.0 * computed * elements / layer.channels,
-        moved_bytes=2.0 * computed * _ELEMENT_BYTES,
-        output_bytes=out,
-        kept_bytes=computed * _ELEMENT_BYTES,
-    )

@@ -32,12 +32,11 @@ from moemesh.planner.operators.graph import Cost, OperatorError, OperatorGraph
 class ProgramAnswer:
     """The result of HiGHS: `values` is None when it found nothing feasible.
 
-    `lower_bound` is that of the program; `optimal` says that the values reach it within HiGHS's
-    tolerances (relative gap 0 is asked for).
+    `optimal` says that the values reach the bound of the program within HiGHS's tolerances
+    (relative gap 0 is asked for).
     """
 
     values: NDArray[np.float64] | None
-    lower_bound: float
     optimal: bool
     infeasible: bool
     num_nodes: int
@@ -91,11 +90,8 @@ class IntegerProgram:
             ),
             options=options,
         )
-        found = answer.x is not None
-        bound = getattr(answer, "mip_dual_bound", None)
         return ProgramAnswer(
-            values=np.asarray(answer.x, dtype=float) if found else None,
-            lower_bound=float(bound) if bound is not None else float("-inf"),
+            values=None if answer.x is None else np.asarray(answer.x, dtype=float),
             optimal=int(answer.status) == 0,
             infeasible=int(answer.status) == 2,
             num_nodes=int(getattr(answer, "mip_node_count", 0) or 0),
@@ -138,13 +134,9 @@ def solve(
         for operator in graph.operators
     ]  # fmt: skip
     # HiGHS stops at an absolute gap of 1e-6: costs are scaled to 1000 to make that 1e-9 of them.
-    values = np.abs(
-        np.concatenate(
-            [table.ravel() for table in [*costs, *(edge.seconds for edge in graph.edges)]]
-        )
-    )
-    finite = values[np.isfinite(values)]
-    largest = float(finite.max(initial=0.0))
+    tables = [*costs, *(edge.seconds for edge in graph.edges)]
+    values = np.abs(np.concatenate([table.ravel() for table in tables]))
+    largest = float(values[np.isfinite(values)].max(initial=0.0))
     scale = 1e3 / largest if largest > 0 else 1.0
     program = IntegerProgram()
     nodes: list[list[int]] = []

@@ -82,14 +82,12 @@ class StageCosts:
 class Division:
     """The best division found: stage i holds `layers_per_stage[i]` layers.
 
-    No division is better than `lower_bound`; `evaluations` counts runs of the inner dynamic
-    program, or the divisions that a search tried.
+    `evaluations` counts runs of the inner dynamic program, or the divisions that a search tried.
     """
 
     seconds: float
     layers_per_stage: tuple[int, ...]
     stage_seconds: tuple[float, ...]
-    lower_bound: float
     evaluations: int
 
 
@@ -117,7 +115,6 @@ def division_of(table: FloatArray, layers_per_stage: Sequence[int], microbatches
         seconds=pipeline_seconds(seconds, microbatches),
         layers_per_stage=tuple(layers_per_stage),
         stage_seconds=seconds,
-        lower_bound=0.0,
         evaluations=1,
     )
 
@@ -157,7 +154,7 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
         # What was found at `middle` may already hold further down: nothing lies between.
         below = int(np.searchsorted(times, max(found.stage_seconds)))
         spans += [(middle, found, high, upper), (low, lower, max(below, low), found)]
-    return replace(best, lower_bound=best.seconds, evaluations=evaluations)
+    return replace(best, evaluations=evaluations)
 
 
 def _least_sum(costs: FloatArray, limit: float, num_microbatches: int) -> Division | None:

@@ -190,8 +190,7 @@ def solve_division(
 ) -> Division | None:
     """The division of least `pipeline_seconds` by branch and bound; None when nothing fits.
 
-    `table` as for `best_division`. `evaluations` are the nodes of the search tree, `lower_bound` is
-    HiGHS's own.
+    `table` as for `best_division`. `evaluations` are the nodes of the search tree.
     """
     num_stages, num_layers = len(table), table.shape[1] - 1
     ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
@@ -225,8 +224,7 @@ def solve_division(
     chosen = [max(found, key=lambda run: float(values[found[run]])) for found in runs]
     sizes = [end - first for first, end in chosen]
     division = division_of(table, sizes, num_microbatches)
-    bound = division.seconds if answer.optimal else answer.lower_bound / scale
-    return replace(division, lower_bound=bound, evaluations=max(answer.num_nodes, 1))
+    return replace(division, evaluations=max(answer.num_nodes, 1))
 
 
 #: The branching network, by its name among the models.

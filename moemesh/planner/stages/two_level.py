@@ -22,7 +22,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.suggest import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
-from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
+from moemesh.planner.operators.graph import Cost, FloatArray
 from moemesh.planner.operators.solve import Assignment, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
@@ -74,7 +74,7 @@ class StageMesh:
             sequence=request.seq_len,
             costs=model,
         )
-        self.graph: OperatorGraph = self.blocks.graph()
+        self.graph = self.blocks.graph
         self.assignments: list[Assignment] = []
         self.add(0.0)
         free = best_division(self.costs(np.inf).table(), self.microbatches)
