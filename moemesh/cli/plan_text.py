@@ -15,7 +15,7 @@ from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.estimate import Estimate, by_axis, estimate
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
-from moemesh.planner.memory import CacheSize, kv_bytes_per_token, kv_cache_bytes
+from moemesh.planner.memory import CacheSize, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
     PlannedAnswer,
@@ -71,7 +71,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     low, high = map(_size, found.memory_interval)
     blocks = layer_intensities(found.shape, found.layout)
     intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
-    each = kv_bytes_per_token(found.shape)
+    each = kv_cache_bytes(found.shape, 1, 1)
     lines = [
         f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
         f"({found.shape.name})",

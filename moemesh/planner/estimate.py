@@ -22,7 +22,6 @@ from moemesh.planner.memory import (
     MemoryEstimate,
     RankMemory,
     estimate_memory,
-    kv_bytes_per_token,
     kv_cache_bytes,
 )
 from moemesh.planner.parameters import (
@@ -150,7 +149,7 @@ class Estimate:
             "usable_share": self.usable_share,
             "device_bytes": self.cluster.memory_bytes,
             "worst_routing": crowded,
-            "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
+            "kv_cache_bytes_per_token": kv_cache_bytes(self.shape, 1, 1),
         }
         if cache is not None:
             stated["kv_cache_bytes"] = kv_cache_bytes(self.shape, *cache)

@@ -13,7 +13,7 @@ from typing import Any
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 from moemesh.planner.parameters import attended_tokens
-from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 #: Groups of the operator graph besides the kinds of layers (`group_of`).
 EMBEDDING, STREAM, HEAD = "embedding", "stream", "head"
@@ -131,9 +131,8 @@ class TransformerBlocks:
         return self._builder.add(spec, *sources)
 
     def _norm(self, name: str, source: int) -> int:
-        scale = float(NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size)
-        ends = [source], (_STREAM,), _STREAM, 2 * self.stream_bytes
-        return self._add(name, *ends, cut=_TOKENS, weight_elements=scale)
+        ends, scale = ([source], (_STREAM,), _STREAM), float(self.shape.norm_weights)
+        return self._add(name, *ends, 2 * self.stream_bytes, cut=_TOKENS, weight_elements=scale)
 
     def _sum(self, name: str, *sources: int, recomputable: bool = True) -> int:
         moved, inputs = (len(sources) + 1) * self.stream_bytes, (_STREAM,) * len(sources)

@@ -23,7 +23,7 @@ Norm = Literal["rms", "layer", "layer_bias", "plain"]
 Activation = Literal["swiglu", "gelu"]
 
 #: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
-NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
+_NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
 
 
 class LayerKind(NamedTuple):
@@ -124,22 +124,10 @@ class ModelShape(Section):
         return self._hash
 
     @cached_property
-    def _moe_set(self) -> frozenset[int]:
-        return frozenset(self.moe_layers)
-
-    def is_moe_layer(self, index: int) -> bool:
-        """Whether layer `index` (from 0) routes its tokens to experts."""
-        return index in self._moe_set
-
-    def kind(self, index: int) -> LayerKind:
-        """The kind of layer `index` (from 0)."""
-        window = self.windows[index] if self.windows else 0
-        return LayerKind(index in self._moe_set, window)
-
-    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, in order."""
-        return tuple(self.kind(index) for index in range(self.num_layers))
+        moe, windows = frozenset(self.moe_layers), self.windows or (0,) * self.num_layers
+        return tuple(LayerKind(index in moe, window) for index, window in enumerate(windows))
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:
@@ -176,6 +164,11 @@ class ModelShape(Section):
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layers)
+
+    @property
+    def norm_weights(self) -> int:
+        """Learned numbers of one norm over the hidden channels."""
+        return _NORM_WEIGHTS[self.norm] * self.hidden_size
 
     @property
     def gated(self) -> bool:
@@ -226,9 +219,8 @@ class ModelShape(Section):
         """The same model cut to its first `num_layers` layers, at least one of them dense where the
         whole model has dense layers, and at most one of those in front of experts."""
         dense = self.num_dense_layers
-        lead = 0
-        while lead < self.num_layers and not self.is_moe_layer(lead):
-            lead += 1
+        #: Layers in front of the first one with experts.
+        lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
         if self.is_moe and 0 < lead == dense:
             moe = tuple(range(min(1, num_layers), num_layers))
         else:

@@ -37,10 +37,10 @@ from math import prod
 from typing import NamedTuple
 
 from moemesh.config.layout import AXES
-from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
+from moemesh.planner.memory import rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.stage_cut import pipeline_step
+from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.planner.traffic.ledger_lines import ledger_of
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import HOPS, packed_bytes, rows_moved
@@ -84,7 +84,7 @@ class _Volumes:
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.found: list[Volume] = []
-        self.content = StageContent.of(shape, layout, rank)
+        self.content = Stages.of(shape, layout, microbatches=1).contents[rank]
         self.step = pipeline_step(layout, 1)
         ahead = shape.num_mtp_layers * self.content.has_head
         kinds = self.content.kinds + Counter({shape.mtp_kind: ahead})
@@ -260,7 +260,7 @@ class _Volumes:
         if cut and weights.replicated:
             size = weights.replicated * layout.gradient_bytes
             self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
-        dense, experts = dense_share(weights, layout), expert_share(weights, layout)
+        dense, experts = weights.on_rank(layout)
         replicas, shards = layout.dense_replicas, layout.dense_shards
         self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
         replicas, shards = layout.edp, layout.expert_shards
