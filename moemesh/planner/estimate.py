@@ -396,13 +396,10 @@ def estimate_run(
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
-    return found if config.tuning.is_full else _of_what_trains(found, config)
-
-
-def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
-    """The estimate of a run of which some weights do not train: their model states and traffic."""
-    train, layout = config.train, found.layout
-    plan = exact_plan(config.model, config.plan)
+    if config.tuning.is_full:
+        return found
+    # Model states and traffic of the weights that train.
+    layout, plan = found.layout, exact_plan(config.model, config.plan)
     if isinstance(plan, str):
         note = f"memory and traffic are those of training every weight: {plan}"
         return replace(found, notes=(*found.notes, note))
