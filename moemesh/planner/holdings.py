@@ -177,7 +177,7 @@ class Holdings:
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
         place = at["pp"], at["tp"], at["ep"], at["etp"]
         if place not in self._parameters:
-            found = (tensor.elements_at(self.layout, at) for tensor in held)
+            found = (tensor.local_elements(self.layout, at) for tensor in held)
             self._parameters[place] = sum(found)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         positions = max(

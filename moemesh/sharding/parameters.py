@@ -56,12 +56,8 @@ class ParameterTensor:
         """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
         return max(element_bytes, 4) if ".router." in self.name else element_bytes
 
-    def local_elements(self, layout: Layout, rank: int) -> int:
-        """Numbers of this tensor that `rank` holds."""
-        return self.elements_at(layout, layout.coordinates(rank))
-
-    def elements_at(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """The same of a rank with these coordinates."""
+    def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
+        """Numbers of this tensor that the rank with these coordinates holds."""
         sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))

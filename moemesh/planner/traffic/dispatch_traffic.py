@@ -143,7 +143,7 @@ def crowded_routing(
     one = count_choices([chosen], experts, layout, slots=k)
 
     @cache
-    def counted(tokens: int, chunk: int, chunks: int) -> SentRows:
+    def sent(tokens: int, chunk: int, chunks: int) -> SentRows:
         count = len(shard_range(tokens, chunks, chunk))
         crowd = floor(share * count)
         kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
@@ -156,10 +156,7 @@ def crowded_routing(
             slots=k,
         )
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
-        return counted(tokens, chunk, chunks)
-
-    return sent
+    return lambda rank, forward, layer, tokens, chunk, chunks: sent(tokens, chunk, chunks)
 
 
 # Exchanges of a dispatch.
@@ -171,11 +168,6 @@ _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
     "moe.combine",
 )
 _INT64, _INT32 = 8, 4
-
-
-def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
-    """Row slots per pair of ranks."""
-    return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
 class CountedExchange(NamedTuple):
@@ -219,7 +211,10 @@ class DispatchTraffic:
         self.plain: float = self.model.hidden_size * self.element
         is_coded = self.plan.payload == "fp8"
         self.coded = packed_bytes(self.model.hidden_size) if is_coded else self.plain
-        self._slots = low_latency_slots(self.model, self.plan, self.max_tokens)
+        #: Row slots of low_latency per pair of ranks.
+        self._slots = slots_per_pair(
+            self.max_tokens, self.model.experts_per_token, self.model.num_experts, self.plan.ep
+        )
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[CountedExchange]:
@@ -251,33 +246,39 @@ class DispatchTraffic:
         for caller, hop in entries:
             if caller == _WEIGHTS:
                 width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
-                yield self._to_experts(hop, width, "forward", caller)
-                yield self._from_experts(hop, width, "backward", caller)
+                yield self._travel(hop, "forward", caller, width)
+                yield self._travel(hop, "backward", caller, width, home=True)
             elif caller == _DISPATCH:
                 width = self.plain if hop.axis == "etp" else self.coded
-                yield self._to_experts(hop, width, "forward", caller)
+                yield self._travel(hop, "forward", caller, width)
                 if not exact:
-                    yield self._from_experts(hop, self.plain, "backward", caller)
-            elif exact:
-                continue
-            elif hop.axis == "ep_etp" and not self._sums_densely(sent, slots):
-                out = [item.visits[lines.here["ep"]] for item in sent]
-                mine = self.sent_by(lines.rank).visits
-                both = out, [mine[place // plan.etp] for place in range(len(sent))]
-                uneven = "ep_etp", "all_to_all"
-                yield CountedExchange(*uneven, "forward", caller, both, self.plain)
-                yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
-            else:
-                yield self._from_experts(hop, self.plain, "forward", caller)
-                yield self._to_experts(hop, self.plain, "backward", caller)
+                    yield self._travel(hop, "backward", caller, self.plain, home=True)
+            elif not exact:
+                is_dense = True
+                if hop.axis == "ep_etp":
+                    # Every lane of an ep index holds a shard of each of its experts: visits count
+                    # per rank.
+                    tokens = sum(item.tokens for item in sent)
+                    visited = plan.etp * sum(sum(item.visits) for item in sent)
+                    is_dense = tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
+                if is_dense:
+                    yield self._travel(hop, "forward", caller, self.plain, home=True)
+                    yield self._travel(hop, "backward", caller, self.plain)
+                else:
+                    out = [item.visits[lines.here["ep"]] for item in sent]
+                    mine = self.sent_by(lines.rank).visits
+                    both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                    uneven = "ep_etp", "all_to_all"
+                    yield CountedExchange(*uneven, "forward", caller, both, self.plain)
+                    yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
         if exact:
             # Every (token, expert) row by itself: sums over etp, then over ep.
             home = HOPS["all_to_all"][::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
-                    yield self._from_experts(hop, self.plain, phase, caller)
+                    yield self._travel(hop, phase, caller, self.plain, home=True)
             for hop in home:
-                yield self._to_experts(hop, self.plain, "backward", _COMBINE)
+                yield self._travel(hop, "backward", _COMBINE, self.plain)
 
     def _plan_messages(
         self, name: str, hops: tuple[HopRows, ...], slots: int
@@ -287,7 +288,7 @@ class DispatchTraffic:
         if name == "all_gather":
             each = [1.0] * plan.ep * plan.etp
             yield CountedExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
-            yield self._to_experts(hops[0], slots * _INT64, *counts)
+            yield self._travel(hops[0], *counts, slots * _INT64)
         if name not in ("all_to_all", "hierarchical"):
             return
         # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
@@ -303,23 +304,15 @@ class DispatchTraffic:
             elif self.counts:
                 yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
             if hop.is_of_tokens:
-                yield self._to_experts(hop, _INT32 * (slots + 1), *counts)
+                yield self._travel(hop, *counts, _INT32 * (slots + 1))
 
-    def _sums_densely(self, sent: list[SentRows], slots: int) -> bool:
-        # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
-        tokens = sum(item.tokens for item in sent)
-        visited = self.plan.etp * sum(sum(item.visits) for item in sent)
-        return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
-
-    def _to_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
-        """Rows of `width` bytes towards the experts."""
-        op = "all_gather" if hop.is_gathered else "all_to_all"
-        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop), width)
-
-    def _from_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
-        """Rows of `width` bytes from the experts."""
-        op = "reduce_scatter" if hop.is_gathered else "all_to_all"
-        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
+    def _travel(
+        self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
+    ) -> CountedExchange:
+        """Rows of `width` bytes towards the experts, or `home` from them."""
+        there, back = ("all_gather", "reduce_scatter") if hop.is_gathered else ("all_to_all",) * 2
+        rows = self._rows(hop)[::-1] if home else self._rows(hop)
+        return CountedExchange(hop.axis, back if home else there, phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; where they are gathered, of each."""
@@ -425,8 +418,20 @@ class ReplicaTraffic:
         if self.is_uniform:
             return asked
         at = self.lines.layout.coordinates(rank)
-        rows = self._rows(at["ep"], at["etp"])
-        return replace(asked, rows=tuple(float(count) for count in rows))
+        ep, lane = at["ep"], at["etp"]
+        # A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
+        # order: lane by lane, each from where the one before has ended.
+        found = np.zeros(self.plan.ep, np.int64)
+        place_expert, place_rank = self.quotas.place_expert, self.quotas.place_rank
+        for expert in range(self.model.num_experts):
+            first = int(self.counts[ep, :lane, expert].sum())
+            last = first + int(self.counts[ep, lane, expert])
+            start = 0
+            for place in np.flatnonzero(place_expert == expert):
+                stop = start + int(self.assigned[ep, place])
+                found[place_rank[place]] += max(min(stop, last) - max(start, first), 0)
+                start = stop
+        return replace(asked, rows=tuple(float(count) for count in found))
 
     @cached_property
     def counts(self) -> Ints:
@@ -458,21 +463,3 @@ class ReplicaTraffic:
             return assign_tokens(
                 self.quotas, self.counts.sum(axis=1), ranks_per_node=self.lines.layout.ep_node
             )
-
-    def _rows(self, rank: int, lane: int) -> Ints:
-        """[P] tokens of one lane by the rank that computes them.
-
-        A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
-        order: lane by lane, each from where the one before has ended.
-        """
-        found = np.zeros(self.plan.ep, np.int64)
-        place_expert, place_rank = self.quotas.place_expert, self.quotas.place_rank
-        for expert in range(self.model.num_experts):
-            first = int(self.counts[rank, :lane, expert].sum())
-            last = first + int(self.counts[rank, lane, expert])
-            start = 0
-            for place in np.flatnonzero(place_expert == expert):
-                stop = start + int(self.assigned[rank, place])
-                found[place_rank[place]] += max(min(stop, last) - max(start, first), 0)
-                start = stop
-        return found

@@ -40,7 +40,7 @@ from typing import Any
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, Tuning
+from moemesh.config.tuning import FULL, STACKS, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, Routing
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import (
@@ -135,7 +135,22 @@ class _Step(RankStep):
             first = schedule.first_sample[pipe]
             for index in range(slices * schedule.num_microbatches[pipe]):
                 self._stage(stage, slices * first + index)
-        self._messages()
+        # Between the stages: the residual stream's own rows, and their gradients; the same of the
+        # sums for one auxiliary loss of all layers, a tensor and a message of their own.
+        width = self.model.hidden_size * self.w
+        joint = (2 * self.model.num_experts + 1) * _FLOAT64
+        for message in messages(schedule).values():
+            if self.at not in (message.source, message.destination):
+                continue
+            producer = message.producer
+            forward = schedule.sample(producer) * slices + producer.slice
+            phase = "forward" if producer.kind == "F" else "backward"
+            sizes = [self.placement.tokens(self.global_batch, self.rank, forward)[1] * width]
+            if self.model.has_joint_aux_loss:
+                sizes.append(self.scopes(forward) * joint)
+            for size in sizes:
+                sends = self.at == message.source
+                self.once.message("pp", size, phase, "pipeline", sends=sends)
         self._end()
         return self.lines.ledger() + self.once.ledger()
 
@@ -317,7 +332,10 @@ class _Step(RankStep):
                 replicas = ReplicaTraffic(
                     **common, element=self.w, routed=sent_by, is_uniform=self.is_uniform
                 )
-                with self.lines.backward(self.placement.trains_experts(layer)):
+                stack = f"layers.{layer}.feed_forward.experts"
+                rows, experts = self.placement.tuning.rows, self.model.num_experts
+                trains = any(rows(f"{stack}.{leaf}", experts) for leaf in STACKS)
+                with self.lines.backward(trains):
                     replicas.enter(times, counts)
                 travels = cache(replicas.sent)
             traffic = DispatchTraffic(
@@ -330,25 +348,6 @@ class _Step(RankStep):
             )
             for one in traffic.exchanges():
                 self.lines.enter(*one[:4], *one.amounts, times=times)
-
-    def _messages(self) -> None:
-        """Between the stages: the residual stream's own rows, and their gradients; the same of the
-        sums for one auxiliary loss of all layers, a tensor and a message of their own."""
-        width = self.model.hidden_size * self.w
-        joint = (2 * self.model.num_experts + 1) * _FLOAT64
-        for message in messages(self.schedule).values():
-            if self.at not in (message.source, message.destination):
-                continue
-            producer = message.producer
-            sample = self.schedule.sample(producer)
-            forward = sample * self.schedule.num_slices + producer.slice
-            phase = "forward" if producer.kind == "F" else "backward"
-            sizes = [self.placement.tokens(self.global_batch, self.rank, forward)[1] * width]
-            if self.model.has_joint_aux_loss:
-                sizes.append(self.scopes(forward) * joint)
-            for size in sizes:
-                sends = self.at == message.source
-                self.once.message("pp", size, phase, "pipeline", sends=sends)
 
     # Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
     #

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from moemesh.config.layout import AXES, Layout
@@ -32,6 +32,8 @@ class LedgerLines:
         self, layout: Layout, rank: int, *, forwards: int = 1, recomputed: Collection[str] = ()
     ) -> None:
         self.layout, self.rank = layout, rank
+        #: This rank's coordinates in all views.
+        self.here = layout.coordinates(rank)
         self._forwards, self._recomputed = forwards, recomputed
         self._group_of = cache(partial(members, layout))
         self._sums: dict[tuple[str, str, str, str], list[float]] = {}
@@ -44,11 +46,6 @@ class LedgerLines:
         before, self._has_backward = self._has_backward, self._has_backward and exists
         yield
         self._has_backward = before
-
-    @cached_property
-    def here(self) -> dict[str, int]:
-        """This rank's coordinates in all views."""
-        return self.layout.coordinates(self.rank)
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """The ranks of `axis` around `rank` (this one by default), ascending."""

@@ -8,17 +8,17 @@ top, and an input half keeps what its weight half will read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
 from moemesh.config.layout import shard_range
-from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, low_latency_slots
+from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.tensors import RankStep, StagePlacement
-from moemesh.schedule.action import Op
 from moemesh.sharding.context import head_share
-from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once
+from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import DEFERRED
 
 
@@ -82,26 +82,46 @@ class LayerMemory(RankStep):
         length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
         found: list[SavedTensors] = []
         kept = self.placement.has_backward
+        #: Token ids, and which of them are rows of other ranks.
+        ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+        norm, stream = self._norm(local), local * self.w * self.model.hidden_size
         if stage == 0 and kept("embedding"):
-            found.append(SavedTensors([Saved("stream", self._ids(whole))]))
+            found.append(SavedTensors([Saved("stream", ids)]))
         layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
         for layer in (index for index in layers if index < self.model.num_layers):
             found.append(self._layer(number, layer, whole, local, length))
         if stage < self.placement.schedule.num_stages - 1:
             return found
+        # Input, a target and a log-sum-exp of each token.
+        size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
+        head = SavedTensors([norm, Saved("head", size, held=size, gradient=whole * self.wide)])
         if kept("head"):
-            found.append(SavedTensors([self._norm(local), self._head(whole)]))
+            found.append(head)
         for layer in (index for index in layers if index >= self.model.num_layers):
-            found.append(SavedTensors(list(self._ahead(whole, local))))
+            # Token ids, two norms, both halves; the stream is the input of the head's norm, too.
+            again = Saved("norms", -stream * (self.w == self.wide))
+            halves = Saved("head", 2 * stream, held=2 * stream, gradient=stream)
+            found.append(SavedTensors([Saved("head", ids), norm, again, norm, halves]))
             found.append(self._layer(number, layer, whole, local, length))
-            found.append(SavedTensors([self._norm(local), self._head(whole)]))
+            found.append(head)
         if self.model.has_joint_aux_loss:
             found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
-        attention = self._attention(number, whole, local, length)
-        saved = [self._norm(local), *attention, self._adapters(whole, local), self._norm(local)]
+        saved = [self._norm(local), *self._attention(number, whole, local, length)]
+        # Gradients of an attention block's narrow products, kept until those of weights.
+        if self.model.attention == "gqa":
+            narrow = self._narrow(whole, "q_proj", "k_proj", "v_proj")
+        else:
+            narrow = self._narrow(local, "kv_a_proj_with_mqa") + self._narrow(whole, "kv_b_proj")
+            if self.model.q_lora_rank:
+                narrow += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
+            else:
+                narrow += self._narrow(whole, "q_proj")
+        leaves = local if self.plan.attention_exit == "all_to_all" else whole
+        gradient = narrow + self._narrow(leaves, "o_proj")
+        saved += [Saved("attention", 0.0, gradient=gradient), self._norm(local)]
         if self.model.is_moe_layer(layer):
             saved += self._moe(number, layer, whole, local)
         else:
@@ -124,8 +144,18 @@ class LayerMemory(RankStep):
             else:
                 yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
         if self.swaps:
-            # Whole sequences.
-            core = self.sequences(number) * self.placement.seq_len * self._by_heads()
+            # Whole sequences: of a token the queries, keys, values and output of the heads that
+            # this rank of cp attends with, and their log-sum-exp.
+            heads = round(self.heads)
+            kv_heads = heads if model.attention == "mla" else round(self.keys)
+            share = head_share(heads, kv_heads, plan.cp, self.here["cp"])
+            queries, keys = len(share.queries), len(share.keys)
+            if not share.is_even(heads // kv_heads):
+                keys = queries
+            size = model.query_head_dim
+            values = size if self.is_padded else model.value_head_dim
+            core = (queries + keys) * w * (size + values) + queries * self.wide
+            core *= self.sequences(number) * self.placement.seq_len
         else:
             # The log-sum-exp, and outputs that are not the input of the last product.
             core = self.heads * self.wide
@@ -144,19 +174,6 @@ class LayerMemory(RankStep):
             yield Saved("attention", own, held=own, gradient=local * w * hidden)
         else:
             yield Saved("attention", result, held=result, gradient=whole * w * hidden)
-
-    def _by_heads(self) -> float:
-        """A token's queries, keys, values and output of the heads that a rank of cp attends with,
-        and their log-sum-exp."""
-        model, w, heads = self.model, self.w, round(self.heads)
-        kv_heads = heads if model.attention == "mla" else round(self.keys)
-        share = head_share(heads, kv_heads, self.plan.cp, self.here["cp"])
-        queries, keys = len(share.queries), len(share.keys)
-        if not share.is_even(heads // kv_heads):
-            keys = queries
-        size = model.query_head_dim
-        values = size if self.is_padded else model.value_head_dim
-        return (queries + keys) * w * (size + values) + queries * self.wide
 
     def _grouped(self, whole: int) -> Iterator[Saved]:
         """Grouped-query attention: the stream behind its norm; the projections; rotated queries and
@@ -222,25 +239,6 @@ class LayerMemory(RankStep):
             return
         yield Saved("attention", 2 * queries + values, is_again=self.is_again)
 
-    def _ids(self, whole: int) -> int:
-        """Token ids, and which of them are rows of other ranks."""
-        return _INT64 * whole + (whole if self.plan.tp > 1 else 0)
-
-    def _ahead(self, whole: int, local: int) -> Iterator[Saved]:
-        """Tensors in front of an extra prediction layer: token ids, two norms, both halves."""
-        stream = local * self.w * self.model.hidden_size
-        yield Saved("head", self._ids(whole))
-        yield self._norm(local)
-        # The stream is the input of the norm in front of the head, too.
-        yield Saved("norms", -stream * (self.w == self.wide))
-        yield self._norm(local)
-        yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
-
-    def _head(self, whole: int) -> Saved:
-        """Input, a target and a log-sum-exp of each token."""
-        size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
-        return Saved("head", size, held=size, gradient=whole * self.wide)
-
     def _norm(self, rows: int) -> Saved:
         return Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
 
@@ -304,19 +302,6 @@ class LayerMemory(RankStep):
         gradient = rows * (w * model.hidden_size + 3 * width) + narrow
         yield Saved("experts", copied + rows * wide + inner, held=copied, gradient=gradient)
 
-    def _adapters(self, whole: int, local: int) -> Saved:
-        """Gradients of an attention block's narrow products, kept until those of weights."""
-        if self.model.attention == "gqa":
-            size = self._narrow(whole, "q_proj", "k_proj", "v_proj")
-        else:
-            size = self._narrow(local, "kv_a_proj_with_mqa") + self._narrow(whole, "kv_b_proj")
-            if self.model.q_lora_rank:
-                size += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
-            else:
-                size += self._narrow(whole, "q_proj")
-        leaves = local if self.plan.attention_exit == "all_to_all" else whole
-        return Saved("attention", 0.0, gradient=size + self._narrow(leaves, "o_proj"))
-
     def _narrow(self, rows: float, *targets: str) -> float:
         """Bytes of `rows` rows of one factor's width, for each of the adapters."""
         lora = self.model.lora
@@ -333,11 +318,29 @@ class LayerMemory(RankStep):
         plan, here = self.plan, self.here["ep"]
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
         found: list[tuple[float, float, float, float]] = []
+        wide, k = self.wide, self.model.experts_per_token
         for chunk in range(self.chunks):
             sent = self.sent_by(number, layer, chunk)
+            own = sent(self.rank)
             peers = [sent(peer) for peer in self.placement.members("ep_etp", self.rank)]
-            source, picks = self._received(sent(self.rank), peers)
-            total = sum(peer.rows[here] for peer in peers)
+            source = total = sum(peer.rows[here] for peer in peers)
+            # Positions and weights that are kept where weights are picked and sorted.
+            weights, positions = own.tokens * k * wide, _INT64 * total
+            picks = weights + _INT64 * sum(own.rows) + wide * total + positions
+            slots = slots_per_pair(self.max_tokens, k, self.model.num_experts, plan.ep)
+            if plan.ep * plan.etp == 1 and plan.combine == "fast":
+                picks = weights + positions
+            elif plan.dispatcher == "all_gather":
+                source = sum(peer.tokens for peer in peers)
+                picks = source * k * wide + positions
+            elif plan.dispatcher == "hierarchical":
+                source = sum(peer.visits[here] for peer in peers)
+                picks = source * k * wide + positions
+            elif plan.dispatcher == "low_latency" and all(
+                count <= slots for peer in peers for count in peer.rows
+            ):
+                source = slots * len(peers)
+                picks = weights + _INT64 * slots * plan.ep + wide * source + positions
             if plan.combine == "exact":
                 # Each expert's rows are padded, and all of them together.
                 experts = shard_range(self.model.num_experts, plan.ep, here)
@@ -349,31 +352,6 @@ class LayerMemory(RankStep):
                 kept = total if total <= most else 0.0
             found.append((source, total, kept, picks))
         return tuple(map(sum, zip(*found, strict=True)))
-
-    def _received(self, own: SentRows, peers: list[SentRows]) -> tuple[float, float]:
-        """Rows of the source of this rank's experts; bytes of positions and weights that are kept
-        where weights are picked and sorted."""
-        plan, ep, wide, k = self.plan, self.here["ep"], self.wide, self.model.experts_per_token
-        rows = sum(peer.rows[ep] for peer in peers)
-        weights, positions = own.tokens * k * wide, _INT64 * rows
-        if plan.ep * plan.etp == 1 and plan.combine == "fast":
-            return rows, weights + positions
-        match plan.dispatcher:
-            case "all_gather":
-                tokens = sum(peer.tokens for peer in peers)
-                return tokens, tokens * k * wide + positions
-            case "hierarchical":
-                visits = sum(peer.visits[ep] for peer in peers)
-                return visits, visits * k * wide + positions
-            case "low_latency":
-                slots = low_latency_slots(self.model, plan, self.max_tokens)
-                if all(count <= slots for peer in peers for count in peer.rows):
-                    received = slots * len(peers)
-                    picked = weights + _INT64 * slots * plan.ep + wide * received + positions
-                    return received, picked
-            case _:
-                pass
-        return rows, weights + _INT64 * sum(own.rows) + wide * rows + positions
 
 
 def predict_activations(
@@ -395,86 +373,69 @@ def predict_activations(
         rank=rank,
         given_routing=routing,
     )
-    schedule, pp_rank = placement.schedule, memory.here["pp"]
-    layers = cache(memory.stage)
-    walk = _Walk(placement.plan.recompute == "full")
+    schedule, stages = placement.schedule, cache(memory.stage)
+    is_full = placement.plan.recompute == "full"
+    kept: defaultdict[str, float] = defaultdict(float)
+    peak: dict[str, float] = {}
+    total = most = 0.0
 
-    def of(op: Op) -> list[SavedTensors]:
-        return layers(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+    def add(kind: str, size: float) -> None:
+        nonlocal total, most, peak
+        kept[kind] += size
+        total += size
+        if total > most:
+            most, peak = total, dict(kept)
 
-    for entry in schedule.orders[pp_rank]:
-        # In a block the forward counts before anything is given back.
-        for op in sorted(entry, key=lambda op: op.kind != "F"):
-            match op.kind:
-                case "F":
-                    walk.forward(of(op))
-                case "W":
-                    walk.weight_gradients(of(op))
-                case kind:
-                    walk.backward(of(op), is_split=kind == "I")
-    return {kind: round(size) for kind, size in walk.peak.items() if round(size)}
-
-
-class _Walk:
-    """The bytes kept, operation by operation, and the most so far."""
-
-    def __init__(self, is_full: bool) -> None:
-        self._is_full = is_full
-        self._kept: defaultdict[str, float] = defaultdict(float)
-        self._total = self._most = 0.0
-        self.peak: dict[str, float] = {}
-
-    def _add(self, kind: str, size: float) -> None:
-        self._kept[kind] += size
-        self._total += size
-        if self._total > self._most:
-            self._most, self.peak = self._total, dict(self._kept)
-
-    def forward(self, layers: Iterable[SavedTensors]) -> None:
-        seen: set[str] = set()
-        for layer in layers:
-            if self._is_full and layer.again is not None:
-                self._add("stream", layer.again)
-                continue
-            for saved in layer.saved:
-                if not saved.is_again and not (saved.is_shared and saved.kind in seen):
-                    self._add(saved.kind, saved.size)
-                if saved.is_shared:
-                    seen.add(saved.kind)
-
-    def backward(self, layers: list[SavedTensors], *, is_split: bool) -> None:
+    # In a block the forward counts before anything is given back.
+    orders = (
+        sorted(entry, key=lambda op: op.kind != "F") for entry in schedule.orders[memory.here["pp"]]
+    )
+    for op in chain.from_iterable(orders):
+        layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+        #: Kind of one storage for all layers -> the first layer that keeps it.
         first: dict[str, int] = {}
         for index, layer in enumerate(layers):
             for saved in layer.saved:
                 if saved.is_shared:
                     first.setdefault(saved.kind, index)
+        if op.kind == "F":
+            seen: set[str] = set()
+            for layer in layers:
+                if is_full and layer.again is not None:
+                    add("stream", layer.again)
+                    continue
+                for saved in layer.saved:
+                    if not saved.is_again and not (saved.is_shared and saved.kind in seen):
+                        add(saved.kind, saved.size)
+                    if saved.is_shared:
+                        seen.add(saved.kind)
+            continue
+        if op.kind == "W":
+            for saved in chain.from_iterable(layer.saved for layer in layers):
+                add(saved.kind, -saved.held)
+                add(DEFERRED, -saved.gradient)
+            continue
         for index in reversed(range(len(layers))):
             layer = layers[index]
-            is_whole = self._is_full and layer.again is not None
-            made = is_whole
-            if is_whole:
-                self._add(layer.saved[0].kind, -layer.entry)
+            whole = layer.again if is_full else None
+            if whole is not None:
+                # All of the layer is made again, beside the input that was kept.
+                add(layer.saved[0].kind, -layer.entry)
                 for saved in layer.saved:
-                    self._add(saved.kind, saved.size)
+                    add(saved.kind, saved.size)
+            made = whole is not None
             for saved in reversed(layer.saved):
                 if saved.is_again and not made:
                     made = True
                     for other in layer.saved:
                         if other.is_again:
-                            self._add(other.kind, other.size)
-                stays = saved.held if is_split else 0.0
-                if is_split:
-                    self._add(DEFERRED, saved.gradient)
+                            add(other.kind, other.size)
+                if op.kind == "I":
+                    add(DEFERRED, saved.gradient)
                 is_kept_on = saved.is_shared and not saved.is_again and index > first[saved.kind]
-                if is_whole or not is_kept_on:
-                    self._add(saved.kind, stays - saved.size)
-            if is_whole:
-                assert layer.again is not None
-                self._add("stream", -layer.again)
-                self._add(layer.saved[0].kind, layer.entry)
-
-    def weight_gradients(self, layers: Iterable[SavedTensors]) -> None:
-        for layer in layers:
-            for saved in layer.saved:
-                self._add(saved.kind, -saved.held)
-                self._add(DEFERRED, -saved.gradient)
+                if whole is not None or not is_kept_on:
+                    add(saved.kind, (saved.held if op.kind == "I" else 0.0) - saved.size)
+            if whole is not None:
+                add("stream", -whole)
+                add(layer.saved[0].kind, layer.entry)
+    return {kind: round(size) for kind, size in peak.items() if round(size)}

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.schedule.action import Schedule
@@ -100,11 +100,6 @@ class StagePlacement:
         """Whether the backward reaches a unit: "embedding", "layers.3", "head"."""
         return unit not in self._frozen_units
 
-    def trains_experts(self, layer: int) -> bool:
-        """Whether any weight of the routed experts of a layer trains."""
-        experts, module = self.model.num_experts, f"layers.{layer}.feed_forward.experts"
-        return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in STACKS)
-
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank that use `tensor`; it holds (a slice of) what they use."""
         last = self.schedule.num_stages - 1
@@ -171,10 +166,10 @@ class RankStep:
 
 def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
     """The buckets of one rank of a model whose weights have `element_bytes` a number."""
-    layout, pp_rank = placement.layout, placement.coordinates(rank)["pp"]
+    layout, at = placement.layout, placement.coordinates(rank)
     found: list[Member] = []
-    for tensor in placement.held(pp_rank):
-        numbers = tensor.local_elements(layout, rank)
+    for tensor in placement.held(at["pp"]):
+        numbers = tensor.local_elements(layout, at)
         if not numbers:
             continue
         holders = sum(bool(placement.users(tensor, other)) for other in range(layout.pp))
@@ -185,7 +180,7 @@ def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tu
                 weight_bytes=tensor.weight_bytes(element_bytes),
                 axis=tensor.summed_over,
                 mirrored=holders > 1,
-                stages=placement.users(tensor, pp_rank),
+                stages=placement.users(tensor, at["pp"]),
                 trains=tensor.trains,
             )
         )

@@ -62,10 +62,6 @@ class Volume(NamedTuple):
     received_bytes: float
     members: int
 
-    @property
-    def total_wire_bytes(self) -> float:
-        return self.events * self.wire_bytes
-
 
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
     """Every collective of one step of pipeline rank `rank`; nothing for axes of one rank."""
