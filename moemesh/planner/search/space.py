@@ -223,7 +223,10 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
-            allowed = columns.where(runs(schedule, pp, columns.microbatches[:, 0]))
+            # The schedule is defined for these numbers of microbatches.
+            numbers, places = np.unique(columns.microbatches[:, 0], return_inverse=True)
+            held = [is_defined(schedule, pp, int(number)) for number in numbers]
+            allowed = columns.where(np.array(held, dtype=np.bool_)[places])
             rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
             if not allowed.size:
                 continue
@@ -267,13 +270,6 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
                     yield schedule, chunks
         elif schedule not in ("zb_v", "dualpipe_v") or 2 * pp <= shape.num_layers:
             yield schedule, 1
-
-
-def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.bool_]:
-    """Whether the schedule is defined, for each number of microbatches."""
-    numbers, places = np.unique(microbatches, return_inverse=True)
-    held = [is_defined(schedule, pp, int(number)) for number in numbers]
-    return np.array(held, dtype=np.bool_)[places]
 
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
