@@ -126,7 +126,28 @@ class RoutingExample:
                 message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
                 fix = nearest_choice(name, DISPATCHERS)
                 found.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
-        if found := found + self._wrong_choices():
+        for rank, token, chosen in (
+            (rank, token, chosen)
+            for rank, own in enumerate(self.choices)
+            for token, chosen in enumerate(own)
+        ):
+            real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
+            code = message = fix = ""
+            if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
+                code = "out-of-range"
+                message = (
+                    f"{where} chose expert {wrong[0]}; experts are 0 to "
+                    f"{self.num_experts - 1}, and -1 is none"
+                )
+            elif len(set(real)) < len(real):
+                code, message = "duplicate", f"{where} chose an expert twice"
+            elif len(chosen) != len(first := self.choices[rank][0]):
+                code, fix = "shape", "fill with -1"
+                message = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
+            if code:
+                found.append(Problem.of(code, "experts", list(chosen), message, fix))
+                break
+        if found:
             raise ConfigError(found)
 
     @property
@@ -186,27 +207,6 @@ class RoutingExample:
             overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
         )
 
-    def _wrong_choices(self) -> list[Problem]:
-        for rank, own in enumerate(self.choices):
-            for token, chosen in enumerate(own):
-                real = [expert for expert in chosen if expert != -1]
-                where = f"rank {rank}, token {token}"
-                if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
-                    message = (
-                        f"{where} chose expert {wrong[0]}; experts are 0 to "
-                        f"{self.num_experts - 1}, and -1 is none"
-                    )
-                    return [Problem.of("out-of-range", "experts", list(chosen), message)]
-                if len(set(real)) < len(real):
-                    message = f"{where} chose an expert twice"
-                    return [Problem.of("duplicate", "experts", list(chosen), message)]
-                if len(chosen) != len(self.choices[rank][0]):
-                    message = (
-                        f"{where} has {len(chosen)} slots, token 0 {len(own[0])}; fill with -1"
-                    )
-                    return [Problem.of("shape", "experts", list(chosen), message, "fill with -1")]
-        return []
-
 
 def random_example(
     plan: str,
@@ -264,7 +264,23 @@ def read_example(
 ) -> RoutingExample:
     """A packaged routing by its name, or a JSON or TOML file with its keys, in whose place the
     others are taken where they are given. Raises ConfigError for what cannot be read."""
-    table = _table(source)
+    if source in preset_names(ROUTINGS):
+        table: dict[str, Any] = dict(read_preset_table(source, ROUTINGS))
+    else:
+        path = Path(source)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+            parsed = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except OSError:
+            message = "neither a packaged routing nor a readable JSON or TOML file"
+            fix = nearest_choice(source, preset_names(ROUTINGS))
+            raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
+        if not isinstance(parsed, dict):
+            message = "the file holds a table of keys, such as num_experts and experts"
+            raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
+        table = cast("dict[str, Any]", parsed)
     if unknown := sorted(set(table) - _KEYS):
         fix = nearest_choice(unknown[0], tuple(_KEYS))
         message = f"a routing has no key `{unknown[0]}`"
@@ -305,25 +321,6 @@ def _plan(text: str) -> Plan:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
         raise ConfigError([Problem.of("not-a-plan", "plan", text, message)])
     return read
-
-
-def _table(source: str) -> dict[str, Any]:
-    if source in preset_names(ROUTINGS):
-        return dict(read_preset_table(source, ROUTINGS))
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError:
-        message = "neither a packaged routing nor a readable JSON or TOML file"
-        fix = nearest_choice(source, preset_names(ROUTINGS))
-        raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
-    if not isinstance(table, dict):
-        message = "the file holds a table of keys, such as num_experts and experts"
-        raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
-    return cast("dict[str, Any]", table)
 
 
 def to_json(example: RoutingExample) -> dict[str, Any]:

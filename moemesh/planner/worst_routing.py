@@ -18,7 +18,7 @@ from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
-from moemesh.planner.traffic.own_activations import predict_activations
+from moemesh.planner.traffic.own_memory import predict_activations
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.sharding.dispatchers import rows_at_once
 

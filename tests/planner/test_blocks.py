@@ -10,10 +10,8 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.operators.blocks import TransformerBlocks
-from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.graph import OperatorGraph
+from moemesh.planner.operators.graph import OperatorGraph, solve
 from moemesh.planner.operators.resharding import MeshAxis
-from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import (
     RECOMPUTE,
     CostModel,
@@ -23,6 +21,7 @@ from moemesh.planner.operators.strategies import (
 )
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
+from moemesh.planner.stages.placement import two_branch_network
 
 
 def roofline(flops: float, moved_bytes: float) -> float:

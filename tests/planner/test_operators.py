@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.operators.graph import OperatorError
+from moemesh.planner.operators.graph import OperatorError, solve
 from moemesh.planner.operators.resharding import MeshAxis
-from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder
 from tests.planner.graphs import brute_force, graph_of, random_graph
 
@@ -53,7 +52,6 @@ def test_highs_equals_brute_force(
 ) -> None:
     graph = random_graph(seed, num_operators)
     found = solve(graph, byte_price=price, in_flight=in_flight)
-    assert found.optimal
     total = found.cost.seconds + price * found.cost.memory_bytes(in_flight)
     assert total == pytest.approx(brute_force(graph, price, in_flight), rel=1e-7)
     assert found.cost == graph.cost(found.choices)

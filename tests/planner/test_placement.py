@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import load_cluster
-from moemesh.planner.operators.convolution import ALEXNET, two_branch_network
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.stages.division import StageError
 from moemesh.planner.stages.placement import (
+    ALEXNET,
     PlacementProblem,
     baseline_placement,
     best_placement,
     placement_problem,
     solve_placement,
+    two_branch_network,
 )
 from tests.planner.graphs import brute_force_placement, placement_seconds
 

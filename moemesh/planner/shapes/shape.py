@@ -112,7 +112,43 @@ class ModelShape(Section):
         except ValidationError as error:
             leaves = {f"model.{key}": Leaf(value=x, origin="") for key, x in values.items()}
             raise ConfigError(type_problems(ModelShape, leaves, error).values()) from None
-        if problems := _check(self):
+        needed = [*_SIZES]
+        if self.attention == "mla":
+            needed += _MLA_SIZES
+        if self.moe_layers:
+            needed += _EXPERT_SIZES
+        if self.num_layers > len(self.moe_layers):
+            needed.append("intermediate_size")
+        problems: list[Problem] = []
+
+        def complain(key: str, message: str, fix: str = "") -> None:
+            problems.append(Problem.of("shape", f"model.{key}", getattr(self, key), message, fix))
+
+        for key, value in self.to_json().items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                least = 1 if key in needed else 0
+                if value < least:
+                    complain(key, f"{key} must be at least {least}, not {value}")
+        if problems:
+            raise ConfigError(problems)
+        heads, kv_heads, experts = self.num_heads, self.num_kv_heads, self.num_experts
+        if self.attention == "gqa" and heads % kv_heads:
+            complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
+        if self.windows and len(self.windows) != self.num_layers:
+            complain("windows", f"{len(self.windows)} windows for {self.num_layers} layers")
+        if any(not 0 <= layer < self.num_layers for layer in self.moe_layers):
+            complain("moe_layers", f"layers are numbered 0 to {self.num_layers - 1}")
+        if experts and not self.moe_layers:
+            fix = f"moe_layers = {list(range(min(self.num_layers, 3)))} ..., or num_experts = 0"
+            complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
+        if (chosen := self.experts_per_token) > experts:
+            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+            complain("experts_per_token", message, f"experts_per_token = {experts}")
+        if experts % max(groups := self.router_groups, 1):
+            complain(
+                "router_groups", f"router_groups ({groups}) must divide num_experts ({experts})"
+            )
+        if problems:
             raise ConfigError(problems)
 
     @cached_property
@@ -276,42 +312,3 @@ def from_huggingface(config: Mapping[str, Any], name: str = "model") -> ModelSha
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 _EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
-
-
-def _check(shape: ModelShape) -> list[Problem]:
-    """Every broken rule of one shape."""
-    needed = [*_SIZES]
-    if shape.attention == "mla":
-        needed += _MLA_SIZES
-    if shape.moe_layers:
-        needed += _EXPERT_SIZES
-    if shape.num_layers > len(shape.moe_layers):
-        needed.append("intermediate_size")
-    problems: list[Problem] = []
-
-    def complain(key: str, message: str, fix: str = "") -> None:
-        problems.append(Problem.of("shape", f"model.{key}", getattr(shape, key), message, fix))
-
-    for key, value in shape.to_json().items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            least = 1 if key in needed else 0
-            if value < least:
-                complain(key, f"{key} must be at least {least}, not {value}")
-    if problems:
-        return problems
-    heads, kv_heads, experts = shape.num_heads, shape.num_kv_heads, shape.num_experts
-    if shape.attention == "gqa" and heads % kv_heads:
-        complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
-    if shape.windows and len(shape.windows) != shape.num_layers:
-        complain("windows", f"{len(shape.windows)} windows for {shape.num_layers} layers")
-    if any(not 0 <= layer < shape.num_layers for layer in shape.moe_layers):
-        complain("moe_layers", f"layers are numbered 0 to {shape.num_layers - 1}")
-    if experts and not shape.moe_layers:
-        fix = f"moe_layers = {list(range(min(shape.num_layers, 3)))} ..., or num_experts = 0"
-        complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
-    if (chosen := shape.experts_per_token) > experts:
-        message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
-        complain("experts_per_token", message, f"experts_per_token = {experts}")
-    if experts % max(groups := shape.router_groups, 1):
-        complain("router_groups", f"router_groups ({groups}) must divide num_experts ({experts})")
-    return problems

@@ -19,9 +19,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import from_plan, untrained
-from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.graph import FloatArray
-from moemesh.planner.operators.solve import IntegerProgram, solve
+from moemesh.planner.operators.graph import FloatArray, IntegerProgram, solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PartitionRequest
@@ -49,6 +47,7 @@ from moemesh.planner.stages.placement import (
     best_placement,
     placement_problem,
     solve_placement,
+    two_branch_network,
 )
 from moemesh.planner.stages.two_level import TwoLevelSearch
 from moemesh.planner.timing.price import pricing

@@ -2,7 +2,7 @@
 
 A model on N devices is cut into P stages of N / P devices each (arXiv:2201.12023). For every P and
 every logical mesh (outer x inner) of a stage's devices the inner level lays out the operators
-(`operators.solve`) and the outer level divides the layers. Where memory binds, the inner level is
+(`operators.graph`) and the outer level divides the layers. Where memory binds, the inner level is
 solved at several prices of a byte, and every stage takes the fastest answer that fits.
 
 All stages have the same mesh and all boundaries between layers one layout, because a run has one
@@ -22,8 +22,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.suggest import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
-from moemesh.planner.operators.graph import Cost, FloatArray
-from moemesh.planner.operators.solve import Assignment, solve
+from moemesh.planner.operators.graph import Assignment, Cost, FloatArray, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape

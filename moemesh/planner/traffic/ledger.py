@@ -157,7 +157,7 @@ class _Step(RankStep):
     # One forward of one stage, and its backward.
 
     def _stage(self, stage: int, forward: int) -> None:
-        placement = self.placement
+        model, placement = self.model, self.placement
         tokens, _ = placement.tokens(self.global_batch, self.rank, forward)
         if stage == 0:
             with self.lines.backward(placement.has_backward("embedding")):
@@ -168,9 +168,27 @@ class _Step(RankStep):
                 for index in placement.layers_of(stage)
                 if placement.has_backward(f"layers.{index}") == exists
             ]
-            if layers:
-                with self.lines.backward(exists):
-                    self._layers(layers, tokens, forward)
+            routed = [index for index in layers if model.is_moe_layer(index)]
+            shared = len(routed) if model.shared_width else 0
+            mlps = len(layers) - len(routed) + shared
+            with self.lines.backward(exists):
+                if layers:
+                    self._attention(tokens, len(layers))
+                if layers and self.plan.cp > 1:
+                    self._context(self.sequences(forward), len(layers))
+                if mlps:
+                    self._boundary(tokens, "all_gather", "mlp.enter", mlps)
+                    self._boundary(tokens, "reduce_scatter", "mlp.leave", mlps)
+                if shared and self.is_full:
+                    # It lies before the routed experts, whose inputs the backward wants.
+                    again = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
+                    self.lines.enter(*again, times=shared)
+                if routed and model.has_aux_loss and not model.has_joint_aux_loss:
+                    self._balance(forward, len(routed))
+                if routed:
+                    self._choices(forward, len(routed))
+                for layer in routed[:1] if self.is_uniform else routed:
+                    self._experts(forward, layer, len(routed) if self.is_uniform else 1)
         if stage < self.schedule.num_stages - 1:
             return
         # The head, and around every extra prediction layer the embedding and the head again.
@@ -185,26 +203,6 @@ class _Step(RankStep):
             self.lines.enter(*loss, times=1 + self.ahead)
         if self.model.has_joint_aux_loss:
             self._balance(forward)
-
-    def _layers(self, layers: list[int], tokens: int, forward: int) -> None:
-        routed = [index for index in layers if self.model.is_moe_layer(index)]
-        self._attention(tokens, len(layers))
-        if self.plan.cp > 1:
-            self._context(self.sequences(forward), len(layers))
-        shared = len(routed) if self.model.shared_width else 0
-        if mlps := len(layers) - len(routed) + shared:
-            self._boundary(tokens, "all_gather", "mlp.enter", mlps)
-            self._boundary(tokens, "reduce_scatter", "mlp.leave", mlps)
-        if shared and self.is_full:
-            # It lies before the routed experts, whose inputs the backward wants.
-            again = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
-            self.lines.enter(*again, times=shared)
-        if routed:
-            if self.model.has_aux_loss and not self.model.has_joint_aux_loss:
-                self._balance(forward, len(routed))
-            self._choices(forward, len(routed))
-            for layer in routed[:1] if self.is_uniform else routed:
-                self._experts(forward, layer, len(routed) if self.is_uniform else 1)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.w
