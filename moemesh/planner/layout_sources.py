@@ -70,7 +70,10 @@ def from_plan(
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
         )
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
-    layers_per_stage = plan.layers_per_stage
+    recompute, layers_per_stage = RECOMPUTED[plan.recompute], plan.layers_per_stage
+    if plan.recompute == "selective":
+        switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
+        recompute -= {part for part, is_on in switches.items() if not is_on}
     if model is not None and layers_per_stage is None and plan.num_stages > 1:
         layers_per_stage = tuple(len(cut) for cut in cut_layers(model, plan.num_stages))
     return PlannedLayout(
@@ -83,20 +86,11 @@ def from_plan(
         zero=DATA.index(plan.data) if plan.data in DATA else 0,
         zero_group=plan.shard_group or 0,
         parameter_server=plan.data == "parameter_server",
-        recompute=recomputed(plan),
+        recompute=recompute,
         dtype=dtype,
         **widths(dtype),
         ranks_per_node=plan.ranks_per_node or 0,
     )
-
-
-def recomputed(plan: Plan) -> frozenset[str]:
-    """The parts that `plan` computes again."""
-    parts = RECOMPUTED[plan.recompute]
-    if plan.recompute != "selective":
-        return parts
-    switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
-    return parts - {part for part, is_on in switches.items() if not is_on}
 
 
 def plan_of(layout: PlannedLayout) -> Plan:
@@ -305,23 +299,22 @@ def read_plan(
                 raise ConfigError([problem])
         dtype = known.get("dtype", "bfloat16")
         beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
-        if beyond or parts is not None:
-            # Keys of a Plan are translated first, but for a recomputation that it has no word for;
-            # a microbatch is of one sequence where nothing is said of it.
-            own = {key: known[key] for key in known if key in {*Plan.model_fields, "dtype"}}
-            if parts is not None:
-                del own["recompute"]
-            if "microbatches" not in known:
-                own["microbatch"] = known.get("microbatch", 1)
-            plan, said = None, _plan(own, legal)
-            base = from_plan(said, seq_len=sequence, global_batch=legal, dtype=dtype)
-            layout = _changed(base, known, base.recompute if parts is None else parts)
-        else:
-            said = plan = _plan(known, legal, sequence)
-            config = None if model is None else model.config
-            if config is not None and plan.num_stages > config.num_layers:
-                config = None
-            layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        is_plan = not beyond and parts is None
+        own, config = dict(known), None if model is None else model.config
+        # Keys of a Plan are translated first, but for a recomputation that it has no word for; a
+        # microbatch is of one sequence where nothing is said of it.
+        if parts is not None:
+            del own["recompute"]
+        if not is_plan and "microbatches" in own:
+            own.pop("microbatch", None)
+        elif not is_plan:
+            own.setdefault("microbatch", 1)
+        said = _plan(own, legal, sequence if is_plan else None)
+        if not is_plan or (config is not None and said.num_stages > config.num_layers):
+            config = None
+        layout = from_plan(said, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        if not is_plan:
+            layout = _changed(layout, known, layout.recompute if parts is None else parts)
         unread: dict[str, object] = {
             name: value
             for name, item in Plan.model_fields.items()
@@ -329,7 +322,7 @@ def read_plan(
             and name not in _TRANSLATED
             and (value := getattr(said, name)) != item.default
         }
-        planned = ReadLayout(layout, plan, unread)
+        planned = ReadLayout(layout, said if is_plan else None, unread)
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
@@ -465,37 +458,27 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
 
 
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
-    message = f"{key} is one of {', '.join(choices)}"
-    return Problem.of(
-        "not-a-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
-    )
+    message, near = f"{key} is one of {', '.join(choices)}", nearest_choice(str(value), choices)
+    return Problem.of("not-a-choice", f"plan.{key}", value, message, near)
 
 
 def _changed(
     base: PlannedLayout, table: Mapping[str, Any], recompute: frozenset[str]
 ) -> PlannedLayout:
     """The layout with the fields that a Plan does not have."""
-    values = {key: value for key, value in table.items() if key in _LAYOUT_FIELDS}
-    for key in set(values) & set(Plan.model_fields):
-        del values[key]
-    values["recompute"] = recompute
+    own = _LAYOUT_FIELDS.keys() - Plan.model_fields.keys()
+    values = {key: value for key, value in table.items() if key in own}
     problems: list[Problem] = []
     for key, value in values.items():
-        default = _LAYOUT_FIELDS[key].default
-        if key == "recompute" or default is None:
-            continue
-        if type(value) is not type(default) and not (
-            isinstance(default, float) and isinstance(value, int)
-        ):
-            wanted = type(cast("object", default)).__name__
-            message = f"{key} is a {wanted}"
+        default: object = _LAYOUT_FIELDS[key].default
+        is_whole = isinstance(default, float) and isinstance(value, int)
+        if default is not None and type(value) is not type(default) and not is_whole:
+            message = f"{key} is a {type(default).__name__}"
             problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
     hints = get_type_hints(PlannedLayout)
-    problems += [
-        _bad_choice(key, value, choices)
-        for key, value in values.items()
-        if (choices := choices_of(hints[key])) and value not in choices
-    ]
+    for key, value in values.items():
+        if (choices := choices_of(hints[key])) and value not in choices:
+            problems.append(_bad_choice(key, value, choices))
     if problems:
         raise ConfigError(problems)
-    return base.changed(**values)
+    return base.changed(**values, recompute=recompute)

@@ -41,7 +41,7 @@ from moemesh.planner.parameters import WeightCounts, end_weights, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
-from moemesh.schedule.step import PipelineStep, alive, weight_copies
+from moemesh.schedule.step import alive, weight_copies
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
 FUSED_LOSS_BYTES = 6.0
@@ -102,15 +102,14 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     its stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    # Numbers of microbatches vary along the first axis alone.
-    column = np.ravel(layout.microbatches)
-    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    shapes = map(np.shape, (layout.microbatches, *kept))
-    found = np.zeros(np.broadcast_shapes(*shapes))
-    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
-        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[list(same)] = True
-        rows = wanted[column]
+    # Numbers of microbatches vary along the first axis alone; many of them keep the same alive.
+    column, step = np.ravel(layout.microbatches), pipeline_step(layout, 1)
+    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
+    for count in np.unique(column).tolist():
+        groups.setdefault(alive(step.of(count))[rank], []).append(count)
+    found = np.zeros(np.broadcast_shapes(*map(np.shape, (layout.microbatches, *kept))))
+    for moments, same in groups.items():
+        rows = np.isin(column, same, kind="table")
         found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
     return found
 
@@ -123,17 +122,6 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
             now = now + count * one
         most = maximum(most, now)
     return most
-
-
-@lru_cache(maxsize=4096)
-def _counts_by_moments(
-    step: PipelineStep, rank: int, counts: tuple[int, ...]
-) -> tuple[tuple[tuple[tuple[float, ...], ...], tuple[int, ...]], ...]:
-    """The numbers of microbatches of `step` that keep the same alive at the peaks of `rank`."""
-    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
-    for count in counts:
-        groups.setdefault(alive(step.of(count))[rank], []).append(count)
-    return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
 class ChunkBytes:

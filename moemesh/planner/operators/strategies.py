@@ -89,11 +89,7 @@ class CostModel:
 
 
 def cost_model(
-    cluster: Cluster,
-    axes: Mapping[str, int],
-    *,
-    microbatches: int = 1,
-    recompute: bool = False,
+    cluster: Cluster, axes: Mapping[str, int], *, microbatches: int = 1, recompute: bool = False
 ) -> CostModel:
     """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
 

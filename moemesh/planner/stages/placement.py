@@ -20,12 +20,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.planner.operators.graph import FloatArray, IntegerProgram, OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
-from moemesh.planner.stages.division import (
-    BestDraw,
-    IntArray,
-    StageError,
-    best_draw,
-)
+from moemesh.planner.stages.division import BestDraw, IntArray, StageError, best_draw
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,19 +26,8 @@ from moemesh.planner.operators.graph import Assignment, Cost, FloatArray, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.stages.answer import (
-    LayoutChange,
-    OperatorAssignment,
-    OperatorChoice,
-    Stage,
-)
-from moemesh.planner.stages.division import (
-    Division,
-    StageCosts,
-    StageError,
-    best_division,
-    runs_of,
-)
+from moemesh.planner.stages.answer import LayoutChange, OperatorAssignment, OperatorChoice, Stage
+from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division, runs_of
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import build
 from moemesh.schedule.held_activations import peak_memory

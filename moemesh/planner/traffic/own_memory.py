@@ -513,11 +513,7 @@ def predict_activations(
     `routing` None: uniform. Replicas of experts are priced as if there were none.
     """
     memory = LayerMemory(
-        placement=placement,
-        global_batch=global_batch,
-        w=element,
-        rank=rank,
-        given_routing=routing,
+        placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
     )
     schedule, stages = placement.schedule, cache(memory.stage)
     is_full = placement.plan.recompute == "full"
