@@ -8,7 +8,6 @@ import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -155,45 +154,36 @@ class RoutingExample:
         """Most experts of a token."""
         return max((len(token) for own in self.choices for token in own), default=1)
 
-    @cached_property
-    def model(self) -> ModelConfig:
-        """A model with these experts; only its MoE layer is asked for."""
-        return ModelConfig(
-            num_experts=self.num_experts, experts_per_token=self.slots, hidden_size=self.hidden_size
-        )
-
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
         """The exchanges of one MoE layer under `dispatcher` whose tokens have these choices. A rank
         of low_latency has room for the most tokens of any rank."""
-        model, element = self.model, int(ELEMENT_BYTES[self.dtype])
+        experts, slots = self.num_experts, self.slots
+        # Only its MoE layer is asked for.
+        model = ModelConfig(
+            num_experts=experts, experts_per_token=slots, hidden_size=self.hidden_size
+        )
         plan = self.plan.model_copy(update={"dispatcher": dispatcher})
-        layout = plan.layout
-        sent = [
-            count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
-        ]
-        most = max(map(len, self.choices))
-        ranks = range(layout.world_size)
-        lines = [LedgerLines(layout, rank) for rank in ranks]
+        layout, ranks = plan.layout, range(plan.world_size)
+        sent = [count_choices(own, experts, layout, slots=slots) for own in self.choices]
         traffic = [
             DispatchTraffic(
-                lines=own,
+                lines=LedgerLines(layout, rank),
                 model=model,
                 plan=plan,
-                element=element,
-                max_tokens=most,
+                element=int(ELEMENT_BYTES[self.dtype]),
+                max_tokens=max(map(len, self.choices)),
                 sent_by=sent.__getitem__,
             )
-            for own in lines
+            for rank in ranks
         ]
         #: Bytes from each rank to each other one, of every exchange.
         pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
-        for rank, own in enumerate(lines):
-            for one in traffic[rank].exchanges():
-                peers, (out, *_) = own.members(one.axis), one.amounts
-                own.enter(*one[:4], *one.amounts)
+        for rank, own in enumerate(traffic):
+            for one in own.exchanges():
+                peers, (out, *_) = own.lines.members(one.axis), one.amounts
+                own.lines.enter(*one[:4], *one.amounts)
                 if len(peers) > 1:
-                    nothing = [[0.0] * len(ranks) for _ in ranks]
-                    matrix = pairs.setdefault(one[:4], nothing)
+                    matrix = pairs.setdefault(one[:4], [[0.0] * len(ranks) for _ in ranks])
                     for place, peer in enumerate(peers):
                         # A gather gives every peer the same block.
                         place = peers.index(rank) if one.op == "all_gather" else place
@@ -201,7 +191,7 @@ class RoutingExample:
         exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
-            ledgers=tuple(own.ledger() for own in lines),
+            ledgers=tuple(own.lines.ledger() for own in traffic),
             row_out=traffic[0].coded,
             row_back=traffic[0].plain,
             overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
@@ -428,7 +418,7 @@ class Exchanged:
     rate: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DispatchTime:
     """One dispatcher on `ep` ranks; `copies` of a token leave its rank, `copies_across` its node.
     ``link``: "network" or "node", whichever is slower."""
@@ -455,15 +445,13 @@ def dispatch_times(
     node = cluster.gpus_per_node
     if ep > node and ep % node:
         message = f"ep ({ep}) spans nodes of {node} devices and must be a multiple of them"
-        problems.append(
-            Problem.of("not-divisible", "ep", ep, message, f"ep = {-(-ep // node) * node}")
-        )
+        fix = f"ep = {-(-ep // node) * node}"
+        problems.append(Problem.of("not-divisible", "ep", ep, message, fix))
     if problems:
         raise ConfigError(problems)
-    known = pricing(cluster)
+    known, node = pricing(cluster), min(node, ep)
     links = Links.of(hardware_row(known.device), known.constants, known.table)
-    node = min(node, ep)
-    nodes = ep // node
+    nodes, latency = ep // node, float(links.latency)
     outside = 1 - 1 / nodes
     slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
     chosen = float(load.experts_per_token)
@@ -475,7 +463,6 @@ def dispatch_times(
         "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
     }
     hops = {"hierarchical": 2 if nodes > 1 else 1}
-    latency = float(links.latency)
     found: list[DispatchTime] = []
     for name in DISPATCHERS:
         if name not in dispatchers:
@@ -501,15 +488,6 @@ def dispatch_times(
                 bottleneck = both * size
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(crossing, staying, seconds, rate))
-        found.append(
-            DispatchTime(
-                ep=ep,
-                dispatcher=name,
-                copies=both,
-                copies_across=across,
-                link="network" if nodes > 1 else "node",
-                dispatch=directions[0],
-                combine=directions[1],
-            )
-        )
+        link = "network" if nodes > 1 else "node"
+        found.append(DispatchTime(ep, name, both, across, link, *directions))
     return found

@@ -61,7 +61,7 @@ class WorstRouting:
 
 
 def worst_routing(
-    model: Model, layout: PlannedLayout, plan: Plan | None, *, rank: int
+    model: Model, layout: PlannedLayout, plan: Plan | None, rank: int
 ) -> WorstRouting | None:
     """The worst routing of `rank` in what `moemesh train` runs under `plan`;
     where it does not run this, of any trainer. None for a model without routed experts."""

@@ -91,7 +91,7 @@ def test_the_command_trains_what_was_planned(adapted: PlannedAnswer) -> None:
     found = estimate_run(config, load_cluster("dgx_h100"))
     assert found.seconds["total"] == pytest.approx(adapted.candidates[0].seconds, rel=1e-6)
     needed = adapted.candidates[0].memory.needed
-    assert found.peak["needed_bytes"] == pytest.approx(needed, rel=0.02)
+    assert found.peak.needed == pytest.approx(needed, rel=0.02)
 
 
 def test_gradients_on_the_wire_are_those_of_what_trains() -> None:

@@ -36,7 +36,7 @@ from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
 from moemesh.planner.timing.hardware import accelerator_of_cluster
-from moemesh.planner.timing.price import pricing, with_headroom
+from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.trace.memory_profile import format_bytes
 
 # Published runs of a model on a kind of device, beside what is predicted for their layouts.
@@ -102,10 +102,8 @@ class PlannedAnswer:
     candidates: tuple[Candidate, ...]
     advice: Advice
     certificate: Certificate
-    #: The part of a device's memory that a job may take.
-    usable_share: float
-    #: Generation of the devices ("" is unknown): how well its step times are known.
-    generation: str = ""
+    #: What is known of the cluster.
+    pricing: Pricing
     #: What the user named, judged.
     rivals: tuple[Rival, ...] = ()
     #: Tokens of a training, for its days.
@@ -128,11 +126,13 @@ class PlannedAnswer:
     def seconds_interval(self, found: Candidate) -> Interval:
         """80 % interval of a candidate's step."""
         own = tuple(one.left_out for one in self.cluster.own_runs)
-        return shipped_intervals().of_seconds(found.seconds, self.generation, own)
+        generation = self.pricing.device.generation
+        return shipped_intervals().of_seconds(found.seconds, generation, own)
 
     def memory_interval(self, found: Candidate) -> Interval:
         """80 % interval of the bytes that it needs."""
-        return shipped_intervals().of_memory(found.memory.needed, known=bool(self.generation))
+        known = bool(self.pricing.device.generation)
+        return shipped_intervals().of_memory(found.memory.needed, known=known)
 
     @property
     def fastest_first(self) -> list[Candidate]:
@@ -183,8 +183,7 @@ def plan(
         top=top,
         advice=advise(found, best, fastest),
         certificate=found.certificate(found.seconds(fastest)),
-        usable_share=found.pricing.usable_share,
-        generation=found.pricing.device.generation,
+        pricing=found.pricing,
         own_runs=found.pricing.own_runs(model.shape, candidates[0].layout),
         has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
@@ -280,7 +279,7 @@ def to_json(planned: PlannedAnswer) -> dict[str, Any]:
         "plans": [candidate_json(planned, found) for found in planned.fastest_first],
         "recommended": plan_keys(planned.candidates[0].layout),
         "device_bytes": planned.cluster.memory_bytes,
-        "usable_share": planned.usable_share,
+        "usable_share": planned.pricing.usable_share,
         **vars(certificate),
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
