@@ -235,9 +235,8 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
     if machine is not None and not 1 <= machine.num_devices <= LARGEST_DEGREE:
         most = max(LARGEST_DEGREE // machine.gpus_per_node, 1) if machine.nodes > 0 else 1
         message = f"{machine.num_devices} devices: a plan needs between 1 and {LARGEST_DEGREE}"
-        problems.append(
-            Problem.of("out-of-range", "cluster.nodes", machine.nodes, message, f"nodes = {most}")
-        )
+        key, fix = "cluster.nodes", f"nodes = {most}"
+        problems.append(Problem.of("out-of-range", key, machine.nodes, message, fix))
     for asked in why:
         try:
             rival_table(asked, known, _legal_size(seq_len), _legal_size(global_batch))

@@ -179,12 +179,9 @@ class Rival:
         """One of the key "why" of ``plan --json``."""
         found: dict[str, Any] = {"asked": self.asked, "verdict": self.verdict}
         if self.candidate is None:
-            return found | {
-                "problems": [
-                    {"key": one.key, "message": one.message, "fix": one.fix}
-                    for one in self.problems
-                ]
-            }
+            keys = ("key", "message", "fix")
+            said = [{key: getattr(one, key) for key in keys} for one in self.problems]
+            return found | {"problems": said}
         return found | {
             "plan": self.candidate.layout.text,
             "change": self.change,
@@ -241,12 +238,8 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         for key, value in table.items()
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
-        changed = read_plan(
-            {**plan_table(layout.text), **more},
-            seq_len=layout.seq_len,
-            global_batch=layout.global_batch,
-            model=model,
-        ).layout
+        asked_for = {**plan_table(layout.key), **more}
+        changed = read_plan(asked_for, model=model).layout
         memory, breakdown = found.pricing.price(found.shape, changed)
         candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
@@ -256,15 +249,11 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - found.capacity, 0.0)
     slower = candidate.seconds - best.seconds
-    names = {*candidate.breakdown, *best.breakdown} - {"total"}
-    longer = {
-        name: candidate.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names
-    }
+    now, then = candidate.breakdown, best.breakdown
+    longer = {name: now.get(name, 0.0) - then.get(name, 0.0) for name in {*now, *then} - {"total"}}
     parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
-    held = [
-        (part, getattr(candidate.memory, part) - getattr(best.memory, part))
-        for part in MEMORY_PARTS
-    ]
+    own, its = candidate.memory, best.memory
+    held = [(part, getattr(own, part) - getattr(its, part)) for part in MEMORY_PARTS]
     held.sort(key=lambda item: -item[1])
     verdict: Verdict = "slower" if slower > 0 else "faster"
     if abs(slower) <= _EQUAL * best.seconds:
@@ -309,9 +298,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         return problem.fix
     for key in keys:
         # Values with which the space has a layout that has all else of the table.
-        space, _ = _space_of(
-            {name: value for name, value in table.items() if name != key}, found.space
-        )
+        rest = {name: value for name, value in table.items() if name != key}
+        space, _ = _space_of(rest, found.space)
         space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
@@ -321,9 +309,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
                 legal.update(found_there.flatten().tolist())
             else:
                 legal.add(int(getattr(family, key)))
-        wanted = table[key]
-        near = [max([v for v in legal if v < wanted], default=0)]
-        near.append(min([v for v in legal if v > wanted], default=0))
+        below = max((value for value in legal if value < table[key]), default=0)
+        near = below, min((value for value in legal if value > table[key]), default=0)
         if any(near):
             return f"{key} = {' or '.join(str(value) for value in near if value)}"
     return "none by one of these keys alone; name fewer"
@@ -377,10 +364,8 @@ def _problems(
 
 def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str, ...]]:
     """The space with what the table says held fixed, and the assumptions that it breaks."""
-    changes: dict[str, Any] = {
-        "fixed": {key: value for key, value in table.items() if key in _FIXED}
-    }
-    beyond: list[str] = []
+    fixed, beyond = {key: table[key] for key in _FIXED if key in table}, list[str]()
+    changes: dict[str, Any] = {"fixed": fixed}
     if (schedule := table.get("schedule")) in get_args(ScheduleName):
         changes["schedules"] = (schedule,)
         changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2

@@ -164,9 +164,8 @@ class SearchSpace:
     @cached_property
     def _lowest(self) -> IntArray:
         """The first layouts by their bound: no question looks at many more of them."""
-        return np.fromiter(
-            islice(_ascending(np.arange(len(self.bounds)), self.bounds), _FIRST), int
-        )
+        every = np.arange(len(self.bounds))
+        return np.fromiter(islice(_ascending(every, self.bounds), _FIRST), int)
 
     def _fastest(self, order: Iterable[int], count: int) -> list[int]:
         found: list[tuple[float, float, int]] = []
@@ -198,19 +197,15 @@ class SearchSpace:
         rejected = {name: count for name, count in sorted(self.rejected.items()) if count}
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
+        space, count = self.space, self.space.num_devices
         layout = PlannedLayout(
-            dp=self.space.num_devices,
-            seq_len=self.space.seq_len,
-            global_batch=self.space.num_devices,
-            precision=self.space.precision,
+            dp=count, seq_len=space.seq_len, global_batch=count, precision=space.precision
         )
-        row = replace(
-            layout_row(self.shape, layout, Software()),
-            microbatches=self.space.global_batch / self.space.num_devices,
-        )
+        row = layout_row(self.shape, layout, Software())
+        row = replace(row, microbatches=space.global_batch / count)
         floor = self.pricing.compute_floor(self.shape, row, precision_of(layout))
         assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
-        if self.space.tensor_inside_node:
+        if space.tensor_inside_node:
             assumptions.insert(0, "tensor and expert-tensor groups stay inside a node")
         return Certificate(
             lower_bound_seconds=best,

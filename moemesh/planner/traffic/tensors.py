@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain, pairwise
 
 from moemesh.config.layout import Layout, shard_range, shard_sizes
@@ -13,7 +13,6 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
-from moemesh.planner.traffic.ledger_lines import members
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
@@ -47,7 +46,7 @@ class StagePlacement:
         self.layout: Layout = plan.layout
         self.coordinates = cache(self.layout.coordinates)
         #: The ranks of an axis around a rank.
-        self.members = cache(partial(members, self.layout))
+        self.members = cache(self.layout.group_of)
         schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
         #: At whose input the backward ends.

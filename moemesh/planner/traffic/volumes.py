@@ -99,8 +99,29 @@ class _Volumes:
         if self.moe and layout.ep * layout.etp > 1:
             self._experts()
         if layout.pp > 1:
-            self._pipeline()
-        self._data()
+            cut = layout.shard_messages
+            cut = layout.sequence_parallel if cut is None else cut
+            size = self.stream / (layout.tp if cut else 1)
+            mine, last = self.step.stages_of(rank), self.step.num_stages - 1
+            # Both chunks of a V may be neighbours on one rank: they hand over without a message.
+            near = mine if self.step.share == 1 else ()
+            forward = sum(stage < last and stage + 1 not in near for stage in mine)
+            backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
+            for phase, number in (("forward", forward), ("backward", backward)):
+                self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
+        weights, width = rank_weights(shape, layout, rank), layout.gradient_bytes
+        if layout.sequence_parallel and layout.tp > 1 and weights.replicated:
+            size = weights.replicated * width
+            self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
+        dense, experts = weights.on_rank(layout)
+        replicas, shards = layout.dense_replicas, layout.dense_shards
+        self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
+        replicas, shards = layout.edp, layout.expert_shards
+        self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
+        ends = self.content.has_embedding != self.content.has_head
+        if shape.tied_embeddings and layout.pp > 1 and ends:
+            size = shape.vocab_size * shape.hidden_size / layout.tp * width
+            self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _enter(
         self,
@@ -236,36 +257,6 @@ class _Volumes:
                 self._enter(axis, back, phase, "moe.combine", count, rows * plain, members)
             self._enter(axis, back, "backward", "moe.dispatch", count, rows * plain, members)
             self._enter(axis, there, "backward", "moe.combine", count, rows * plain, members)
-
-    def _pipeline(self) -> None:
-        layout, step = self.layout, self.step
-        cut = layout.sequence_parallel if layout.shard_messages is None else layout.shard_messages
-        size = self.stream / (layout.tp if cut else 1)
-        mine, last = step.stages_of(self.rank), step.num_stages - 1
-        # Both chunks of a V may be neighbours on one rank: they hand over without a message.
-        near = mine if step.share == 1 else ()
-        forward = sum(stage < last and stage + 1 not in near for stage in mine)
-        backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
-        for phase, number in (("forward", forward), ("backward", backward)):
-            self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
-
-    def _data(self) -> None:
-        layout = self.layout
-        weights = rank_weights(self.shape, layout, self.rank)
-        cut = layout.sequence_parallel and layout.tp > 1
-        if cut and weights.replicated:
-            size = weights.replicated * layout.gradient_bytes
-            self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
-        dense, experts = weights.on_rank(layout)
-        replicas, shards = layout.dense_replicas, layout.dense_shards
-        self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
-        replicas, shards = layout.edp, layout.expert_shards
-        self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
-        ends = self.content.has_embedding != self.content.has_head
-        if self.shape.tied_embeddings and layout.pp > 1 and ends:
-            table = self.shape.vocab_size * self.shape.hidden_size / layout.tp
-            size = table * layout.gradient_bytes
-            self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _sums(
         self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
