@@ -45,10 +45,10 @@ from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTra
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
-    GatheredUnits,
     RankStep,
     StagePlacement,
     data_buckets,
+    gathered_units,
     owned,
 )
 from moemesh.schedule.action import messages
@@ -450,8 +450,8 @@ class _Step(RankStep):
             if bucket.mirrored:
                 once.enter("mirror", "all_reduce", "backward", "gradients", own, size, times=times)
         if plan.data == "zero3":
-            units = GatheredUnits(placement, self.rank, self.w)
-            for (bucket, phase), count in units.gathers.items():
+            gathers, _ = gathered_units(placement, self.rank, self.w)
+            for (bucket, phase), count in gathers.items():
                 sizes, _ = owned(placement, bucket, self.rank)
                 weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
                 shared, _ = self.layout.sharding_axes(bucket.axis)

@@ -20,10 +20,10 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
-    GatheredUnits,
     RankStep,
     StagePlacement,
     data_buckets,
+    gathered_units,
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
@@ -101,10 +101,10 @@ def predict_states(
         )
         versions = FORMS[plan.schedule].copies(numbers, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
-    gathers = plan.data == "zero3"
+    gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
         rank=rank,
-        gathered_weights=GatheredUnits(placement, rank, element).most_bytes if gathers else 0,
+        gathered_weights=gathered,
         buffers=_most_buffers(placement, rank, element),
         dense_weights=weights[False],
         expert_weights=weights[True],
