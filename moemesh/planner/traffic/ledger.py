@@ -34,14 +34,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, STACKS, Tuning
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, Routing
+from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
@@ -322,22 +321,24 @@ class _Step(RankStep):
         plan, chunks = self.plan, self.chunks
         # Fixed slots are planned chunk by chunk.
         together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
-        common: dict[str, Any] = {"lines": self.lines, "model": self.model, "plan": plan}
+        lines, model = self.lines, self.model
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1
             travels = sent_by = self.sent_by(forward, layer, chunk)
             if plan.spare_slots > 0 and plan.ep > 1:
-                replicas = ReplicaTraffic(
-                    **common, element=self.w, routed=sent_by, is_uniform=self.is_uniform
-                )
-                stack = f"layers.{layer}.feed_forward.experts"
-                rows, experts = self.placement.tuning.rows, self.model.num_experts
-                trains = any(rows(f"{stack}.{leaf}", experts) for leaf in STACKS)
-                with self.lines.backward(trains):
-                    replicas.enter(times, counts)
-                travels = cache(replicas.sent)
+                stack, rows = f"layers.{layer}.feed_forward.experts", self.placement.tuning.rows
+                trains = any(rows(f"{stack}.{leaf}", model.num_experts) for leaf in STACKS)
+                with lines.backward(trains):
+                    if counts:
+                        blocks = [float(counts * model.num_experts * _INT64)]
+                        gather = "ep_etp", "all_gather", "forward", "moe.counts"
+                        lines.enter(*gather, blocks * (plan.ep * plan.etp), times=times)
+                    if not self.is_uniform:
+                        travels = replicated(lines, model, plan, self.w, sent_by, times)
             traffic = DispatchTraffic(
-                **common,
+                lines=lines,
+                model=model,
+                plan=plan,
                 element=self.w,
                 max_tokens=self.max_tokens,
                 sent_by=travels,
@@ -345,7 +346,7 @@ class _Step(RankStep):
                 spare_rows=self.spare_rows,
             )
             for one in traffic.exchanges():
-                self.lines.enter(*one[:4], *one.amounts, times=times)
+                lines.enter(*one[:4], *one.amounts, times=times)
 
     # Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
     #
