@@ -149,22 +149,27 @@ class TransformerBlocks:
         outer_width: int | None = None,
         elements: int | None = None,
         kept: bool = False,
+        experts: int = 0,
     ) -> int:
         """Tokens x inner times inner x outer; `elements` where the weight is not the whole matrix
-        (low ranks) or is shared with another operator (0)."""
+        (low ranks) or is shared with another operator (0). With `experts` one matrix for each, and
+        the rows are those that tokens send them."""
         rows, columns = self.widths[inner], outer_width or self.widths[outer]
+        tokens, dims, stack = self.tokens, _TOKENS, ("experts",) * bool(experts)
+        if experts:
+            tokens, dims = self.tokens * self.shape.experts_per_token, _ROWS[:2]
         whole = rows * columns
-        out = float(self.tokens * columns * _ELEMENT_BYTES)
+        out = float(tokens * columns * _ELEMENT_BYTES)
         return self._add(
             name,
             [source],
-            ((*_TOKENS, inner),),
-            (*_TOKENS, outer),
-            out + float(self.tokens * rows * _ELEMENT_BYTES),
-            cut=(*_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
-            weight=(inner, outer),
-            weight_elements=float(whole if elements is None else elements),
-            flops=2.0 * self.tokens * (elements or whole),
+            ((*dims, inner),),
+            (*dims, outer),
+            out if experts else out + float(tokens * rows * _ELEMENT_BYTES),
+            cut=(*stack, *_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
+            weight=(*stack, inner, outer),
+            weight_elements=float(max(experts, 1) * (whole if elements is None else elements)),
+            flops=2.0 * tokens * (elements or whole),
             output_bytes=out,
             kept_bytes=out if kept else 0.0,
         )
@@ -239,41 +244,14 @@ class TransformerBlocks:
         moved, kept = routed + self.stream_bytes, {"output_bytes": routed, "kept_bytes": routed}
         taken = (_STREAM, _GATES)
         sent = self._add("dispatch", [normed, gates], taken, _ROWS, moved, cut=_TOKENS, **kept)
-        up = self._expert_product(
-            "expert up", "hidden", "expert_width", rows, self.ups * width, sent, kept=True
+        experts, wide = shape.num_experts, (*_ROWS[:2], "expert_width")
+        ends = ("hidden", "expert_width", sent)
+        up = self._product(
+            "expert up", *ends, outer_width=self.ups * width, kept=True, experts=experts
         )
-        wide = (*_ROWS[:2], "expert_width")
         act = self._activation("expert activation", up, wide, rows * width * _ELEMENT_BYTES)
-        down = self._expert_product("expert down", "expert_width", "hidden", rows, width, act)
+        down = self._product("expert down", "expert_width", "hidden", act, experts=experts)
         returned, cut = (_ROWS, _GATES), _TOKENS
         return self._add(
             "combine", [down, gates], returned, _STREAM, moved, cut=cut, kept_bytes=0.0
-        )
-
-    def _expert_product(
-        self,
-        name: str,
-        inner: str,
-        outer: str,
-        rows: float,
-        width: int,
-        source: int,
-        *,
-        kept: bool = False,
-    ) -> int:
-        """One matrix an expert: hidden x width, or width x hidden."""
-        hidden = self.shape.hidden_size
-        out = rows * (hidden if outer == "hidden" else width) * _ELEMENT_BYTES
-        return self._add(
-            name,
-            [source],
-            ((*_ROWS[:2], inner),),
-            (*_ROWS[:2], outer),
-            out,
-            cut=("experts", *_TOKENS, inner, outer),
-            weight=("experts", inner, outer),
-            weight_elements=float(self.shape.num_experts * hidden * width),
-            flops=2.0 * rows * hidden * width,
-            output_bytes=out,
-            kept_bytes=out if kept else 0.0,
         )

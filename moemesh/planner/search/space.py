@@ -127,10 +127,8 @@ class Family:
     def layout(self, number: int) -> PlannedLayout:
         """Layout `number`. Experts that span nodes are reached by the node-aware exchange."""
         place, expert_cut = divmod(number, self.columns.ep.size)
-        zero, attention_exit, recompute, cut = map(
-            int, np.unravel_index(int(self._places[place]), self.legal.shape)
-        )
-        return self._layout(zero, attention_exit, recompute, cut, expert_cut)
+        at = np.unravel_index(int(self._places[place]), self.legal.shape)
+        return self._layout(*[int(one) for one in at], expert_cut=expert_cut)
 
     def _layout(
         self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
