@@ -159,7 +159,7 @@ def estimate(
         found.layout,
         Model(found.shape, found.config),
         found.seconds,
-        found.peak["needed_bytes"],
+        found.peak.needed,
         found.to_json(),
     )
 

@@ -15,7 +15,7 @@ from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.estimate import Estimate, by_axis, estimate
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
-from moemesh.planner.memory import CacheSize, kv_bytes_per_token, kv_cache_bytes
+from moemesh.planner.memory import CacheSize, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
     PlannedAnswer,
@@ -71,7 +71,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     low, high = map(_size, found.memory_interval)
     blocks = layer_intensities(found.shape, found.layout)
     intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
-    each = kv_bytes_per_token(found.shape)
+    each = kv_cache_bytes(found.shape, 1, 1)
     lines = [
         f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
         f"({found.shape.name})",
@@ -89,14 +89,14 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         ]
     lines += [
         "",
-        f"memory      {format_bytes(found.peak['needed_bytes'])} {PREDICTED_PEAK}, of "
+        f"memory      {format_bytes(found.peak.needed)} {PREDICTED_PEAK}, of "
         f"{format_bytes(found.cluster.memory_bytes)}: "
-        + ("fits" if found.peak["fits"] else "does NOT fit"),
+        + ("fits" if found.fits(found.peak.needed) else "does NOT fit"),
         f"            80 % interval {low} to {high}; "
-        f"{found.usable_share:.1%} of the device is usable",
+        f"{found.pricing.usable_share:.1%} of the device is usable",
         *_worst_routing(found),
     ]
-    if found.peak["fits"] and found.memory_interval.high > found.cluster.memory_bytes:
+    if found.fits(found.peak.needed) and found.memory_interval.high > found.cluster.memory_bytes:
         lines.append(
             "            it may run out of memory: the interval reaches above the device; "
             f"it fits with {found.fits_chance:.0%}"
@@ -198,7 +198,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     """The answer in about twenty lines; `asked` are options that `moemesh estimate` takes, too,
     `file` the configuration that was written, `explain` adds what the answer rests on."""
     best, cluster = planned.candidates[0], planned.cluster
-    capacity = cluster.memory_bytes * planned.usable_share
+    capacity = cluster.memory_bytes * planned.pricing.usable_share
     lines = [
         *wrapped(f"{heading(planned)}, {batch_words(best)}"),
         *_rows(planned),
@@ -233,7 +233,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         "",
         *wrapped(
             f"{format_bytes(cluster.memory_bytes)} a device, {_size(capacity)} of it "
-            f"usable ({planned.usable_share:.1%}; --headroom leaves more)"
+            f"usable ({planned.pricing.usable_share:.1%}; --headroom leaves more)"
         ),
         *wrapped(f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"),
         *wrapped(mfu_words(planned)),
@@ -403,7 +403,7 @@ def published(planned: PlannedAnswer) -> list[str]:
     """Runs of others beside the predictions of their layouts."""
     lines: list[str] = []
     for run in planned.published:
-        low, high = shipped_intervals().of_seconds(run.predicted, planned.generation)
+        low, high = shipped_intervals().of_seconds(run.predicted, planned.pricing.device.generation)
         words = "within its error" if low <= run.seconds <= high else "other software"
         batch = f"{run.layout.global_batch:,} x {run.layout.seq_len:,} tokens"
         told = f"published: {batch} on {run.layout.world_size:,} x {run.device} in "
@@ -531,7 +531,7 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
     from moemesh.report.page import from_template
 
     best = planned.candidates[0]
-    capacity = planned.cluster.memory_bytes * planned.usable_share
+    capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
     rows, unit = figures(planned), memory_unit(planned)[0]
     heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
@@ -638,7 +638,7 @@ def _memory_bars(planned: PlannedAnswer, capacity: float) -> Any:
         "working: what exists while one layer runs; libraries: of device, collectives, kernels",
         bars,
         capacity,
-        f"usable: {_size(capacity)} ({planned.usable_share:.1%})",
+        f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})",
     )
 
 

@@ -186,4 +186,11 @@ class Layout(Shown):
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""
-        return next(group for group in self.groups(axis) if rank in group)
+        if axis == "mirror" or axis.endswith(("_shard", "_copies")):
+            return next(group for group in self.groups(axis) if rank in group)
+        # Without listing the world.
+        (view, spanned), at, found = AXES[axis], self.coordinates(rank), [0]
+        for name, degree in self.dimensions(view).items():
+            places = range(degree) if name in spanned else (at[name],)
+            found = [base * degree + place for base in found for place in places]
+        return tuple(found)

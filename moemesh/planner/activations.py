@@ -18,6 +18,9 @@ from typing import Literal, NamedTuple
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
+#: What divides bytes: see :class:`ActivationBytes`.
+Cut = Literal["tokens", "width", "routed"]
+
 
 class ActivationBytes(NamedTuple):
     """Bytes per token by what divides them: `tokens` by tp with sequence parallelism alone,
@@ -27,9 +30,6 @@ class ActivationBytes(NamedTuple):
     tokens: float = 0.0
     width: float = 0.0
     routed: float = 0.0
-
-    def plus(self, other: ActivationBytes) -> ActivationBytes:
-        return ActivationBytes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def on_rank(self, layout: PlannedLayout) -> float:
         """Bytes of one microbatch on one rank."""
@@ -43,25 +43,24 @@ class KeptTensor(NamedTuple):
     """Bytes per token that an operation keeps: what divides them (a field of `ActivationBytes`),
     and the words of a layout's recomputation under which they are made again instead."""
 
-    cut: Literal["tokens", "width", "routed"]
+    cut: Cut
     size: float
     again: tuple[str, ...] = ()
 
 
-def _block_entry(shape: ModelShape, layout: PlannedLayout) -> Iterator[KeptTensor]:
-    """The residual stream in front of a block, and its norm."""
-    stream = layout.element_bytes * shape.hidden_size
-    yield KeptTensor("tokens", stream)
-    yield KeptTensor("tokens", stream, ("norm",))
-    if not layout.fused_norm:
-        yield KeptTensor("tokens", 4 * shape.hidden_size)
-    if _has_dropout(shape, layout):
-        yield KeptTensor("tokens", shape.hidden_size)
-
-
-def _attention(shape: ModelShape, layout: PlannedLayout) -> Iterator[KeptTensor]:
-    w, heads, is_latent = layout.element_bytes, shape.num_heads, shape.attention == "mla"
-    yield from _block_entry(shape, layout)
+def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
+    """All that the attention block and the MLP of one layer keep."""
+    w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
+    has_dropout = shape.dropout if layout.dropout is None else layout.dropout
+    for _ in ("attention", "mlp"):
+        # The residual stream in front of a block, and its norm.
+        yield KeptTensor("tokens", w * hidden)
+        yield KeptTensor("tokens", w * hidden, ("norm",))
+        if not layout.fused_norm:
+            yield KeptTensor("tokens", 4 * hidden)
+        if has_dropout:
+            yield KeptTensor("tokens", hidden)
+    is_latent = shape.attention == "mla"
     projected = w * (shape.query_width + shape.kv_width + shape.value_width)
     # The low ranks before and behind their norms; the expansion is made of them.
     low = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.qk_rotary_head_dim
@@ -76,33 +75,23 @@ def _attention(shape: ModelShape, layout: PlannedLayout) -> Iterator[KeptTensor]
         yield KeptTensor("width", 4 * heads)
     else:
         # The scores, masked where there is a window, and what dropout keeps of them.
-        each = 2 * w + 1 if _has_dropout(shape, layout) else w
+        each = 2 * w + 1 if has_dropout else w
         yield KeptTensor("width", each * layout.seq_len * heads, ("attention",))
-
-
-def _mlp(
-    shape: ModelShape, layout: PlannedLayout, width: int, *again: str, copies: float = 0.0
-) -> Iterator[KeptTensor]:
-    """An MLP of `width` without its input; of an expert for so many `copies` of a token."""
-    cut, inner = ("routed", copies) if copies else ("width", 1)
-    inner = inner * (layout.element_bytes * width)
-    yield KeptTensor(cut, (2 if shape.gated else 1) * inner, again)
+    #: MLPs without their input: (what divides them, copies of a token, width, made again under).
+    mlps: list[tuple[Cut, float, int, tuple[str, ...]]] = []
+    if moe:
+        copies = routed_copies(shape, layout)
+        yield KeptTensor("tokens", 4 * shape.num_experts, ("moe",))
+        yield KeptTensor("routed", copies * (2 * w * hidden * layout.etp), ("moe",))
+        mlps.append(("width", 1, shape.shared_intermediate_size, ("moe", "shared_expert")))
+        mlps.append(("routed", copies, shape.expert_intermediate_size, ("moe", "experts")))
+    else:
+        mlps.append(("width", 1, shape.intermediate_size, ()))
     unfused = shape.gated and not layout.fused_activation
-    yield KeptTensor(cut, (1 + unfused) * inner, (*again, "activation"))
-
-
-def _feed_forward(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
-    yield from _block_entry(shape, layout)
-    if not moe:
-        yield from _mlp(shape, layout, shape.intermediate_size)
-        return
-    copies = routed_copies(shape, layout)
-    rows = copies * (2 * layout.element_bytes * shape.hidden_size * layout.etp)
-    yield KeptTensor("tokens", 4 * shape.num_experts, ("moe",))
-    yield from _mlp(shape, layout, shape.shared_intermediate_size, "moe", "shared_expert")
-    yield KeptTensor("routed", rows, ("moe",))
-    width = shape.expert_intermediate_size
-    yield from _mlp(shape, layout, width, "moe", "experts", copies=copies)
+    for cut, copies, width, again in mlps:
+        inner = copies * (w * width)
+        yield KeptTensor(cut, (2 if shape.gated else 1) * inner, again)
+        yield KeptTensor(cut, (1 + unfused) * inner, (*again, "activation"))
 
 
 def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
@@ -127,11 +116,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
         width += w * shape.shared_intermediate_size
         return ActivationBytes(tokens=2 * w * hidden, width=width, routed=routed)
     found = dict.fromkeys(ActivationBytes._fields, 0.0)
-    for kept in (*_attention(shape, layout), *_feed_forward(shape, kind.moe, layout)):
+    for kept in kept_tensors(shape, kind.moe, layout):
         if layout.recompute.isdisjoint(kept.again):
             found[kept.cut] = found[kept.cut] + kept.size
     return ActivationBytes(**found)
-
-
-def _has_dropout(shape: ModelShape, layout: PlannedLayout) -> bool:
-    return shape.dropout if layout.dropout is None else layout.dropout

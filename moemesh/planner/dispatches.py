@@ -8,7 +8,6 @@ import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -126,7 +125,28 @@ class RoutingExample:
                 message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
                 fix = nearest_choice(name, DISPATCHERS)
                 found.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
-        if found := found + self._wrong_choices():
+        for rank, token, chosen in (
+            (rank, token, chosen)
+            for rank, own in enumerate(self.choices)
+            for token, chosen in enumerate(own)
+        ):
+            real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
+            code = message = fix = ""
+            if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
+                code = "out-of-range"
+                message = (
+                    f"{where} chose expert {wrong[0]}; experts are 0 to "
+                    f"{self.num_experts - 1}, and -1 is none"
+                )
+            elif len(set(real)) < len(real):
+                code, message = "duplicate", f"{where} chose an expert twice"
+            elif len(chosen) != len(first := self.choices[rank][0]):
+                code, fix = "shape", "fill with -1"
+                message = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
+            if code:
+                found.append(Problem.of(code, "experts", list(chosen), message, fix))
+                break
+        if found:
             raise ConfigError(found)
 
     @property
@@ -134,45 +154,36 @@ class RoutingExample:
         """Most experts of a token."""
         return max((len(token) for own in self.choices for token in own), default=1)
 
-    @cached_property
-    def model(self) -> ModelConfig:
-        """A model with these experts; only its MoE layer is asked for."""
-        return ModelConfig(
-            num_experts=self.num_experts, experts_per_token=self.slots, hidden_size=self.hidden_size
-        )
-
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
         """The exchanges of one MoE layer under `dispatcher` whose tokens have these choices. A rank
         of low_latency has room for the most tokens of any rank."""
-        model, element = self.model, int(ELEMENT_BYTES[self.dtype])
+        experts, slots = self.num_experts, self.slots
+        # Only its MoE layer is asked for.
+        model = ModelConfig(
+            num_experts=experts, experts_per_token=slots, hidden_size=self.hidden_size
+        )
         plan = self.plan.model_copy(update={"dispatcher": dispatcher})
-        layout = plan.layout
-        sent = [
-            count_choices(own, self.num_experts, layout, slots=self.slots) for own in self.choices
-        ]
-        most = max(map(len, self.choices))
-        ranks = range(layout.world_size)
-        lines = [LedgerLines(layout, rank) for rank in ranks]
+        layout, ranks = plan.layout, range(plan.world_size)
+        sent = [count_choices(own, experts, layout, slots=slots) for own in self.choices]
         traffic = [
             DispatchTraffic(
-                lines=own,
+                lines=LedgerLines(layout, rank),
                 model=model,
                 plan=plan,
-                element=element,
-                max_tokens=most,
+                element=int(ELEMENT_BYTES[self.dtype]),
+                max_tokens=max(map(len, self.choices)),
                 sent_by=sent.__getitem__,
             )
-            for own in lines
+            for rank in ranks
         ]
         #: Bytes from each rank to each other one, of every exchange.
         pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
-        for rank, own in enumerate(lines):
-            for one in traffic[rank].exchanges():
-                peers, (out, *_) = own.members(one.axis), one.amounts
-                own.enter(*one[:4], *one.amounts)
+        for rank, own in enumerate(traffic):
+            for one in own.exchanges():
+                peers, (out, *_) = own.lines.members(one.axis), one.amounts
+                own.lines.enter(*one[:4], *one.amounts)
                 if len(peers) > 1:
-                    nothing = [[0.0] * len(ranks) for _ in ranks]
-                    matrix = pairs.setdefault(one[:4], nothing)
+                    matrix = pairs.setdefault(one[:4], [[0.0] * len(ranks) for _ in ranks])
                     for place, peer in enumerate(peers):
                         # A gather gives every peer the same block.
                         place = peers.index(rank) if one.op == "all_gather" else place
@@ -180,32 +191,11 @@ class RoutingExample:
         exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
-            ledgers=tuple(own.ledger() for own in lines),
+            ledgers=tuple(own.lines.ledger() for own in traffic),
             row_out=traffic[0].coded,
             row_back=traffic[0].plain,
             overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
         )
-
-    def _wrong_choices(self) -> list[Problem]:
-        for rank, own in enumerate(self.choices):
-            for token, chosen in enumerate(own):
-                real = [expert for expert in chosen if expert != -1]
-                where = f"rank {rank}, token {token}"
-                if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
-                    message = (
-                        f"{where} chose expert {wrong[0]}; experts are 0 to "
-                        f"{self.num_experts - 1}, and -1 is none"
-                    )
-                    return [Problem.of("out-of-range", "experts", list(chosen), message)]
-                if len(set(real)) < len(real):
-                    message = f"{where} chose an expert twice"
-                    return [Problem.of("duplicate", "experts", list(chosen), message)]
-                if len(chosen) != len(self.choices[rank][0]):
-                    message = (
-                        f"{where} has {len(chosen)} slots, token 0 {len(own[0])}; fill with -1"
-                    )
-                    return [Problem.of("shape", "experts", list(chosen), message, "fill with -1")]
-        return []
 
 
 def random_example(
@@ -264,7 +254,23 @@ def read_example(
 ) -> RoutingExample:
     """A packaged routing by its name, or a JSON or TOML file with its keys, in whose place the
     others are taken where they are given. Raises ConfigError for what cannot be read."""
-    table = _table(source)
+    if source in preset_names(ROUTINGS):
+        table: dict[str, Any] = dict(read_preset_table(source, ROUTINGS))
+    else:
+        path = Path(source)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+            parsed = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except OSError:
+            message = "neither a packaged routing nor a readable JSON or TOML file"
+            fix = nearest_choice(source, preset_names(ROUTINGS))
+            raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
+        if not isinstance(parsed, dict):
+            message = "the file holds a table of keys, such as num_experts and experts"
+            raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
+        table = cast("dict[str, Any]", parsed)
     if unknown := sorted(set(table) - _KEYS):
         fix = nearest_choice(unknown[0], tuple(_KEYS))
         message = f"a routing has no key `{unknown[0]}`"
@@ -305,25 +311,6 @@ def _plan(text: str) -> Plan:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
         raise ConfigError([Problem.of("not-a-plan", "plan", text, message)])
     return read
-
-
-def _table(source: str) -> dict[str, Any]:
-    if source in preset_names(ROUTINGS):
-        return dict(read_preset_table(source, ROUTINGS))
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError:
-        message = "neither a packaged routing nor a readable JSON or TOML file"
-        fix = nearest_choice(source, preset_names(ROUTINGS))
-        raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
-    if not isinstance(table, dict):
-        message = "the file holds a table of keys, such as num_experts and experts"
-        raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
-    return cast("dict[str, Any]", table)
 
 
 def to_json(example: RoutingExample) -> dict[str, Any]:
@@ -431,7 +418,7 @@ class Exchanged:
     rate: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DispatchTime:
     """One dispatcher on `ep` ranks; `copies` of a token leave its rank, `copies_across` its node.
     ``link``: "network" or "node", whichever is slower."""
@@ -458,15 +445,13 @@ def dispatch_times(
     node = cluster.gpus_per_node
     if ep > node and ep % node:
         message = f"ep ({ep}) spans nodes of {node} devices and must be a multiple of them"
-        problems.append(
-            Problem.of("not-divisible", "ep", ep, message, f"ep = {-(-ep // node) * node}")
-        )
+        fix = f"ep = {-(-ep // node) * node}"
+        problems.append(Problem.of("not-divisible", "ep", ep, message, fix))
     if problems:
         raise ConfigError(problems)
-    known = pricing(cluster)
+    known, node = pricing(cluster), min(node, ep)
     links = Links.of(hardware_row(known.device), known.constants, known.table)
-    node = min(node, ep)
-    nodes = ep // node
+    nodes, latency = ep // node, float(links.latency)
     outside = 1 - 1 / nodes
     slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
     chosen = float(load.experts_per_token)
@@ -478,7 +463,6 @@ def dispatch_times(
         "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
     }
     hops = {"hierarchical": 2 if nodes > 1 else 1}
-    latency = float(links.latency)
     found: list[DispatchTime] = []
     for name in DISPATCHERS:
         if name not in dispatchers:
@@ -504,15 +488,6 @@ def dispatch_times(
                 bottleneck = both * size
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(crossing, staying, seconds, rate))
-        found.append(
-            DispatchTime(
-                ep=ep,
-                dispatcher=name,
-                copies=both,
-                copies_across=across,
-                link="network" if nodes > 1 else "node",
-                dispatch=directions[0],
-                combine=directions[1],
-            )
-        )
+        link = "network" if nodes > 1 else "node"
+        found.append(DispatchTime(ep, name, both, across, link, *directions))
     return found

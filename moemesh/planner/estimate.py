@@ -20,9 +20,9 @@ from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, tra
 from moemesh.planner.memory import (
     CacheSize,
     MemoryEstimate,
+    PeakMemory,
     RankMemory,
     estimate_memory,
-    kv_bytes_per_token,
     kv_cache_bytes,
 )
 from moemesh.planner.parameters import (
@@ -36,7 +36,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import Speed, device_balance, layer_intensities
-from moemesh.planner.timing.price import pricing, with_headroom
+from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
@@ -96,15 +96,14 @@ class Estimate:
     full: Flops
     causal: Flops
     memory: MemoryEstimate
-    peak: dict[str, float]
+    peak: PeakMemory
+    #: What is known of the cluster.
+    pricing: Pricing
     traffic: Ledger
     seconds: dict[str, float]
     notes: tuple[str, ...]
     #: The pipeline rank whose traffic this is.
     traffic_rank: int
-    #: The part of a device's memory that a job may take, and the generation of the device.
-    usable_share: float
-    generation: str
     #: None for a model without routed experts.
     worst_routing: WorstRouting | None = None
     instead: Candidate | str | None = None
@@ -144,13 +143,15 @@ class Estimate:
         memory = self.memory
         stated: dict[str, Any] = {
             **{name: getattr(memory, name).to_json() for name in ("first", "last", "worst")},
-            **self.peak,
+            "peak_bytes": self.peak.allocated,
+            "needed_bytes": self.peak.needed,
+            "fits": self.fits(self.peak.needed),
             "memory_interval_bytes": list(self.memory_interval),
             "fits_chance": self.fits_chance,
-            "usable_share": self.usable_share,
+            "usable_share": self.pricing.usable_share,
             "device_bytes": self.cluster.memory_bytes,
             "worst_routing": crowded,
-            "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
+            "kv_cache_bytes_per_token": kv_cache_bytes(self.shape, 1, 1),
         }
         if cache is not None:
             stated["kv_cache_bytes"] = kv_cache_bytes(self.shape, *cache)
@@ -183,20 +184,21 @@ class Estimate:
     def seconds_interval(self) -> Interval:
         """80 % interval of a step's seconds."""
         own = tuple(one.left_out for one in self.cluster.own_runs)
-        return shipped_intervals().of_seconds(self.seconds["total"], self.generation, own)
+        generation = self.pricing.device.generation
+        return shipped_intervals().of_seconds(self.seconds["total"], generation, own)
 
     @property
     def memory_interval(self) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        return shipped_intervals().of_memory(self.peak["needed_bytes"], known=bool(self.generation))
+        known = bool(self.pricing.device.generation)
+        return shipped_intervals().of_memory(self.peak.needed, known=known)
 
     @property
     def fits_chance(self) -> float:
         """The chance that a device has enough memory."""
-        capacity = self.cluster.memory_bytes * self.usable_share
-        return shipped_intervals().fits_chance(
-            self.peak["needed_bytes"], capacity, known=bool(self.generation)
-        )
+        capacity = self.cluster.memory_bytes * self.pricing.usable_share
+        known = bool(self.pricing.device.generation)
+        return shipped_intervals().fits_chance(self.peak.needed, capacity, known=known)
 
     @property
     def device_balance(self) -> float:
@@ -207,11 +209,11 @@ class Estimate:
     def crowded_bytes(self) -> float:
         """Bytes that a device needs under the worst routing."""
         worst = self.worst_routing
-        return self.peak["needed_bytes"] + (0.0 if worst is None else worst.more_bytes)
+        return self.peak.needed + (0.0 if worst is None else worst.more_bytes)
 
     def fits(self, needed: float) -> bool:
         """Whether a device has so many bytes for a job."""
-        return needed <= self.cluster.memory_bytes * self.usable_share
+        return bool(needed <= self.cluster.memory_bytes * self.pricing.usable_share)
 
 
 def estimate(
@@ -245,16 +247,11 @@ def estimate(
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
-    measured, seconds = known.price(shape, layout)
+    peak, seconds = known.price(shape, layout)
     if told := known.own_runs(shape, layout):
         notes.append(told)
-    peak: dict[str, Any] = {
-        "peak_bytes": measured.allocated,
-        "needed_bytes": measured.needed,
-        "fits": measured.fits(cluster.memory_bytes, known.usable_share),
-    }
     near = None
-    if not peak["fits"]:
+    if not peak.fits(cluster.memory_bytes, known.usable_share):
         # Only a layout that does not fit has to wait for a search.
         from moemesh.planner.search.rival import instead
 
@@ -268,15 +265,12 @@ def estimate(
         causal=count_flops(shape, layout.seq_len, "causal"),
         memory=memory,
         peak=peak,
+        pricing=known,
         traffic=traffic,
         seconds=seconds,
         notes=(*notes, note),
         traffic_rank=pp_rank,
-        usable_share=known.usable_share,
-        generation=known.device.generation,
-        worst_routing=worst_routing(
-            model, layout, plan, rank=memory.worst.rank * layout.stage_ranks
-        ),
+        worst_routing=worst_routing(model, layout, plan, memory.worst.rank * layout.stage_ranks),
         instead=near,
         config=model.config,
         plan=given,
@@ -397,13 +391,10 @@ def estimate_run(
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
-    return found if config.tuning.is_full else _of_what_trains(found, config)
-
-
-def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
-    """The estimate of a run of which some weights do not train: their model states and traffic."""
-    train, layout = config.train, found.layout
-    plan = exact_plan(config.model, config.plan)
+    if config.tuning.is_full:
+        return found
+    # Model states and traffic of the weights that train.
+    layout, plan = found.layout, exact_plan(config.model, config.plan)
     if isinstance(plan, str):
         note = f"memory and traffic are those of training every weight: {plan}"
         return replace(found, notes=(*found.notes, note))
@@ -422,12 +413,9 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         ranks.append(replace(memory, dense_weights=dense, **own))
     tuned = MemoryEstimate(ranks=tuple(ranks))
     less = found.memory.worst.total - tuned.worst.total
-    needed = found.peak["needed_bytes"] - less
-    peak = {
-        "peak_bytes": found.peak["peak_bytes"] - less,
-        "needed_bytes": needed,
-        "fits": bool(needed <= found.cluster.memory_bytes * found.usable_share),
-    }
+    peak = replace(
+        found.peak, allocated=found.peak.allocated - less, needed=found.peak.needed - less
+    )
     ledger = predict_ledger(
         config.model,
         plan,
@@ -445,7 +433,7 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         + ("" if layout.adapters else "and seconds ")
         + "those of training everything"
     )
-    instead = None if peak["fits"] else found.instead
+    instead = None if found.fits(peak.needed) else found.instead
     return replace(
         found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
     )

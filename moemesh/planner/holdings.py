@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
@@ -27,8 +27,7 @@ from moemesh.sharding.parameters import ParameterTensor
 AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AxisGroups:
+class AxisGroups(NamedTuple):
     """All groups of an axis, each of ascending ranks, and how many nodes the widest one spans."""
 
     axis: str
@@ -105,12 +104,8 @@ class Holdings:
         divides. Raises ConfigError with every problem found.
         """
         known = None if model is None else load_model(model)
-        planned = read_plan(
-            plan,
-            seq_len=seq_len or DataConfig().seq_len,
-            global_batch=global_batch or smallest_batch(plan),
-            model=known,
-        )
+        length, batch = seq_len or DataConfig().seq_len, global_batch or smallest_batch(plan)
+        planned = read_plan(plan, seq_len=length, global_batch=batch, model=known)
         problems: list[Problem] = []
         if planned.plan is None:
             message = "this layout has keys that no [plan] of a run has, so no rank holds it"
@@ -123,13 +118,9 @@ class Holdings:
         if problems:
             raise ConfigError(problems)
         assert planned.plan is not None
-        layout = planned.layout
-        return cls(
-            planned.plan,
-            None if known is None else known.config,
-            seq_len=layout.seq_len,
-            global_batch=layout.global_batch,
-        )
+        layout, config = planned.layout, None if known is None else known.config
+        batch = layout.global_batch
+        return cls(planned.plan, config, seq_len=layout.seq_len, global_batch=batch)
 
     @property
     def world_size(self) -> int:
@@ -153,7 +144,7 @@ class Holdings:
         for name in AXES:
             groups = self.layout.groups(name)
             nodes = max(len({self.node_of(rank) for rank in group}) for group in groups)
-            found.append(AxisGroups(axis=name, groups=groups, nodes=nodes))
+            found.append(AxisGroups(name, groups, nodes))
         return tuple(found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -177,12 +168,14 @@ class Holdings:
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
         place = at["pp"], at["tp"], at["ep"], at["etp"]
         if place not in self._parameters:
-            found = (tensor.elements_at(self.layout, at) for tensor in held)
-            self._parameters[place] = sum(found)
+            own = (tensor.local_elements(self.layout, at) for tensor in held)
+            self._parameters[place] = sum(own)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
-        positions = max(
-            placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
-        )
+        slices = range(placement.schedule.num_slices)
+        positions = max(placement.positions(at["cp"], part) for part in slices)
+        num_experts = model.num_experts if has_experts else 0
+        width = model.expert_intermediate_size if has_experts else 0
+        whole = (range(self.seq_len),)
         return RankShare(
             rank=rank,
             node=self.node_of(rank),
@@ -192,14 +185,10 @@ class Holdings:
             vocabulary=shard_range(model.vocab_size if has_table else 0, plan.tp, at["tp"]),
             heads=range(kv_heads.start * each, kv_heads.stop * each),
             kv_heads=kv_heads,
-            experts=shard_range(model.num_experts if has_experts else 0, plan.ep, at["ep"]),
-            expert_columns=shard_range(
-                model.expert_intermediate_size if has_experts else 0, plan.etp, at["etp"]
-            ),
+            experts=shard_range(num_experts, plan.ep, at["ep"]),
+            expert_columns=shard_range(width, plan.etp, at["etp"]),
             sequences=shard_range(self.global_batch, plan.dp, at["dp"]),
-            positions=context_runs(self.seq_len, plan.cp, at["cp"])
-            if plan.cp > 1
-            else (range(self.seq_len),),
+            positions=context_runs(self.seq_len, plan.cp, at["cp"]) if plan.cp > 1 else whole,
             tokens=len(shard_range(sequences * positions, self.plan.tp, at["tp"])),
             parameters=self._parameters[place],
         )

@@ -20,7 +20,7 @@ are those of strangers: with four runs the interval is the strangers', with fift
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import exp, log
@@ -155,7 +155,12 @@ class Intervals:
         by_source: dict[str, list[float]] = {}
         for one in alike or others:
             by_source.setdefault(one.source, []).extend(abs(error) for error in one.errors)
-        return _quantile(by_source.values())
+        # The quantile of errors of which each source has the same weight in all: between the
+        # middles of the steps of their distribution.
+        rows = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
+        errors, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
+        places = (np.cumsum(weights) - weights / 2) / weights.sum()
+        return float(np.interp(LEVEL, places, errors))
 
     @cached_property
     def memory_width(self) -> float:
@@ -203,21 +208,6 @@ def own_width(own: Sequence[float], strangers: float) -> float:
         return strangers
     sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
     return float(np.quantile(sizes, LEVEL))
-
-
-def _quantile(sources: Iterable[Sequence[float]]) -> float:
-    """The 80 % quantile of numbers of which each source has the same weight in all: between the
-    middles of the steps of their distribution."""
-    weighted = sorted((value, 1 / len(found)) for found in sources for value in found)
-    total = sum(weight for _, weight in weighted)
-    before, below, previous = 0.0, 0.0, weighted[0][0]
-    for value, weight in weighted:
-        place = (before + weight / 2) / total
-        if place >= LEVEL:
-            share = (LEVEL - below) / (place - below)
-            return previous + share * (value - previous)
-        before, below, previous = before + weight, place, value
-    return previous
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:

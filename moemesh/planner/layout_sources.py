@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import ceil, prod
 from pathlib import Path
@@ -70,7 +70,10 @@ def from_plan(
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
         )
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
-    layers_per_stage = plan.layers_per_stage
+    recompute, layers_per_stage = RECOMPUTED[plan.recompute], plan.layers_per_stage
+    if plan.recompute == "selective":
+        switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
+        recompute -= {part for part, is_on in switches.items() if not is_on}
     if model is not None and layers_per_stage is None and plan.num_stages > 1:
         layers_per_stage = tuple(len(cut) for cut in cut_layers(model, plan.num_stages))
     return PlannedLayout(
@@ -83,36 +86,23 @@ def from_plan(
         zero=DATA.index(plan.data) if plan.data in DATA else 0,
         zero_group=plan.shard_group or 0,
         parameter_server=plan.data == "parameter_server",
-        recompute=recomputed(plan),
+        recompute=recompute,
         dtype=dtype,
         **widths(dtype),
         ranks_per_node=plan.ranks_per_node or 0,
     )
 
 
-def recomputed(plan: Plan) -> frozenset[str]:
-    """The parts that `plan` computes again."""
-    parts = RECOMPUTED[plan.recompute]
-    if plan.recompute != "selective":
-        return parts
-    switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
-    return parts - {part for part, is_on in switches.items() if not is_on}
-
-
-def _recompute_keys(parts: frozenset[str]) -> dict[str, Any]:
-    """The keys of a plan that computes `parts` again; those of "none" where no plan says it."""
-    for word, all_parts in RECOMPUTED.items():
-        if parts == all_parts:
-            return {"recompute": word}
-    if "activation" not in parts or parts - RECOMPUTED["selective"]:
-        return {}
-    switches = {f"recompute_{part}": part in parts for part in ("attention", "experts")}
-    return {"recompute": "selective", **switches}
-
-
 def plan_of(layout: PlannedLayout) -> Plan:
     """The Plan next to a layout: equal to it where :func:`from_plan` gives the layout back."""
-    node, world = layout.ranks_per_node, layout.world_size
+    node, world, again = layout.ranks_per_node, layout.world_size, layout.recompute
+    # Where no word of a plan says what is computed again: "none", its default.
+    recompute: dict[str, Any] = {}
+    if again in RECOMPUTED.values():
+        recompute = {"recompute": next(w for w, parts in RECOMPUTED.items() if parts == again)}
+    elif "activation" in again and again < RECOMPUTED["selective"]:
+        recompute = {f"recompute_{part}": part in again for part in ("attention", "experts")}
+        recompute["recompute"] = "selective"
     return Plan(
         **{name: getattr(layout, name) for name in _SAME},
         layers_per_stage=layout.layers_per_stage,
@@ -120,7 +110,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         microbatches=layout.microbatches,
         shard_group=layout.zero_group or None,
         data="parameter_server" if layout.parameter_server else DATA[layout.zero],
-        **_recompute_keys(layout.recompute),
+        **recompute,
         # A single node is what a plan without node borders has.
         ranks_per_node=node if 0 < node < world else None,
     )
@@ -169,27 +159,24 @@ LARGEST_LEDGER = 20_000
 def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
     """The plan with the dispatcher that `auto` stands for; or why a run of it enters a ledger that
     is not known to the byte."""
-    carried_out = plan
-    if plan.dispatcher == "auto":
-        carried_out = plan.model_copy(update={"dispatcher": "all_to_all"})
-    return next(_why_not_exact(model, plan), carried_out)
-
-
-def _why_not_exact(model: ModelConfig, plan: Plan) -> Iterator[str]:
     for problem in refusals(RunConfig(model=model, plan=plan)):
+        if problem.code != "not-available":
+            return problem.message
         setting = f"{problem.key.partition('.')[2]} = {problem.value}"
-        is_planned = problem.code == "not-available"
-        yield f"`moemesh train` does not carry out {setting} yet" if is_planned else problem.message
+        return f"`moemesh train` does not carry out {setting} yet"
     for key, values in _ENTERED.items():
         if (value := getattr(plan, key)) not in values:
-            yield f"{key} = {value} does not say what it sends"
+            return f"{key} = {value} does not say what it sends"
+    is_auto = plan.dispatcher == "auto"
     alone = plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1)
-    if plan.dispatcher == "auto" and not alone:
-        yield "dispatcher = auto is chosen on the ranks themselves"
+    if is_auto and not alone:
+        return "dispatcher = auto is chosen on the ranks themselves"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
     if forwards > LARGEST_LEDGER:
-        yield f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
-    yield from (problem.message for problem in plan.check(model))
+        return f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
+    for problem in plan.check(model):
+        return problem.message
+    return plan.model_copy(update={"dispatcher": "all_to_all"}) if is_auto else plan
 
 
 # Runs in which some weights do not train: the settings that say so, and the shares that do.
@@ -295,34 +282,39 @@ def read_plan(
             problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
     problems += _batch_problems(batch, table)
     known = {key: value for key, value in table.items() if key in _KNOWN}
-    broken = {problem.key for problem in problems}
-    if "global_batch" not in broken and "plan.microbatch" not in broken:
-        problems += _division(known, batch["global_batch"])
     planned = None
     try:
         # Broken numbers of the batch leave the rest to be checked with harmless ones.
         legal = smallest_batch(known) if problems else batch["global_batch"]
-        sequence = 1 if "seq_len" in broken else batch["seq_len"]
-        parts = _recomputed(known)
+        is_broken = any(problem.key == "seq_len" for problem in problems)
+        sequence = 1 if is_broken else batch["seq_len"]
+        # Parts that recomputation names one by one ("norm+moe"); None: what a Plan can say.
+        parts, again = None, known.get("recompute", "none")
+        if isinstance(again, str) and again not in _RECOMPUTE_CHOICES:
+            parts = frozenset(part.strip() for part in again.split("+"))
+            if unknown := sorted(parts - set(RECOMPUTABLE)):
+                message = f"`{unknown[0]}` names nothing that can be recomputed"
+                fix = nearest_choice(unknown[0], (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:]))
+                problem = Problem.of("not-a-choice", "plan.recompute", again, message, fix)
+                raise ConfigError([problem])
         dtype = known.get("dtype", "bfloat16")
         beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
-        if beyond or parts is not None:
-            # Keys of a Plan are translated first, but for a recomputation that it has no word for;
-            # a microbatch is of one sequence where nothing is said of it.
-            own = {key: known[key] for key in known if key in {*Plan.model_fields, "dtype"}}
-            if parts is not None:
-                del own["recompute"]
-            if "microbatches" not in known:
-                own["microbatch"] = known.get("microbatch", 1)
-            plan, said = None, _plan(own, legal)
-            base = from_plan(said, seq_len=sequence, global_batch=legal, dtype=dtype)
-            layout = _changed(base, known, base.recompute if parts is None else parts)
-        else:
-            said = plan = _plan(known, legal, sequence)
-            config = None if model is None else model.config
-            if config is not None and plan.num_stages > config.num_layers:
-                config = None
-            layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        is_plan = not beyond and parts is None
+        own, config = dict(known), None if model is None else model.config
+        # Keys of a Plan are translated first, but for a recomputation that it has no word for; a
+        # microbatch is of one sequence where nothing is said of it.
+        if parts is not None:
+            del own["recompute"]
+        if not is_plan and "microbatches" in own:
+            own.pop("microbatch", None)
+        elif not is_plan:
+            own.setdefault("microbatch", 1)
+        said = _plan(own, legal, sequence if is_plan else None)
+        if not is_plan or (config is not None and said.num_stages > config.num_layers):
+            config = None
+        layout = from_plan(said, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        if not is_plan:
+            layout = _changed(layout, known, layout.recompute if parts is None else parts)
         unread: dict[str, object] = {
             name: value
             for name, item in Plan.model_fields.items()
@@ -330,7 +322,7 @@ def read_plan(
             and name not in _TRANSLATED
             and (value := getattr(said, name)) != item.default
         }
-        planned = ReadLayout(layout, plan, unread)
+        planned = ReadLayout(layout, said if is_plan else None, unread)
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
@@ -368,7 +360,15 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         return dict(cast("dict[str, Any]", table.get("plan", table)))
     found: dict[str, Any] = {}
     problems: list[Problem] = []
-    for part in _split(source):
+    # Split at commas outside of brackets.
+    parts, depth = [""], 0
+    for character in source:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    for part in filter(str.strip, parts):
         key, equals, text = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not text:
             message = "a plan is a list of key=value, with commas between"
@@ -388,64 +388,54 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _split(source: str) -> list[str]:
-    """Split at commas outside of brackets."""
-    parts, depth = [""], 0
-    for character in source:
-        depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part for part in parts if part.strip()]
-
-
-def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> Iterator[Problem]:
+def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[Problem]:
+    """Broken numbers of a batch; and every replica must run the same number of equal
+    microbatches."""
+    found: list[Problem] = []
     for name in _BATCH:
         value = batch[name]
         option = f"--{name.replace('_', '-')}"
         if value is None:
-            yield Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
+            found.append(Problem.of("missing", name, None, "it must be given", f"{option} NUMBER"))
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
-            yield Problem.of("out-of-range", name, value, message, f"{option} 1")
+            found.append(Problem.of("out-of-range", name, value, message, f"{option} 1"))
         elif value > LARGEST_SIZE:
             message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
-            yield Problem.of("out-of-range", name, value, message, fix)
+            found.append(Problem.of("out-of-range", name, value, message, fix))
     key, each = "plan.microbatch", table.get("microbatch", 1)
     if isinstance(each, int) and each < 1:
         message = f"a microbatch is at least 1 sequence, not {each}"
-        yield Problem.of("out-of-range", key, each, message, "microbatch = 1")
+        found.append(Problem.of("out-of-range", key, each, message, "microbatch = 1"))
     if "microbatch" in table and "microbatches" in table:
         message = "microbatch (sequences each) and microbatches (how many) say the same thing"
-        yield Problem.of("conflict", key, None, message, "keep one of them")
-
-
-def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
-    """Every replica must run the same number of equal microbatches."""
+        found.append(Problem.of("conflict", key, None, message, "keep one of them"))
     name = "microbatch" if "microbatch" in table else "microbatches"
-    dp, value = table.get("dp", 1), table.get(name, 1)
-    for number in (dp, table.get("microbatch", 1), table.get("microbatches", 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            return []  # told by the checks of the keys themselves
+    dp, value, global_batch = table.get("dp", 1), table.get(name, 1), batch["global_batch"]
+    numbers = dp, table.get("microbatch", 1), table.get("microbatches", 1)
+    if any(problem.key != "seq_len" for problem in found) or not all(
+        isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        for number in numbers
+    ):
+        return found  # the checks of the keys themselves name the rest
 
     def near(legal: str, step: int) -> str:
         below, above = global_batch // step * step, -(-global_batch // step) * step
         return f"{legal}, or global_batch = " + " or ".join(str(x) for x in (below, above) if x)
 
+    share = global_batch // dp
     if global_batch % dp:
         message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
         fix = near(f"dp = {nearest_divisors(global_batch, dp)}", dp)
-        return [Problem.of("not-divisible", "plan.dp", dp, message, fix)]
-    share = global_batch // dp
-    if share % value:
+        found.append(Problem.of("not-divisible", "plan.dp", dp, message, fix))
+    elif share % value:
         message = (
             f"{name} ({value}) must divide the sequences of a replica "
             f"({global_batch} / dp {dp} = {share})"
         )
         fix = near(f"{name} = {nearest_divisors(share, value)}", dp * value)
-        return [Problem.of("not-divisible", f"plan.{name}", value, message, fix)]
-    return []
+        found.append(Problem.of("not-divisible", f"plan.{name}", value, message, fix))
+    return found
 
 
 def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:
@@ -468,51 +458,27 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
 
 
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
-    message = f"{key} is one of {', '.join(choices)}"
-    return Problem.of(
-        "not-a-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
-    )
+    message, near = f"{key} is one of {', '.join(choices)}", nearest_choice(str(value), choices)
+    return Problem.of("not-a-choice", f"plan.{key}", value, message, near)
 
 
 def _changed(
     base: PlannedLayout, table: Mapping[str, Any], recompute: frozenset[str]
 ) -> PlannedLayout:
     """The layout with the fields that a Plan does not have."""
-    values = {key: value for key, value in table.items() if key in _LAYOUT_FIELDS}
-    for key in set(values) & set(Plan.model_fields):
-        del values[key]
-    values["recompute"] = recompute
+    own = _LAYOUT_FIELDS.keys() - Plan.model_fields.keys()
+    values = {key: value for key, value in table.items() if key in own}
     problems: list[Problem] = []
     for key, value in values.items():
-        default = _LAYOUT_FIELDS[key].default
-        if key == "recompute" or default is None:
-            continue
-        if type(value) is not type(default) and not (
-            isinstance(default, float) and isinstance(value, int)
-        ):
-            wanted = type(cast("object", default)).__name__
-            message = f"{key} is a {wanted}"
+        default: object = _LAYOUT_FIELDS[key].default
+        is_whole = isinstance(default, float) and isinstance(value, int)
+        if default is not None and type(value) is not type(default) and not is_whole:
+            message = f"{key} is a {type(default).__name__}"
             problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
     hints = get_type_hints(PlannedLayout)
-    problems += [
-        _bad_choice(key, value, choices)
-        for key, value in values.items()
-        if (choices := choices_of(hints[key])) and value not in choices
-    ]
+    for key, value in values.items():
+        if (choices := choices_of(hints[key])) and value not in choices:
+            problems.append(_bad_choice(key, value, choices))
     if problems:
         raise ConfigError(problems)
-    return base.changed(**values)
-
-
-def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
-    """Parts that recomputation names one by one ("norm+moe"); None: what a Plan can say."""
-    given = table.get("recompute", "none")
-    if not isinstance(given, str) or given in _RECOMPUTE_CHOICES:
-        return None
-    parts = frozenset(part.strip() for part in given.split("+"))
-    if unknown := sorted(parts - set(RECOMPUTABLE)):
-        choices = (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:])
-        message = f"`{unknown[0]}` names nothing that can be recomputed"
-        fix = nearest_choice(unknown[0], choices)
-        raise ConfigError([Problem.of("not-a-choice", "plan.recompute", given, message, fix)])
-    return parts
+    return base.changed(**values, recompute=recompute)

@@ -25,7 +25,6 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache, partial, reduce
@@ -38,17 +37,11 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.activations import ActivationBytes, layer_kept
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.parameters import (
-    WeightCounts,
-    embedding_weights,
-    head_weights,
-    kind_weights,
-    mtp_weights,
-)
+from moemesh.planner.parameters import WeightCounts, end_weights, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
-from moemesh.schedule.step import PipelineStep, alive, weight_copies
+from moemesh.schedule.step import alive, weight_copies
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
 FUSED_LOSS_BYTES = 6.0
@@ -86,58 +79,22 @@ class RankMemory:
         return {**asdict(self), "total": self.total}
 
 
-class StageContent:
-    """The parts of one pipeline rank: layers by kind, and the ends of the model."""
-
-    @staticmethod
-    def of(shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
-        return _content(Stages.of(shape, layout, microbatches=1), rank)
-
-    def __init__(self, stages: Stages, rank: int) -> None:
-        self.chunks = tuple(stages.kinds[stage] for stage in stages.on(rank))
-        self.kinds: Counter[LayerKind] = sum(map(Counter, self.chunks), Counter[LayerKind]())
-        self.has_embedding, self.has_head = 0 in stages.on(rank), stages.last in stages.on(rank)
-
-    def holds_less(self, other: StageContent) -> bool:
-        """Whether the other has as many layers of every kind in every chunk, and the same ends."""
-        if (self.has_embedding, self.has_head) != (other.has_embedding, other.has_head):
-            return False
-        pairs = zip(self.chunks, other.chunks, strict=True)
-        return all(
-            number <= theirs.get(kind, 0) for mine, theirs in pairs for kind, number in mine.items()
-        )
-
-
-@lru_cache(maxsize=4096)
-def _content(stages: Stages, rank: int) -> StageContent:
-    return StageContent(stages, rank)
-
-
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
-    content = StageContent.of(shape, layout, rank)
-    whole = layout.attention_exit == "all_to_all"
-    found = kind_weights(shape, content.kinds, whole_output=whole)
+    content = Stages.of(shape, layout, microbatches=1).contents[rank]
+    whole, ends = layout.attention_exit == "all_to_all", end_weights(shape)
+    found = WeightCounts()
+    for kind, number in content.kinds.items():
+        found = found.plus(layer_weights(shape, kind.moe, whole), number)
     if content.has_embedding:
-        found = found.plus(embedding_weights(shape))
+        found = found.plus(ends["embedding"])
     if content.has_head:
-        found = found.plus(head_weights(shape))
-        if shape.num_mtp_layers:
-            found = found.plus(mtp_weights(shape).times(shape.num_mtp_layers))
+        found = found.plus(ends["norms"]).plus(ends["head"])
+        found = found.plus(ends["mtp"], shape.num_mtp_layers)
         if not content.has_embedding and (shape.tied_embeddings or shape.num_mtp_layers):
             # A copy of the table: tied with the first stage, or read by the extra layers.
             found = found.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
     return found
-
-
-def expert_share(weights: WeightCounts, layout: PlannedLayout) -> float:
-    """Expert weights on one rank."""
-    return weights.expert / (layout.ep * layout.etp)
-
-
-def dense_share(weights: WeightCounts, layout: PlannedLayout) -> float:
-    """All other weights on one rank."""
-    return weights.sharded / layout.tp + weights.replicated
 
 
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
@@ -145,15 +102,14 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     its stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    # Numbers of microbatches vary along the first axis alone.
-    column = np.ravel(layout.microbatches)
-    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
-    shapes = map(np.shape, (layout.microbatches, *kept))
-    found = np.zeros(np.broadcast_shapes(*shapes))
-    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
-        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[list(same)] = True
-        rows = wanted[column]
+    # Numbers of microbatches vary along the first axis alone; many of them keep the same alive.
+    column, step = np.ravel(layout.microbatches), pipeline_step(layout, 1)
+    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
+    for count in np.unique(column).tolist():
+        groups.setdefault(alive(step.of(count))[rank], []).append(count)
+    found = np.zeros(np.broadcast_shapes(*map(np.shape, (layout.microbatches, *kept))))
+    for moments, same in groups.items():
+        rows = np.isin(column, same, kind="table")
         found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
     return found
 
@@ -166,17 +122,6 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
             now = now + count * one
         most = maximum(most, now)
     return most
-
-
-@lru_cache(maxsize=4096)
-def _counts_by_moments(
-    step: PipelineStep, rank: int, counts: tuple[int, ...]
-) -> tuple[tuple[tuple[tuple[float, ...], ...], tuple[int, ...]], ...]:
-    """The numbers of microbatches of `step` that keep the same alive at the peaks of `rank`."""
-    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
-    for count in counts:
-        groups.setdefault(alive(step.of(count))[rank], []).append(count)
-    return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
 class ChunkBytes:
@@ -231,17 +176,14 @@ def _rank_states(
 ) -> tuple[WeightCounts, dict[str, Number]]:
     """Weights of a rank before they are cut, and bytes of its weights, gradients and optimizer."""
     weights = rank_weights(shape, layout, rank)
-    dense, expert = dense_share(weights, layout), expert_share(weights, layout)
+    dense, expert = weights.on_rank(layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
-
-    def parts(level: int) -> tuple[int, int]:
-        """Ranks that share the states which ZeRO cuts from this level on."""
-        return (layout.dense_shards, layout.expert_shards) if layout.zero >= level else (1, 1)
-
-    cut_w, cut_g, cut_o = parts(3), parts(2), parts(1)
+    # Ranks that share weights, gradients and optimizer states: ZeRO cuts from 3, 2 and 1 on.
+    shards = layout.dense_shards, layout.expert_shards
+    cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
     return weights, {
@@ -263,7 +205,8 @@ def rank_memory(
     those of the layout, where they are known."""
     chunks = chunks or ChunkBytes(shape, layout)
     weights, state_bytes = states or _rank_states(shape, layout, rank)
-    content, w = StageContent.of(shape, layout, rank), layout.element_bytes
+    content = Stages.of(shape, layout, microbatches=1).contents[rank]
+    w = layout.element_bytes
     logits = 0.0
     if content.has_head:
         per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
@@ -287,12 +230,11 @@ def rank_memory(
         if content.has_embedding or content.has_head:
             largest = shape.vocab_size * shape.hidden_size / layout.tp
         for kind in content.kinds:
-            unit = kind_weights(shape, {kind: 1})
-            largest = maximum(largest, dense_share(unit, layout) + expert_share(unit, layout))
+            largest = maximum(largest, sum(layer_weights(shape, kind.moe).on_rank(layout)))
         # Two units gathered (one in use, one prefetched) and one unsharded gradient.
         gathered = 2 * largest
         if layout.reshard == "step":
-            gathered = dense_share(weights, layout) + expert_share(weights, layout)
+            gathered = sum(weights.on_rank(layout))
         buffers = buffers + w * (gathered + largest)
     return RankMemory(
         rank=rank,
@@ -438,14 +380,15 @@ def _peaks(
         score_bytes = (getattr(allocation, f"{name}_score_bytes") - w) * counted
 
     def habits(tensors: ActivationBytes) -> Number:
-        found = tensors.plus(ActivationBytes(tokens=extra)).on_rank(layout) + gathered
+        found = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + gathered
         return allocation.activation_scale * (found + score_bytes)
 
     if (again := layout.recompute) not in known:
         known[again] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
     tensors, chunks = known[again]
-    for rank in worst_ranks(shape, layout):
-        content = StageContent.of(shape, layout, rank)
+    stages = Stages.of(shape, layout, microbatches=1)
+    for rank in worst_ranks(stages):
+        content = stages.contents[rank]
         if (key := (rank, layout.zero, layout.attention_exit)) not in known:
             known[key] = _rank_states(shape, layout, rank)
         exact = rank_memory(shape, layout, rank, tensors, known[key])
@@ -484,8 +427,7 @@ def _peaks(
         buffers = exact.buffers if layout.zero >= 3 else 0.0
         allocated = exact.states + activations + logits + working + buffers
         if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
-            weights = rank_weights(shape, layout, rank)
-            whole = dense_share(weights, layout) + expert_share(weights, layout)
+            whole = sum(rank_weights(shape, layout, rank).on_rank(layout))
             allocated = allocated + allocation.whole_bytes * whole
         yield PeakMemory(
             rank=rank,
@@ -499,28 +441,29 @@ def _peaks(
         )
 
 
-def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def worst_ranks(stages: Stages) -> tuple[int, ...]:
     """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
     whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
-    return _worst_ranks(Stages.of(shape, layout, microbatches=1))
-
-
-@lru_cache(maxsize=4096)
-def _worst_ranks(stages: Stages) -> tuple[int, ...]:
     step = stages.step
     if step.ranks == 1:
         return (0,)
-    contents = [StageContent(stages, rank) for rank in range(step.ranks)]
     many = step.of(step.settled(8 * step.ranks))
     moments = alive(many)
 
     def exceeds(rival: int, rank: int) -> bool:
+        mine, theirs = stages.contents[rank], stages.contents[rival]
         return (
-            contents[rank].holds_less(contents[rival])
+            (mine.has_embedding, mine.has_head) == (theirs.has_embedding, theirs.has_head)
+            and all(
+                number <= other.get(kind, 0)
+                for own, other in zip(mine.chunks, theirs.chunks, strict=True)
+                for kind, number in own.items()
+            )
             and weight_copies(many, rank) <= weight_copies(many, rival)
             and all(
-                any(all(a <= b for a, b in zip(mine, one, strict=True)) for one in moments[rival])
-                for mine in moments[rank]
+                any(all(a <= b for a, b in zip(own, one, strict=True)) for one in moments[rival])
+                for own in moments[rank]
             )
         )
 
@@ -535,11 +478,6 @@ def _worst_ranks(stages: Stages) -> tuple[int, ...]:
 #
 # Per token: GQA 2 L h_kv w, MLA L (r_kv + d_r) w: the latent and the rotary key stand for all
 # heads. ``4 b L h (s + n)`` is the multi-head 16-bit case.
-
-
-def kv_bytes_per_token(shape: ModelShape) -> float:
-    """Bytes that one more token of context costs while no window is full, in 16 bit."""
-    return 2 * shape.num_layers * _layer_bytes(shape)
 
 
 class CacheSize(NamedTuple):
@@ -563,16 +501,12 @@ def read_cache_size(text: str) -> CacheSize:
     return CacheSize(*map(int, numbers))
 
 
-def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: float = 2) -> float:
+def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int) -> int:
     """Bytes of the cache of `batch` sequences of `tokens` (s + n: the prompt and what is generated)
-    over all ranks; a layer with a window keeps that many of the last ones."""
+    over all ranks, in 16 bit; a layer with a window keeps that many of the last ones."""
+    each = 2 * shape.num_kv_heads * shape.head_dim
+    if shape.attention == "mla":
+        each = shape.kv_lora_rank + shape.qk_rotary_head_dim
     windows = (kind.window for kind in shape.kinds)
     kept = sum(min(tokens, window) if window else tokens for window in windows)
-    return batch * kept * _layer_bytes(shape) * element_bytes
-
-
-def _layer_bytes(shape: ModelShape) -> int:
-    """Numbers a layer keeps for a token."""
-    if shape.attention == "mla":
-        return shape.kv_lora_rank + shape.qk_rotary_head_dim
-    return 2 * shape.num_kv_heads * shape.head_dim
+    return 2 * batch * kept * each

@@ -26,11 +26,13 @@ appendix B, arXiv:2412.19437 (both rates).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
-from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.shape import ModelShape
 
 Convention = Literal["full", "causal"]
 
@@ -78,18 +80,6 @@ def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convent
     return 2.0 * attended_tokens(seq_len, window, convention) * width
 
 
-def layer_forward(
-    shape: ModelShape, kind: LayerKind, seq_len: int, convention: Convention
-) -> float:
-    """Forward FLOPs of one token in one layer."""
-    return 2.0 * layer_matmul(shape, kind.moe) + core_flops(shape, seq_len, kind.window, convention)
-
-
-def head_forward(shape: ModelShape) -> float:
-    """Forward FLOPs of one token in the head."""
-    return 2.0 * shape.hidden_size * shape.vocab_size
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in the
@@ -109,22 +99,23 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
     """Model FLOPs of one token of a sequence of `seq_len`."""
     cores = layers = 0.0
     for kind, number in shape.kind_counts.items():
-        cores += number * core_flops(shape, seq_len, kind.window, convention)
-        layers += number * layer_forward(shape, kind, seq_len, convention)
-    forward = layers + head_forward(shape)
-    mtp = 0.0
+        core = core_flops(shape, seq_len, kind.window, convention)
+        cores += number * core
+        layers += number * (2.0 * layer_matmul(shape, kind.moe) + core)
+    head, mtp = 2.0 * shape.hidden_size * shape.vocab_size, 0.0
     if shape.num_mtp_layers:
         # Projection, layer and head.
-        layer = layer_forward(shape, shape.mtp_kind, seq_len, convention)
-        mtp = 4.0 * shape.hidden_size**2 + layer + head_forward(shape)
+        kind = shape.mtp_kind
+        core = core_flops(shape, seq_len, kind.window, convention)
+        mtp = 4.0 * shape.hidden_size**2 + (2.0 * layer_matmul(shape, kind.moe) + core) + head
     width = shape.experts_per_token * shape.expert_intermediate_size
     gates = 2 if shape.gated else 1
     return Flops(
         convention=convention,
-        forward=forward,
-        training=3 * forward,
+        forward=layers + head,
+        training=3 * (layers + head),
         attention=cores,
-        head=head_forward(shape),
+        head=head,
         mtp=shape.num_mtp_layers * mtp,
         expert_gate_up=shape.num_moe_layers * 2.0 * gates * shape.hidden_size * width,
     )
@@ -165,19 +156,35 @@ class WeightCounts(NamedTuple):
     replicated: int = 0
     expert: int = 0
 
-    def plus(self, other: WeightCounts) -> WeightCounts:
-        return WeightCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: WeightCounts, count: int = 1) -> WeightCounts:
+        """These and `count` times others."""
+        return WeightCounts(
+            *(mine + count * theirs for mine, theirs in zip(self, other, strict=True))
+        )
 
-    def times(self, factor: int) -> WeightCounts:
-        return WeightCounts(*(factor * mine for mine in self))
+    def on_rank(self, layout: PlannedLayout) -> tuple[float, float]:
+        """(all others, those of experts) on one rank."""
+        dense = self.sharded / layout.tp + self.replicated
+        return dense, self.expert / (layout.ep * layout.etp)
 
     @property
     def total(self) -> int:
         return sum(self)
 
 
-def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> WeightCounts:
-    """Parameters of one attention block without the norm in front of it.
+def _mlp_weights(shape: ModelShape, width: int) -> WeightCounts:
+    """Parameters of one dense MLP of `width`; none without one."""
+    inputs, bias = 2 if shape.gated else 1, shape.mlp_bias * (width > 0)
+    return WeightCounts(
+        sharded=(inputs + 1) * shape.hidden_size * width + bias * inputs * width,
+        replicated=bias * shape.hidden_size,
+    )
+
+
+def layer_parts(
+    shape: ModelShape, moe: bool, whole_output: bool = False
+) -> dict[str, WeightCounts]:
+    """Parameters of one layer by part, named as in :class:`Parameters`.
 
     `whole_output`: the output projection is kept whole on every tp rank (attention exit
     "all_to_all").
@@ -200,76 +207,48 @@ def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weigh
     elif shape.qk_norm == "full":
         sharded += shape.query_width + shape.kv_width
     sharded += shape.num_heads * shape.attention_sinks
-    return WeightCounts(sharded=sharded, replicated=replicated)
-
-
-def mlp_weights(shape: ModelShape, width: int) -> WeightCounts:
-    """Parameters of one dense MLP of `width`."""
-    inputs, bias = 2 if shape.gated else 1, shape.mlp_bias
-    return WeightCounts(
-        sharded=(inputs + 1) * shape.hidden_size * width + bias * inputs * width,
-        replicated=bias * shape.hidden_size,
-    )
-
-
-def expert_weights(shape: ModelShape) -> WeightCounts:
-    """Parameters of one expert."""
+    found = {
+        "attention": WeightCounts(sharded=sharded, replicated=replicated),
+        "norms": WeightCounts(replicated=shape.norms_per_layer * shape.norm_weights),
+    }
+    if not moe:
+        return {**found, "dense_mlp": _mlp_weights(shape, shape.intermediate_size)}
     hidden, width = shape.hidden_size, shape.expert_intermediate_size
     inputs = 2 if shape.gated else 1
-    biases = shape.expert_bias * (inputs * width + hidden)
-    return WeightCounts(expert=(inputs + 1) * hidden * width + biases)
-
-
-def router_weights(shape: ModelShape) -> WeightCounts:
-    """Parameters that decide and weigh: the router and, where there is one, the shared gate."""
-    found = (shape.hidden_size + shape.router_logit_bias) * shape.num_experts
-    return WeightCounts(replicated=found + shape.hidden_size * shape.shared_gate)
-
-
-def _shared_weights(shape: ModelShape) -> WeightCounts:
-    """Parameters of all shared experts of a layer."""
-    width = shape.shared_intermediate_size
-    return mlp_weights(shape, width) if width else WeightCounts()
-
-
-def norm_weights(shape: ModelShape) -> WeightCounts:
-    """Parameters of one norm over the hidden channels."""
-    return WeightCounts(replicated=NORM_WEIGHTS[shape.norm] * shape.hidden_size)
+    expert = (inputs + 1) * hidden * width + shape.expert_bias * (inputs * width + hidden)
+    # The router and, where there is one, the shared gate.
+    router = (hidden + shape.router_logit_bias) * shape.num_experts + hidden * shape.shared_gate
+    return {
+        **found,
+        "experts": WeightCounts(expert=shape.num_experts * expert),
+        "shared_experts": _mlp_weights(shape, shape.shared_intermediate_size),
+        "router": WeightCounts(replicated=router),
+    }
 
 
 @lru_cache(maxsize=4096)
 def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> WeightCounts:
     """Parameters of one whole layer with its norms."""
-    found = attention_weights(shape, whole_output=whole_output)
-    found = found.plus(norm_weights(shape).times(shape.norms_per_layer))
-    if not moe:
-        return found.plus(mlp_weights(shape, shape.intermediate_size))
-    found = found.plus(expert_weights(shape).times(shape.num_experts))
-    return found.plus(_shared_weights(shape)).plus(router_weights(shape))
+    return reduce(WeightCounts.plus, layer_parts(shape, moe, whole_output).values())
 
 
-def embedding_weights(shape: ModelShape) -> WeightCounts:
-    """The embedding in front of the first layer, with learned positions and its norm."""
-    positions = WeightCounts(
-        sharded=shape.vocab_size * shape.hidden_size,
-        replicated=shape.learned_positions * shape.hidden_size,
-    )
-    return positions.plus(norm_weights(shape).times(shape.embedding_norm))
-
-
-def head_weights(shape: ModelShape) -> WeightCounts:
-    """Parameters behind the last layer: the final norm, and the head unless it is tied."""
+def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
+    """Parameters outside of the layers: the "embedding" with learned positions and its norm; the
+    final norm among the "norms"; the "head" unless it is tied; "mtp", one extra prediction layer
+    (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h, a layer and a final norm,
+    where embedding and head are those of the model."""
+    norm, hidden = shape.norm_weights, shape.hidden_size
     untied = not shape.tied_embeddings
-    table = shape.vocab_size * (shape.hidden_size * untied + shape.head_bias)
-    return norm_weights(shape).times(shape.final_norm).plus(WeightCounts(sharded=table))
-
-
-def mtp_weights(shape: ModelShape) -> WeightCounts:
-    """One extra prediction layer (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h
-    , a layer and a final norm; embedding and head are those of the model."""
-    found = layer_weights(shape, shape.mtp_kind.moe)
-    found = found.plus(norm_weights(shape).times(3))
-    return found.plus(WeightCounts(replicated=2 * shape.hidden_size**2))
+    ahead = WeightCounts(replicated=3 * norm + 2 * hidden**2)
+    return {
+        "embedding": WeightCounts(
+            sharded=shape.vocab_size * hidden,
+            replicated=shape.learned_positions * hidden + norm * shape.embedding_norm,
+        ),
+        "norms": WeightCounts(replicated=norm * shape.final_norm),
+        "head": WeightCounts(sharded=shape.vocab_size * (hidden * untied + shape.head_bias)),
+        "mtp": layer_weights(shape, shape.mtp_kind.moe).plus(ahead),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,36 +277,20 @@ class Parameters:
 
 def count_parameters(shape: ModelShape) -> Parameters:
     """The exact parameters of `shape`, by part."""
-    layers, moe = shape.num_layers, shape.num_moe_layers
-    expert, norm = expert_weights(shape).total, norm_weights(shape).total
-    table = shape.vocab_size * shape.hidden_size
-    parts = {
-        "embedding": embedding_weights(shape).total,
-        "head": head_weights(shape).total - norm * shape.final_norm,
-        "attention": layers * attention_weights(shape).total,
-        "dense_mlp": (layers - moe) * mlp_weights(shape, shape.intermediate_size).total,
-        "experts": moe * shape.num_experts * expert,
-        "shared_experts": moe * _shared_weights(shape).total,
-        "router": moe * router_weights(shape).total,
-        "norms": (layers * shape.norms_per_layer + shape.final_norm) * norm,
-    }
+    moe, table = shape.num_moe_layers, shape.vocab_size * shape.hidden_size
+    ends = {name: weights.total for name, weights in end_weights(shape).items()}
+    mtp, parts = ends.pop("mtp"), Counter(ends)
+    for is_moe, number in ((False, shape.num_dense_layers), (True, moe)):
+        for name, weights in layer_parts(shape, is_moe).items():
+            parts[name] += number * weights.total
     total = sum(parts.values())
-    active = total - moe * (shape.num_experts - shape.experts_per_token) * expert
+    inactive = shape.num_experts - shape.experts_per_token
+    active = total - parts["experts"] // max(shape.num_experts, 1) * inactive
     return Parameters(
         total=total,
         active=active,
         active_without_embeddings=active - table * (1 if shape.tied_embeddings else 2),
-        mtp=shape.num_mtp_layers * mtp_weights(shape).total if shape.num_mtp_layers else 0,
+        mtp=shape.num_mtp_layers * mtp,
         selection_bias=moe * shape.num_experts if shape.router_selection_bias else 0,
         **parts,
     )
-
-
-def kind_weights(
-    shape: ModelShape, kinds: dict[LayerKind, int], *, whole_output: bool = False
-) -> WeightCounts:
-    """Parameters of so many layers of each kind."""
-    found = WeightCounts()
-    for kind, number in kinds.items():
-        found = found.plus(layer_weights(shape, kind.moe, whole_output).times(number))
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
@@ -171,38 +170,39 @@ class PlannedLayout(Shown):
         """
         least = (*DEGREES, "seq_len", "global_batch", "microbatch", "stages_per_rank",
                  "dispatch_chunks")  # fmt: skip
-        low: list[Problem] = []
+        found: list[Problem] = []
+
+        def complain(code: str, key: str, message: str, fix: str) -> None:
+            found.append(plan_problem(self, code, key, message, fix))
+
         for key in least:
             if (value := getattr(self, key)) < 1:
                 message = f"{key} must be at least 1, not {value}"
-                low.append(plan_problem(self, "out-of-range", key, message, f"{key} = 1"))
-        if low:
-            return low
-        return [*degree_problems(self, sizes, copied_kv_heads=True), *self._own_problems()]
-
-    def _own_problems(self) -> Iterator[Problem]:
-        """Problems of the fields that a Plan does not have."""
+                complain("out-of-range", key, message, f"{key} = 1")
+        if found:
+            return found
+        found += degree_problems(self, sizes, copied_kv_heads=True)
         if self.zero not in (0, 1, 2, 3):
-            message = "ZeRO has the stages 0 to 3"
-            yield plan_problem(self, "out-of-range", "zero", message, "zero = 3")
+            complain("out-of-range", "zero", "ZeRO has the stages 0 to 3", "zero = 3")
         if unknown := self.recompute - set(RECOMPUTABLE):
             value, fix = "+".join(sorted(self.recompute)), f"known: {', '.join(RECOMPUTABLE)}"
             message = f"cannot recompute {', '.join(sorted(unknown))}"
-            yield Problem.of("not-a-choice", "plan.recompute", value, message, fix)
+            found.append(Problem.of("not-a-choice", "plan.recompute", value, message, fix))
         if self.parameter_server:
             if self.zero:
                 message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
-                yield plan_problem(self, "conflict", "zero", message, "zero = 0")
-            yield from server_problems(self)
+                complain("conflict", "zero", message, "zero = 0")
+            found += server_problems(self)
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
-            yield plan_problem(self, "stages", "layers_per_stage", message, "")
+            complain("stages", "layers_per_stage", message, "")
         for name, (least, message) in _LEAST.items():
             value = getattr(self, name)
             # Written so that NaN is none either.
             if value is not None and not least <= value < inf:
                 fix = f"{name} = {type(value)(least) if value == value else least}"
-                yield plan_problem(self, "out-of-range", name, message, fix)
+                complain("out-of-range", name, message, fix)
+        return found
 
     @property
     def world_size(self) -> int:

@@ -43,23 +43,17 @@ class PlanRequest:
     nodes: Annotated[int | None, _NODES, "N"] = None
     #: Of layouts that are kept 5, where it is None.
     top: Annotated[
-        int | None,
-        "Number of layouts to show. [default: those with a role; of --json 5]",
-        "K",
+        int | None, "Number of layouts to show. [default: those with a role; of --json 5]", "K"
     ] = None
     precision: Annotated[Precision, "Precision of the matrix products."] = "bfloat16"
     anywhere: Annotated[bool, "Let tensor groups cross nodes, too."] = False
     trainable: Annotated[bool, "Only what `moemesh train` carries out."] = False
     tokens: Annotated[
-        Quantity | None,
-        "Tokens of the training (14.8T, 300B): days, GPU-hours.",
-        "N",
+        Quantity | None, "Tokens of the training (14.8T, 300B): days, GPU-hours.", "N"
     ] = None
     headroom: Annotated[Quantity | None, HEADROOM_HELP, "SHARE|SIZE"] = None
     why: Annotated[
-        list[str] | None,
-        'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.',
-        "PLAN",
+        list[str] | None, 'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.', "PLAN"
     ] = None
     settings: Annotated[
         list[str] | None,

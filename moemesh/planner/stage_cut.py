@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from moemesh.config.layout import shard_sizes
 from moemesh.planner.parameters import layer_matmul, layer_weights
@@ -67,6 +67,16 @@ def pipeline_step(layout: PlannedLayout, microbatches: int | None = None) -> Pip
     return PipelineStep(layout.schedule, layout.pp, count, layout.stages_per_rank, slices)
 
 
+class RankContent(NamedTuple):
+    """The parts of one pipeline rank: layers by kind, of each stage and of all, and the ends of the
+    model."""
+
+    chunks: tuple[dict[LayerKind, int], ...]
+    kinds: Counter[LayerKind]
+    has_embedding: bool
+    has_head: bool
+
+
 @dataclass(frozen=True)
 class Stages:
     """The stages of one model under one schedule: layers by kind, in order."""
@@ -79,9 +89,8 @@ class Stages:
     def of(shape: ModelShape, layout: PlannedLayout, microbatches: int | None = None) -> Stages:
         step = pipeline_step(layout, microbatches)
         if layout.pp == 1:
-            return Stages(shape, step, (shape.num_layers,))
-        sizes = layout.layers_per_stage or default_cut(shape, layout.num_stages)
-        return Stages(shape, step, sizes)
+            return _stages(shape, step, (shape.num_layers,))
+        return _stages(shape, step, layout.layers_per_stage or default_cut(shape, step.num_stages))
 
     @property
     def last(self) -> int:
@@ -90,11 +99,22 @@ class Stages:
     @cached_property
     def kinds(self) -> tuple[dict[LayerKind, int], ...]:
         """Layers of every stage by kind; extra prediction layers are not among them."""
-        return _kinds(self.shape, self.sizes)
+        ends = (0, *accumulate(self.sizes))
+        return tuple(dict(Counter(self.shape.kinds[first:end])) for first, end in pairwise(ends))
 
     def on(self, rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds."""
         return self.step.stages_of(rank)
+
+    @cached_property
+    def contents(self) -> tuple[RankContent, ...]:
+        """The parts of every pipeline rank."""
+        found: list[RankContent] = []
+        for own in map(self.on, range(self.step.ranks)):
+            chunks = tuple(self.kinds[stage] for stage in own)
+            kinds = sum(map(Counter, chunks), Counter[LayerKind]())
+            found.append(RankContent(chunks, kinds, 0 in own, self.last in own))
+        return tuple(found)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, int], ...]:
@@ -108,7 +128,5 @@ class Stages:
         return tuple((dense, routed) for dense, routed in found)
 
 
-@lru_cache(maxsize=4096)
-def _kinds(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[dict[LayerKind, int], ...]:
-    ends = (0, *accumulate(sizes))
-    return tuple(dict(Counter(shape.kinds[first:end])) for first, end in pairwise(ends))
+#: Layouts are many, stages that differ few.
+_stages = lru_cache(maxsize=4096)(Stages)

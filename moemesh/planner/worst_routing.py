@@ -17,9 +17,8 @@ from moemesh.planner.layout_sources import exact_plan
 from moemesh.planner.memory import estimate_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model
-from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
-from moemesh.planner.traffic.own_activations import predict_activations
+from moemesh.planner.traffic.own_memory import predict_activations
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.sharding.dispatchers import rows_at_once
 
@@ -62,7 +61,7 @@ class WorstRouting:
 
 
 def worst_routing(
-    model: Model, layout: PlannedLayout, plan: Plan | None, *, rank: int
+    model: Model, layout: PlannedLayout, plan: Plan | None, rank: int
 ) -> WorstRouting | None:
     """The worst routing of `rank` in what `moemesh train` runs under `plan`;
     where it does not run this, of any trainer. None for a model without routed experts."""
@@ -80,7 +79,25 @@ def worst_routing(
                 dtype=layout.dtype,
                 rank=rank,
             )
-    return of_layout(model.shape, layout)
+    # Other trainers keep gate and up of all rows: closed forms.
+    k, per_rank = model.shape.experts_per_token, model.shape.num_experts // layout.ep
+    times = layout.ep * min(k, per_rank) / k
+    uncapped = times
+    if layout.capacity_factor:
+        times = min(times, max(layout.capacity_factor, 1.0))
+    times = max(times, layout.imbalance)
+    balanced = round(layout.token_shard * k * layout.etp)
+    uniform = estimate_memory(model.shape, layout).worst.activations
+    crowded = estimate_memory(model.shape, layout.changed(imbalance=times)).worst.activations
+    return WorstRouting(
+        rows=round(balanced * times),
+        balanced_rows=balanced,
+        rows_at_once=None,
+        blocks=1,
+        dropped_choices=round(balanced * max(uncapped - times, 0.0)),
+        activation_bytes=crowded,
+        more_bytes=crowded - uniform,
+    )
 
 
 def of_own_run(
@@ -139,26 +156,4 @@ def of_own_run(
         dropped_choices=dropped,
         activation_bytes=most,
         more_bytes=most - uniform,
-    )
-
-
-def of_layout(shape: ModelShape, layout: PlannedLayout) -> WorstRouting:
-    """The same of other trainers, which keep gate and up of all rows, by the closed forms."""
-    k, per_rank = shape.experts_per_token, shape.num_experts // layout.ep
-    times = layout.ep * min(k, per_rank) / k
-    uncapped = times
-    if layout.capacity_factor:
-        times = min(times, max(layout.capacity_factor, 1.0))
-    times = max(times, layout.imbalance)
-    balanced = round(layout.token_shard * k * layout.etp)
-    uniform = estimate_memory(shape, layout).worst.activations
-    crowded = estimate_memory(shape, layout.changed(imbalance=times)).worst.activations
-    return WorstRouting(
-        rows=round(balanced * times),
-        balanced_rows=balanced,
-        rows_at_once=None,
-        blocks=1,
-        dropped_choices=round(balanced * max(uncapped - times, 0.0)),
-        activation_bytes=crowded,
-        more_bytes=crowded - uniform,
     )

@@ -122,9 +122,7 @@ def unit_of(name: str) -> str:
 
 
 def buckets(
-    members: Sequence[Member],
-    data: str,
-    same_ranks: Callable[[str], str] | None = None,
+    members: Sequence[Member], data: str, same_ranks: Callable[[str], str] | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
     them; `members` in the model's order.

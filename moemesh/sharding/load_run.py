@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from re import sub
@@ -18,8 +18,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.schema import SECTIONS
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.toml import format_value
-from moemesh.config.tuning import Tuning, matcher
-from moemesh.sharding.parameters import ParameterTensor, logical_names, tensors
+from moemesh.config.tuning import matcher
+from moemesh.sharding.parameters import logical_names, tensors
 
 
 def load_run(
@@ -119,29 +119,25 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
         message = f"none of the {len(every)} parameter tensors is left to train"
         fix = f"choose fewer in train.{key}"
         return [Problem.of("conflict", f"train.{key}", value, message, fix)]
-    uneven = next(_uneven(tuning, every), None)
-    return [Problem.of("not-available", f"train.{key}", value, *uneven)] if uneven else []
-
-
-def _uneven(tuning: Tuning, every: Iterable[ParameterTensor]) -> Iterator[tuple[str, str]]:
-    """(what is wrong, a fix) of choices of experts that have no stack of their own."""
+    # Choices of experts that have no stack of their own.
     known: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in every:
-        if not tensor.is_expert:
-            continue
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]
         module, _, leaf = tensor.name.rpartition(".")
-        if is_adapter(tensor.name) and 0 < len(rows) < size:
-            yield (
-                f"{len(rows)} of the {size} adapters of {tensor.name} would train",
-                "choose the adapters of all experts, or of none",
-            )
-        elif rows and not is_adapter(tensor.name):
+        message = fix = ""
+        if tensor.is_expert and is_adapter(tensor.name):
+            if 0 < len(rows) < size:
+                message = f"{len(rows)} of the {size} adapters of {tensor.name} would train"
+                fix = "choose the adapters of all experts, or of none"
+        elif tensor.is_expert and rows:
             other, before = known.setdefault(module, (leaf, rows))
             if rows != before:
-                yield (
+                message = (
                     f"{len(before)} of the {size} experts of {module} would train their {other}, "
                     f"{len(rows)} their {leaf}: the weights of a layer's experts train of the same "
-                    "ones, or of none",
-                    f"a pattern like {module}.{rows[0]}.*",
+                    "ones, or of none"
                 )
+                fix = f"a pattern like {module}.{rows[0]}.*"
+        if message:
+            return [Problem.of("not-available", f"train.{key}", value, message, fix)]
+    return []

@@ -56,12 +56,8 @@ class ParameterTensor:
         """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
         return max(element_bytes, 4) if ".router." in self.name else element_bytes
 
-    def local_elements(self, layout: Layout, rank: int) -> int:
-        """Numbers of this tensor that `rank` holds."""
-        return self.elements_at(layout, layout.coordinates(rank))
-
-    def elements_at(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """The same of a rank with these coordinates."""
+    def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
+        """Numbers of this tensor that the rank with these coordinates holds."""
         sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
@@ -73,8 +69,8 @@ class ParameterTensor:
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
-    hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
-    yield _over_tp("embedding.weight", table)
+    hidden = model.hidden_size
+    yield _over_tp("embedding.weight", model.vocab_size, hidden)
     for index in range(model.num_layers):
         yield from _layer(model, plan, index)
     for index in model.mtp_layers:
@@ -87,24 +83,27 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     for index in model.mtp_layers:
         yield _whole(f"ahead_norms.{index}.weight", hidden)
     if not model.tied_embeddings:
-        yield _over_tp("head.weight", table)
+        yield _over_tp("head.weight", model.vocab_size, hidden)
 
 
 def _whole(name: str, *shape: int) -> ParameterTensor:
     return ParameterTensor(name=name, shape=shape)
 
 
-def _over_tp(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterTensor:
+def _over_tp(name: str, *shape: int, dim: int = 0) -> ParameterTensor:
     return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
 
 
 def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
     hidden, prefix = model.hidden_size, f"layers.{index}"
     yield _whole(f"{prefix}.attention_norm.weight", hidden)
-    own = list(attention_tensors(model, plan, f"{prefix}.attention"))
+    own = [
+        replace(tensor, name=f"{prefix}.attention.{tensor.name}")
+        for tensor in attention_tensors(model, plan)
+    ]
     norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
-    yield from _adapted(model, own[: len(own) - len(norms)])
-    yield from norms
+    weights = own[: len(own) - len(norms)]
+    yield from (*weights, *_factors(model, weights), *norms)
     yield _whole(f"{prefix}.feed_forward_norm.weight", hidden)
     prefix += ".feed_forward"
     if not model.is_moe_layer(index):
@@ -136,15 +135,8 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
         yield from _mlp(model, f"{prefix}.shared", model.shared_width)
 
 
-def attention_tensors(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
-    """The parameters of an attention block without adapters, its norms behind the others."""
-
-    def whole(leaf: str, *shape: int) -> ParameterTensor:
-        return _whole(f"{prefix}.{leaf}", *shape)
-
-    def cut(leaf: str, *shape: int, dim: int = 0) -> ParameterTensor:
-        return _over_tp(f"{prefix}.{leaf}", shape, dim)
-
+def attention_tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
+    """The parameters of an attention block without adapters, named inside it, its norms last."""
     hidden, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
     size, values = model.query_head_dim, model.value_head_dim
     rank, latent = model.q_lora_rank, model.kv_lora_rank
@@ -152,51 +144,49 @@ def attention_tensors(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[P
     if is_latent:
         down = latent + model.qk_rotary_head_dim
         if rank:
-            yield whole("query_down", rank, hidden)
+            yield _whole("query_down", rank, hidden)
             if model.qkv_bias:
-                yield whole("query_down_bias", rank)
-            yield cut("query_up", heads, size, rank)
+                yield _whole("query_down_bias", rank)
+            yield _over_tp("query_up", heads, size, rank)
         else:
-            yield cut("query", heads, size, hidden)
-        yield whole("key_value_down", down, hidden)
+            yield _over_tp("query", heads, size, hidden)
+        yield _whole("key_value_down", down, hidden)
         if model.qkv_bias:
-            yield whole("key_value_down_bias", down)
-        yield cut("key_value_up", heads, model.qk_nope_head_dim + values, latent)
+            yield _whole("key_value_down_bias", down)
+        yield _over_tp("key_value_up", heads, model.qk_nope_head_dim + values, latent)
     else:
         rows = heads // keys + 2
-        yield cut("qkv", keys, rows, size, hidden)
+        yield _over_tp("qkv", keys, rows, size, hidden)
         if model.qkv_bias:
-            yield cut("qkv_bias", keys * rows * size)
+            yield _over_tp("qkv_bias", keys * rows * size)
     if plan.attention_exit == "all_to_all":
-        yield whole("output", hidden, heads * values)
+        yield _whole("output", hidden, heads * values)
     else:
-        yield cut("output", hidden, heads * values, dim=1)
+        yield _over_tp("output", hidden, heads * values, dim=1)
     if model.output_bias:
-        yield whole("output_bias", hidden)
+        yield _whole("output_bias", hidden)
     if model.attention_sinks:
-        yield cut("sinks", heads)
+        yield _over_tp("sinks", heads)
     if is_latent:
         if rank:
-            yield whole("query_latent_norm.weight", rank)
-        yield whole("key_value_latent_norm.weight", latent)
+            yield _whole("query_latent_norm.weight", rank)
+        yield _whole("key_value_latent_norm.weight", latent)
     elif model.qk_norm:
         for leaf, number in (("query_norm.weight", heads), ("key_norm.weight", keys)):
             over_head = model.qk_norm_over == "head"
-            yield whole(leaf, size) if over_head else cut(leaf, number * size)
+            yield _whole(leaf, size) if over_head else _over_tp(leaf, number * size)
 
 
 def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTensor]:
-    gate_up = _over_tp(f"{prefix}.gate_up", (2, width, model.hidden_size), 1)
-    yield from _adapted(model, [gate_up, _over_tp(f"{prefix}.down", (model.hidden_size, width), 1)])
-
-
-def _adapted(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
-    """The weights of a block, and behind all of them their adapter parameters."""
-    yield from weights
-    yield from _factors(model, weights)
+    weights = [
+        _over_tp(f"{prefix}.gate_up", 2, width, model.hidden_size, dim=1),
+        _over_tp(f"{prefix}.down", model.hidden_size, width, dim=1),
+    ]
+    yield from (*weights, *_factors(model, weights))
 
 
 def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
+    """The adapter parameters of a block's weights, behind all of them."""
     for weight in weights:
         block, _, leaf = weight.name.rpartition(".")
         own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
@@ -227,12 +217,10 @@ def units(model: ModelConfig) -> list[str]:
 
 def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
     """Of every rank of ep, in the order of its places: its experts of `chosen`, and its others."""
-    found: list[tuple[list[int], list[int]]] = []
-    for index in range(ep):
-        own = shard_range(num_experts, ep, index)
-        mine = [expert for expert in own if expert in chosen]
-        found.append((mine, [expert for expert in own if expert not in chosen]))
-    return found
+    return [
+        ([one for one in own if one in chosen], [one for one in own if one not in chosen])
+        for own in (shard_range(num_experts, ep, index) for index in range(ep))
+    ]
 
 
 def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:

@@ -17,7 +17,7 @@ def layer_costs(model: ModelConfig) -> list[int]:
 
     Attention scores are left out: they weigh the same in every layer.
     """
-    own = attention_tensors(model, Plan(), "attention")
+    own = attention_tensors(model, Plan())
     attention = sum(prod(tensor.shape) for tensor in own if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
     width = model.experts_per_token * model.expert_intermediate_size + model.shared_width
@@ -71,40 +71,32 @@ def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tu
         raise ValueError(
             f"{num_stages} stages need at least as many layers, there are {len(costs)}"
         )
-    return _Cuts.of(tuple(costs), last_extra).sizes(num_stages)
+    found: dict[int, _Cut] = {}
+    for stages in range(1, num_stages + 1):
+        found = _best_cuts(tuple(costs), last_extra, stages)
+    return found[0][2]
 
 
-class _Cuts:
-    """The best cuts of some layers into 1, 2, ... stages, each found from those of one less."""
+#: Largest sum of a stage, sum of their squares, layers of each.
+_Cut = tuple[int, int, tuple[int, ...]]
 
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def of(costs: tuple[int, ...], last_extra: int) -> _Cuts:
-        return _Cuts(costs, last_extra)
 
-    def __init__(self, costs: tuple[int, ...], last_extra: int) -> None:
-        self.prefix = (0, *accumulate(costs))
-        #: Layer -> (largest, sum of squares, sizes) of cutting layers[layer:] into so many stages.
-        self.best: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        self.found: list[tuple[int, ...]] = []
-        for first in range(len(costs)):
-            cost = self.prefix[-1] - self.prefix[first] + last_extra
-            self.best[first] = (cost, cost * cost, (len(costs) - first,))
-        self.found.append(self.best[0][2])
-
-    def sizes(self, num_stages: int) -> tuple[int, ...]:
-        while len(self.found) < num_stages:
-            prefix, best, stages = self.prefix, self.best, len(self.found) + 1
-            longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-            for first in range(len(prefix) - stages):
-                choices: list[tuple[int, int, int]] = []
-                for end in range(first + 1, len(prefix) - stages + 1):
-                    cost = prefix[end] - prefix[first]
-                    largest, squares, _ = best[end]
-                    choices.append((max(largest, cost), squares + cost * cost, first - end))
-                # Ties go to the longer first stage.
-                largest, squares, size = min(choices)
-                longer[first] = (largest, squares, (-size, *best[first - size][2]))
-            self.best = longer
-            self.found.append(longer[0][2])
-        return self.found[num_stages - 1]
+@lru_cache(maxsize=1024)
+def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int, _Cut]:
+    """The best cuts of layers[first:] into so many stages, by first: from those into one less."""
+    prefix = (0, *accumulate(costs))
+    found: dict[int, _Cut] = {}
+    for first in range(len(prefix) - stages):
+        if stages == 1:
+            cost = prefix[-1] - prefix[first] + last_extra
+            found[first] = cost, cost * cost, (len(costs) - first,)
+            continue
+        best, choices = _best_cuts(costs, last_extra, stages - 1), list[tuple[int, int, int]]()
+        for end in range(first + 1, len(prefix) - stages + 1):
+            cost = prefix[end] - prefix[first]
+            largest, squares, _ = best[end]
+            choices.append((max(largest, cost), squares + cost * cost, first - end))
+        # Ties go to the longer first stage.
+        largest, squares, size = min(choices)
+        found[first] = largest, squares, (-size, *best[first - size][2])
+    return found

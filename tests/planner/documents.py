@@ -9,7 +9,7 @@ from typing import Any
 from moemesh.config.plan import Plan
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import kv_bytes_per_token, rank_memory
+from moemesh.planner.memory import kv_cache_bytes, rank_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
@@ -142,8 +142,8 @@ def seed_memory(old: str) -> str:
             "KV cache",
             "4blh(s + n)",
             f"4lh = {4 * layers * hidden:,} bytes a token of GPT-3 (ours: "
-            f"{kv_bytes_per_token(gpt3):,}); Llama3-405B, which groups heads, "
-            f"{kv_bytes_per_token(load_model('llama3-405b').shape):,}",
+            f"{kv_cache_bytes(gpt3, 1, 1):,}); Llama3-405B, which groups heads, "
+            f"{kv_cache_bytes(load_model('llama3-405b').shape, 1, 1):,}",
         ],
     ]
     return rows(("figure", "printed", "right"), body, left=3)

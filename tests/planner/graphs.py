@@ -87,10 +87,10 @@ def brute_force(graph: OperatorGraph, byte_price: float = 0.0, in_flight: float 
 def brute_force_stages(costs: StageCosts) -> tuple[float, float]:
     """(least pipeline seconds within the cap, smallest cap that works) over all divisions."""
     best, smallest = np.inf, np.inf
-    options = range(len(costs.seconds))
-    for cuts in combinations(range(1, costs.num_layers), costs.num_stages - 1):
-        borders = (0, *cuts, costs.num_layers)
-        for chosen in product(options, repeat=costs.num_stages):
+    options, num_layers = range(len(costs.seconds)), costs.seconds.shape[1]
+    for cuts in combinations(range(1, num_layers), len(costs.in_flight) - 1):
+        borders = (0, *cuts, num_layers)
+        for chosen in product(options, repeat=len(costs.in_flight)):
             times, worst = [], 0.0
             for stage, option in enumerate(chosen):
                 layers = slice(borders[stage], borders[stage + 1])

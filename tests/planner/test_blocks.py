@@ -10,10 +10,8 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.operators.blocks import TransformerBlocks
-from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.graph import OperatorGraph
+from moemesh.planner.operators.graph import OperatorGraph, solve
 from moemesh.planner.operators.resharding import MeshAxis
-from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import (
     RECOMPUTE,
     CostModel,
@@ -23,6 +21,7 @@ from moemesh.planner.operators.strategies import (
 )
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
+from moemesh.planner.stages.placement import two_branch_network
 
 
 def roofline(flops: float, moved_bytes: float) -> float:
@@ -45,7 +44,7 @@ def cluster() -> Cluster:
 def test_one_device_holds_every_parameter(name: str, cluster: Cluster) -> None:
     shape = shape_of(name)
     costs = cost_model(cluster, {"tensor": 1})
-    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph())
+    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph)
     counted = found.cost.state_bytes / costs.state_bytes
     # Norms of queries and keys, and of latents, are no operators of their own.
     assert counted == pytest.approx(count_parameters(shape).total, rel=1e-6)
@@ -59,7 +58,7 @@ def strategies_of(graph: OperatorGraph, choices: Sequence[int]) -> dict[str, str
 
 def names_of(blocks: TransformerBlocks) -> dict[str, str]:
     """The strategies of embedding, layer, head and the residual stream."""
-    graph = blocks.graph()
+    graph = blocks.graph
     return strategies_of(graph, solve(graph).choices)
 
 
@@ -101,7 +100,7 @@ def test_one_weird_trick_comes_out(cluster: Cluster) -> None:
 def test_recomputation_is_a_strategy_and_memory_buys_time(cluster: Cluster) -> None:
     shape = shape_of("llama3-8b")
     costs = cost_model(cluster, {"devices": 8}, microbatches=4, recompute=True)
-    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph
     free = solve(graph)
     per_byte = free.cost.seconds / free.cost.memory_bytes()
     points = [solve(graph, byte_price=price * per_byte) for price in (0.0, 0.3, 30.0)]
@@ -118,7 +117,7 @@ def test_recomputation_is_a_strategy_and_memory_buys_time(cluster: Cluster) -> N
 def test_a_layer_counts_as_often_as_it_occurs(cluster: Cluster) -> None:
     costs = cost_model(cluster, {"devices": 8})
     shape = shape_of("deepseek-v3")
-    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph
     choices = solve(graph).choices
     groups = graph.group_costs(choices)
     by_hand = sum(

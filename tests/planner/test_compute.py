@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.load_shape import from_arch_entry, gpt
+from moemesh.planner.shapes.load_shape import from_arch_table, gpt
 from moemesh.planner.timing import compute
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
@@ -21,8 +21,8 @@ from moemesh.planner.timing.columns import (
 from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.planner.published_rows import ARCHS
 
-MOE = from_arch_entry("moe-30B", ARCHS["moe-30B"])
-DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])
+MOE = from_arch_table("moe-30B", ARCHS)
+DENSE = from_arch_table("llama-13B", ARCHS)
 
 
 def workload(shape=DENSE, software: Software | None = None, device="A100-80G", **layout):

@@ -119,9 +119,9 @@ def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPat
     """An answer for 100,000 ranks takes seconds: work is done for each place that differs."""
     held = Holdings.named("pp=2,dp=64,tp=2,ep=4,etp=2,microbatch=1", "tiny")
     asked: list[str] = []
-    count, find = ParameterTensor.elements_at, StagePlacement.held
+    count, find = ParameterTensor.local_elements, StagePlacement.held
     monkeypatch.setattr(
-        ParameterTensor, "elements_at", lambda *given: asked.append("tensor") or count(*given)
+        ParameterTensor, "local_elements", lambda *given: asked.append("tensor") or count(*given)
     )
     monkeypatch.setattr(
         StagePlacement, "held", lambda *given: asked.append("stage") or find(*given)
@@ -133,7 +133,8 @@ def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPat
     assert asked.count("tensor") <= tensors * len(places) / 2
     for rank in (0, 77, 255):
         exact = sum(
-            one.local_elements(held.layout, rank) for one in find(held._placement, rank // 128)
+            one.local_elements(held.layout, held.layout.coordinates(rank))
+            for one in find(held._placement, rank // 128)
         )
         assert rows[rank]["parameters"] == exact
 

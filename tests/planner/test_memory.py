@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.memory import estimate_memory, kv_bytes_per_token, rank_memory, rank_weights
+from moemesh.planner.memory import estimate_memory, kv_cache_bytes, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model
@@ -179,7 +179,7 @@ KV = [("llama3-405b", 516_096), ("deepseek-v3", 70_272)]
 
 @pytest.mark.parametrize(("name", "each"), KV)
 def test_kv_cache(name: str, each: int) -> None:
-    assert kv_bytes_per_token(load_model(name).shape) == each
+    assert kv_cache_bytes(load_model(name).shape, 1, 1) == each
 
 
 class TestMistakes:
@@ -230,8 +230,8 @@ class TestMistakes:
         def per_token(shape: ModelShape) -> float:
             return 4 * shape.num_layers * shape.hidden_size
 
-        assert kv_bytes_per_token(load_model("gpt3-175b").shape) == per_token(
+        assert kv_cache_bytes(load_model("gpt3-175b").shape, 1, 1) == per_token(
             load_model("gpt3-175b").shape
         )
         llama = load_model("llama3-8b").shape
-        assert kv_bytes_per_token(llama) == per_token(llama) / 4
+        assert kv_cache_bytes(llama, 1, 1) == per_token(llama) / 4

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.operators.graph import OperatorError
+from moemesh.planner.operators.graph import OperatorError, solve
 from moemesh.planner.operators.resharding import MeshAxis
-from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder
 from tests.planner.graphs import brute_force, graph_of, random_graph
 
@@ -34,8 +33,8 @@ def test_links_are_priced_by_the_layouts_of_their_ends() -> None:
     # 16 bytes over 4 ranks at 1 s a byte: a gather moves 12, an all-to-all 3.
     axis = MeshAxis(name="t", size=4, seconds_per_byte=1.0)
     builder = GraphBuilder(CostModel(axes=(axis,), compute_seconds=max))
-    first = builder.port("first", 2, {0: 4, 1: 4}, 16.0)
-    builder.link(builder.data("ids", 2, {0: 4, 1: 4}, 16.0), first)
+    first = builder.port("first", {0: 4, 1: 4}, 16.0)
+    builder.link(builder.port("ids", {0: 4, 1: 4}, 16.0, constant=True), first)
     (constant,) = builder.graph().edges
     # R, S0, S1 to R, S0, S1: nothing comes back to data.
     assert constant.seconds.tolist() == [[0, 0, 0], [12, 0, 3], [12, 3, 0]]
@@ -53,7 +52,6 @@ def test_highs_equals_brute_force(
 ) -> None:
     graph = random_graph(seed, num_operators)
     found = solve(graph, byte_price=price, in_flight=in_flight)
-    assert found.optimal
     total = found.cost.seconds + price * found.cost.memory_bytes(in_flight)
     assert total == pytest.approx(brute_force(graph, price, in_flight), rel=1e-7)
     assert found.cost == graph.cost(found.choices)

@@ -14,9 +14,9 @@ from moemesh.planner.parameters import (
     core_flops,
     count_flops,
     count_parameters,
+    end_weights,
     hardware_flops,
     layer_weights,
-    mtp_weights,
 )
 from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
@@ -55,7 +55,7 @@ def test_deepseek_v3_without_tables() -> None:
     found = count_parameters(load_model("deepseek-v3").shape)
     assert f"{found.active_without_embeddings / 1e9:.2f}" == "35.70"
     assert found.selection_bias == 58 * 256
-    assert found.mtp == mtp_weights(load_model("deepseek-v3").shape).total > 11e9
+    assert found.mtp == end_weights(load_model("deepseek-v3").shape)["mtp"].total > 11e9
 
 
 def test_parts_add_up() -> None:

@@ -18,12 +18,12 @@ from moemesh.planner.memory import (
 )
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.load_shape import from_arch_entry, from_arch_table, gpt, load_model
+from moemesh.planner.shapes.load_shape import from_arch_table, gpt, load_model
 from moemesh.planner.stage_cut import with_values
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
-MOE = from_arch_entry("moe-30B", ARCHS["moe-30B"])
+MOE = from_arch_table("moe-30B", ARCHS)
 
 
 def layout(**values) -> PlannedLayout:

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import load_cluster
-from moemesh.planner.operators.convolution import ALEXNET, two_branch_network
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.stages.division import StageError
 from moemesh.planner.stages.placement import (
+    ALEXNET,
     PlacementProblem,
+    baseline_placement,
     best_placement,
-    learned_placement,
     placement_problem,
-    random_placement,
     solve_placement,
+    two_branch_network,
 )
 from tests.planner.graphs import brute_force_placement, placement_seconds
 
@@ -56,9 +56,9 @@ def test_both_exact_methods_equal_brute_force(problem: PlacementProblem, seed: i
     assert found.seconds == pytest.approx(best)
     assert placement_seconds(problem, found.choices) == pytest.approx(best)
     assert solve_placement(problem).seconds == pytest.approx(best, rel=1e-6)
-    for method in (random_placement, learned_placement):
-        tried = method(problem, 100, seed)
-        assert tried == method(problem, 100, seed)
+    for name in ("random", "learned"):
+        tried = baseline_placement(name, problem, 100, seed)
+        assert tried == baseline_placement(name, problem, 100, seed)
         assert tried.seconds >= best - 1e-9
 
 

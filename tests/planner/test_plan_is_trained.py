@@ -88,8 +88,8 @@ def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) ->
         planned = read_plan(text, model=model, **sizes)
         found = estimate(model, planned.layout, cluster, planned.plan)
         assert found.seconds["total"] == pytest.approx(candidate.seconds, rel=1e-9), text
-        assert found.peak["needed_bytes"] == pytest.approx(candidate.memory.needed, rel=1e-9), text
-        assert found.peak["needed_bytes"] >= found.memory.worst.total
+        assert found.peak.needed == pytest.approx(candidate.memory.needed, rel=1e-9), text
+        assert found.peak.needed >= found.memory.worst.total
 
 
 def _as_keys(layout: object) -> str:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.planner.operators.resharding import (
-    MeshAxis,
-    local_bytes,
-    reshard_seconds,
-)
+from moemesh.planner.operators.resharding import MeshAxis, reshard_seconds
 
 ONE = (MeshAxis(name="t", size=4, seconds_per_byte=1.0),)
 TWO = (MeshAxis(name="d", size=2, seconds_per_byte=10.0), ONE[0])
@@ -61,8 +57,3 @@ def test_only_the_inner_piece_of_a_dim_may_move() -> None:
 def test_axes_of_one_rank_are_free() -> None:
     axes = (MeshAxis(name="t", size=1, latency=1.0, seconds_per_byte=1.0),)
     assert reshard_seconds(16, ("P",), ("S0",), axes) == 0
-
-
-def test_local_bytes() -> None:
-    assert local_bytes(16, ("S0", "S1"), TWO) == 2
-    assert local_bytes(16, ("P", "S1"), TWO) == 4

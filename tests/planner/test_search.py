@@ -14,9 +14,8 @@ from moemesh.config.errors import ConfigError
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search import search
-from moemesh.planner.search.advice import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
-from moemesh.planner.search.search import SearchSpace
+from moemesh.planner.search.search import SearchSpace, choose
 from moemesh.planner.search.space import Space, families
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.sharding.load_run import load_run
@@ -101,19 +100,19 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
     seconds = {index: all_of_it.seconds(index) for index in fits}
     least = min(seconds.values())
     rows = choose(all_of_it, 6, safe)
-    of_role = {role: row.number for row in rows for role in row.roles}
+    of_role = {role: number for number, row in rows.items() for role in row.roles}
     assert seconds[of_role["fastest"]] == least
     near = [index for index in fits if seconds[index] <= 1.1 * least]
     pool = [index for index in near if all_of_it.needed[index] <= safe]
     tie = 1.02 * min((seconds[index] for index in pool), default=least)
     ties = [index for index in pool or near if seconds[index] <= tie]
     first = of_role["recommended"]
-    assert rows[0].number == first and first in ties
+    assert next(iter(rows)) == first and first in ties
     assert words(all_of_it, first) == min(words(all_of_it, index) for index in ties)
     # Where the leanest within 10 % alone is safe it is recommended, however many mechanisms it has.
     least_memory = min(all_of_it.needed[i] for i in near)
     (lean, *_), safe_one = choose(all_of_it, 6, least_memory), all_of_it.needed[first]
-    assert all_of_it.needed[lean.number] == least_memory <= safe_one
+    assert all_of_it.needed[lean] == least_memory <= safe_one
     simplest = min(words(all_of_it, i) for i in fits if seconds[i] <= 1.05 * least)
     assert words(all_of_it, of_role["simplest"]) == simplest
     if "safest" in of_role:
@@ -122,11 +121,12 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
         assert seconds[of_role["safest"]] <= fastest_safe * 1.02
     else:
         assert all(all_of_it.needed[i] > safe for i in fits)
-    times = [seconds[row.number] for row in rows[1:]]
-    assert times == sorted(times) and len({row.number for row in rows}) == len(rows) <= 6
-    assert [row.number for row in choose(all_of_it, 1, safe)] == list(
-        dict.fromkeys([first, of_role["fastest"]])
-    ) or first == of_role["fastest"]
+    times = [seconds[number] for number in list(rows)[1:]]
+    assert times == sorted(times) and len(rows) <= 6
+    assert (
+        list(choose(all_of_it, 1, safe)) == list(dict.fromkeys([first, of_role["fastest"]]))
+        or first == of_role["fastest"]
+    )
 
 
 def words(all_of_it: SearchSpace, index: int) -> int:
@@ -142,9 +142,9 @@ def test_rows_are_different_answers() -> None:
     all_of_it = found("qwen3-30b-a3b", 2)
     rows = choose(all_of_it, 5, 0.7 * all_of_it.cluster.memory_bytes)
     keys = ("pp", "tp", "ep", "etp", "schedule", "stages_per_rank", "recompute")
-    others = [all_of_it.layout(row.number) for row in rows if not row.roles]
+    others = [row.layout for row in rows.values() if not row.roles]
     assert len({tuple(getattr(one, key) for key in keys) for one in others}) == len(others)
-    assert sum(row.alike for row in rows) > 0
+    assert sum(row.alike for row in rows.values()) > 0
 
 
 def test_every_layout_is_legal_and_unique() -> None:

@@ -15,7 +15,7 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.load_shape import from_arch_entry, load_model
+from moemesh.planner.shapes.load_shape import from_arch_table, load_model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.calibration import Constants
@@ -39,8 +39,8 @@ from moemesh.schedule.step import duration
 from moemesh.sharding.stages import cut_layers
 from tests.planner.published_rows import ARCHS
 
-DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])
-MOE = from_arch_entry("moe-30B", ARCHS["moe-30B"])
+DENSE = from_arch_table("llama-13B", ARCHS)
+MOE = from_arch_table("moe-30B", ARCHS)
 
 
 def price(

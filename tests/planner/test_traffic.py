@@ -150,7 +150,7 @@ def test_context_parallelism(context: Any, forward: int, backward: int) -> None:
     found = [item for item in volumes(cp=4, context=context) if item.axis == "cp"]
     sent = dict.fromkeys(("forward", "backward"), 0.0)
     for item in found:
-        sent[item.phase] += item.total_wire_bytes
+        sent[item.phase] += item.events * item.wire_bytes
     assert sent["forward"] == 3 / 4 * forward * 32 * 32
     assert sent["backward"] == backward * sent["forward"]
 
@@ -162,7 +162,7 @@ def test_data_parallelism() -> None:
     def sent(**keys: Any) -> float:
         layout = PlannedLayout(dp=8, **(BATCH | keys))
         found = step_volumes(shape, layout, 0)
-        return sum(item.total_wire_bytes for item in found if item.axis.startswith("dp_cp"))
+        return sum(item.events * item.wire_bytes for item in found if item.axis.startswith("dp_cp"))
 
     assert sent() == 2 * 7 / 8 * 4 * psi
     assert sent(zero=1) == 7 / 8 * (4 + 2) * psi
@@ -178,7 +178,7 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
     layout = PlannedLayout(pp=4, tp=2, **BATCH)
     ends = [
         sum(
-            i.total_wire_bytes
+            i.events * i.wire_bytes
             for i in step_volumes(shape, layout, rank)
             if i.caller.startswith("tied")
         )
@@ -256,7 +256,7 @@ class TestMistakes:
 
         def sent(batch: int, **keys: Any) -> float:
             layout = PlannedLayout(dp=8, seq_len=8, global_batch=batch, gradient_bytes=2, **keys)
-            return sum(i.total_wire_bytes for i in step_volumes(shape, layout, 0))
+            return sum(i.events * i.wire_bytes for i in step_volumes(shape, layout, 0))
 
         assert sent(8, zero=3) / sent(8) == 1.5
         assert sent(32, zero=3) / sent(32) == 6.0

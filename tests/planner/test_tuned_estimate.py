@@ -27,7 +27,7 @@ def test_states_and_traffic_are_those_of_what_trains(tmp_path: Path) -> None:
     assert memory.weights == before.weights + 4 * trained
     assert memory.activations == before.activations
     less = before.total - memory.total
-    assert found.peak["needed_bytes"] == pytest.approx(every.peak["needed_bytes"] - less)
+    assert found.peak.needed == pytest.approx(every.peak.needed - less)
     assert any(f"{trained:,} parameters train" in note for note in found.notes)
 
 

@@ -7,13 +7,13 @@ GShard's expert parallelism (arXiv:2006.16668) in the solutions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 from moemesh.planner.parameters import attended_tokens
-from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 #: Groups of the operator graph besides the kinds of layers (`group_of`).
 EMBEDDING, STREAM, HEAD = "embedding", "stream", "head"
@@ -32,116 +32,94 @@ def group_of(kind: LayerKind) -> str:
     return f"{name}, window {kind.window}" if kind.window else name
 
 
-@dataclass(frozen=True, kw_only=True)
 class TransformerBlocks:
-    """Builder of the operator graph of one model for one microbatch.
+    """The operator graph of one model for one microbatch.
 
-    `batch` sequences of `sequence` tokens are those of all ranks of the mesh together.
+    `batch` sequences of `sequence` tokens are those of all ranks of the mesh together. The graph
+    has the embedding, one layer of each kind, and the head, around one residual stream. Every kind
+    of layer stands for as many as the model has, and all boundaries between layers have one layout:
+    equal layers take equal strategies.
     """
 
-    shape: ModelShape
-    batch: int
-    sequence: int
-    costs: CostModel
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    @property
-    def stream_bytes(self) -> float:
-        """Bytes of the residual stream."""
-        return float(self.tokens * self.shape.hidden_size * _ELEMENT_BYTES)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes that cuts must divide; heads are cut by whole key-value heads."""
-        shape = self.shape
-        latent = shape.attention == "mla"
-        return {
-            "batch": self.batch,
-            "sequence": self.sequence,
+    def __init__(self, shape: ModelShape, batch: int, sequence: int, costs: CostModel) -> None:
+        self.shape, self.sequence, self._builder = shape, sequence, GraphBuilder(costs)
+        self.tokens = batch * sequence
+        #: Bytes of the residual stream.
+        self.stream_bytes = float(self.tokens * shape.hidden_size * _ELEMENT_BYTES)
+        is_latent = shape.attention == "mla"
+        #: Sizes that cuts must divide; heads are cut by whole key-value heads.
+        self.sizes = {
+            "batch": batch,
+            "sequence": sequence,
             "hidden": shape.hidden_size,
-            "heads": shape.num_heads if latent else shape.num_kv_heads,
+            "heads": shape.num_heads if is_latent else shape.num_kv_heads,
             "width": shape.intermediate_size,
             "experts": shape.num_experts,
             "expert_width": shape.expert_intermediate_size,
             "shared_width": shape.shared_intermediate_size,
             "vocabulary": shape.vocab_size,
         }
-
-    def graph(self) -> OperatorGraph:
-        """Embedding, one layer of each kind, and the head, around one residual stream.
-
-        Every kind of layer stands for as many as the model has, and all boundaries between layers
-        have one layout: equal layers take equal strategies.
-        """
-        builder = GraphBuilder(self.costs)
+        latent = (shape.q_lora_rank or shape.hidden_size) + shape.kv_lora_rank
+        #: Channels of the dims that products read and write.
+        self.widths = {
+            **self.sizes,
+            "latent": latent + shape.qk_rotary_head_dim,
+            "qkv": shape.query_width + shape.kv_width + shape.value_width,
+            "heads": shape.output_width,
+        }
+        #: Matrices in front of the activation: gate and up, or one.
+        self.ups = 2 if shape.gated else 1
+        builder, cuts = self._builder, {0: batch, 1: sequence}
         builder.group(STREAM)
-        stream = builder.port(STREAM, 3, self._token_cuts, self.stream_bytes)
-        self._embedding(builder, stream)
-        for kind, count in self.shape.kind_counts.items():
-            builder.group(group_of(kind), count)
-            attention = self._attention(builder, stream, kind.window)
-            first = builder.add(self._sum("add attention", 2), stream, attention)
-            normed = builder.add(self._norm("mlp norm"), first)
-            if kind.moe:
-                parts = [self._experts(builder, normed)]
-                if self.shape.shared_intermediate_size:
-                    parts.append(self._mlp(builder, "shared ", "shared_width", normed))
-            else:
-                parts = [self._mlp(builder, "", "width", normed)]
-            last = replace(self._sum("add mlp", 1 + len(parts)), recomputable=False)
-            builder.link(builder.add(last, first, *parts), stream)
-        self._head(builder, stream)
-        return builder.graph()
-
-    def _embedding(self, builder: GraphBuilder, stream: int) -> None:
+        stream = builder.port(STREAM, cuts, self.stream_bytes)
         builder.group(EMBEDDING)
-        tokens = builder.data("tokens", 2, self._token_cuts, 8.0 * self.tokens)
-        spec = self._spec(
+        embedded = self._add(
             "embedding",
+            [builder.port("tokens", cuts, 8.0 * self.tokens, constant=True)],
             (_TOKENS,),
             _STREAM,
+            2 * self.stream_bytes,
             cut=(*_STREAM, "vocabulary"),
             weight=("vocabulary", "hidden"),
-            weight_elements=float(self.shape.vocab_size * self.shape.hidden_size),
-            moved_bytes=2 * self.stream_bytes,
+            weight_elements=float(shape.vocab_size * shape.hidden_size),
             recomputable=False,
         )
-        builder.link(builder.add(spec, tokens), stream)
-
-    def _head(self, builder: GraphBuilder, stream: int) -> None:
+        builder.link(embedded, stream)
+        for kind, count in shape.kind_counts.items():
+            builder.group(group_of(kind), count)
+            first = self._sum("add attention", stream, self._attention(stream, kind.window))
+            normed = self._norm("mlp norm", first)
+            if kind.moe:
+                parts = [self._experts(normed)]
+                if shape.shared_intermediate_size:
+                    parts.append(self._mlp("shared ", "shared_width", normed))
+            else:
+                parts = [self._mlp("", "width", normed)]
+            builder.link(self._sum("add mlp", first, *parts, recomputable=False), stream)
         builder.group(HEAD)
-        normed = builder.add(self._norm("final norm"), stream)
-        elements = 0 if self.shape.tied_embeddings else None
-        product = self._product("logits", "hidden", "vocabulary", elements=elements)
-        size, dims = 4.0 * self.tokens * self.shape.vocab_size, (*_TOKENS, "vocabulary")
-        spec = self._spec(
-            "loss",
-            (dims,),
-            _TOKENS,
-            size,
-            cut=dims,
-            output_bytes=4.0 * self.tokens,
-            kept_bytes=size,
-        )
-        builder.add(spec, builder.add(product, normed))
+        elements = 0 if shape.tied_embeddings else None
+        normed = self._norm("final norm", stream)
+        logits = self._product("logits", "hidden", "vocabulary", normed, elements=elements)
+        size, dims = 4.0 * self.tokens * shape.vocab_size, (*_TOKENS, "vocabulary")
+        kept = {"output_bytes": 4.0 * self.tokens, "kept_bytes": size}
+        self._add("loss", [logits], (dims,), _TOKENS, size, cut=dims, **kept)
+        self.graph: OperatorGraph = builder.graph()
 
-    def _spec(
+    def _add(
         self,
         name: str,
+        sources: Sequence[int],
         inputs: tuple[tuple[str, ...], ...],
         output: tuple[str, ...],
         moved_bytes: float,
         *,
         cut: tuple[str, ...],
         **values: Any,
-    ) -> OperatorSpec:
-        """An operator of this model. Unless `values` say otherwise its output is the stream, and is
-        kept."""
+    ) -> int:
+        """An operator that reads `sources`. Unless `values` say otherwise its output is the stream,
+        and is kept."""
         kept: dict[str, Any] = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
-        return OperatorSpec(
+        spec = OperatorSpec(
             name=name,
             sizes=self.sizes,
             inputs=inputs,
@@ -150,93 +128,77 @@ class TransformerBlocks:
             moved_bytes=moved_bytes,
             **kept | values,
         )
+        return self._builder.add(spec, *sources)
 
-    @property
-    def _token_cuts(self) -> dict[int, int]:
-        return {0: self.batch, 1: self.sequence}
+    def _norm(self, name: str, source: int) -> int:
+        ends, scale = ([source], (_STREAM,), _STREAM), float(self.shape.norm_weights)
+        return self._add(name, *ends, 2 * self.stream_bytes, cut=_TOKENS, weight_elements=scale)
 
-    @property
-    def _widths(self) -> dict[str, int]:
-        """Channels of the dims that products read and write."""
-        shape = self.shape
-        latent = (shape.q_lora_rank or shape.hidden_size) + shape.kv_lora_rank
-        return {
-            **self.sizes,
-            "latent": latent + shape.qk_rotary_head_dim,
-            "qkv": shape.query_width + shape.kv_width + shape.value_width,
-            "heads": shape.output_width,
-        }
-
-    def _norm(self, name: str) -> OperatorSpec:
-        scale = float(NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size)
-        moved = 2 * self.stream_bytes
-        return self._spec(name, (_STREAM,), _STREAM, moved, cut=_TOKENS, weight_elements=scale)
-
-    def _sum(self, name: str, num_inputs: int) -> OperatorSpec:
-        moved, inputs = (num_inputs + 1) * self.stream_bytes, (_STREAM,) * num_inputs
-        return self._spec(name, inputs, _STREAM, moved, cut=_STREAM, linear=True)
+    def _sum(self, name: str, *sources: int, recomputable: bool = True) -> int:
+        moved, inputs = (len(sources) + 1) * self.stream_bytes, (_STREAM,) * len(sources)
+        how: dict[str, Any] = {"cut": _STREAM, "linear": True, "recomputable": recomputable}
+        return self._add(name, sources, inputs, _STREAM, moved, **how)
 
     def _product(
         self,
         name: str,
         inner: str,
         outer: str,
+        source: int,
         *,
         outer_width: int | None = None,
         elements: int | None = None,
         kept: bool = False,
-    ) -> OperatorSpec:
+        experts: int = 0,
+    ) -> int:
         """Tokens x inner times inner x outer; `elements` where the weight is not the whole matrix
-        (low ranks) or is shared with another operator (0)."""
-        rows, columns = self._widths[inner], outer_width or self._widths[outer]
+        (low ranks) or is shared with another operator (0). With `experts` one matrix for each, and
+        the rows are those that tokens send them."""
+        rows, columns = self.widths[inner], outer_width or self.widths[outer]
+        tokens, dims, stack = self.tokens, _TOKENS, ("experts",) * bool(experts)
+        if experts:
+            tokens, dims = self.tokens * self.shape.experts_per_token, _ROWS[:2]
         whole = rows * columns
-        multiplied = elements or whole
-        out = float(self.tokens * columns * _ELEMENT_BYTES)
-        return self._spec(
+        out = float(tokens * columns * _ELEMENT_BYTES)
+        return self._add(
             name,
-            ((*_TOKENS, inner),),
-            (*_TOKENS, outer),
-            out + float(self.tokens * rows * _ELEMENT_BYTES),
-            cut=(*_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
-            weight=(inner, outer),
-            weight_elements=float(whole if elements is None else elements),
-            flops=2.0 * self.tokens * multiplied,
+            [source],
+            ((*dims, inner),),
+            (*dims, outer),
+            out if experts else out + float(tokens * rows * _ELEMENT_BYTES),
+            cut=(*stack, *_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
+            weight=(*stack, inner, outer),
+            weight_elements=float(max(experts, 1) * (whole if elements is None else elements)),
+            flops=2.0 * tokens * (elements or whole),
             output_bytes=out,
             kept_bytes=out if kept else 0.0,
         )
 
-    def _activation(self, name: str, dims: tuple[str, ...], size: float) -> OperatorSpec:
-        cut, moved = tuple(part for dim in dims for part in dim.split()), (self._ups + 1) * size
-        return self._spec(name, (dims,), dims, moved, cut=cut, output_bytes=size, kept_bytes=size)
+    def _activation(self, name: str, source: int, dims: tuple[str, ...], size: float) -> int:
+        cut, kept = tuple(" ".join(dims).split()), {"output_bytes": size, "kept_bytes": size}
+        return self._add(name, [source], (dims,), dims, (self.ups + 1) * size, cut=cut, **kept)
 
-    @property
-    def _ups(self) -> int:
-        """Matrices in front of the activation: gate and up, or one."""
-        return 2 if self.shape.gated else 1
-
-    def _attention(self, builder: GraphBuilder, entry: int, window: int) -> int:
+    def _attention(self, entry: int, window: int) -> int:
         """Norm, projections (over a latent for MLA), core, output projection."""
-        shape, width = self.shape, self._widths["qkv"]
-        source, inner, elements = builder.add(self._norm("attention norm"), entry), "hidden", None
+        shape, width = self.shape, self.widths["qkv"]
+        source, inner, elements = self._norm("attention norm", entry), "hidden", None
         if shape.attention == "mla":
             query = shape.q_lora_rank
             down = shape.hidden_size * (query + shape.kv_lora_rank + shape.qk_rotary_head_dim)
-            source = builder.add(
-                self._product("latent", "hidden", "latent", elements=down, kept=True), source
-            )
+            source = self._product("latent", "hidden", "latent", source, elements=down, kept=True)
             inner = "latent"
             elements = (query or shape.hidden_size) * shape.query_width
             per_head = shape.qk_nope_head_dim + shape.v_head_dim
             elements += shape.kv_lora_rank * shape.num_heads * per_head
-        qkv = builder.add(
-            self._product("qkv", inner, "heads", outer_width=width, elements=elements, kept=True),
-            source,
+        qkv = self._product(
+            "qkv", inner, "heads", source, outer_width=width, elements=elements, kept=True
         )
         heads = (*_TOKENS, "heads")
         out = float(self.tokens * shape.output_width * _ELEMENT_BYTES)
         pairs = self.tokens * attended_tokens(self.sequence, window, "causal")
-        core = self._spec(
+        core = self._add(
             "attention core",
+            [qkv],
             (heads,),
             heads,
             out + float(self.tokens * width * _ELEMENT_BYTES),
@@ -249,24 +211,26 @@ class TransformerBlocks:
                 "sequence": float(self.tokens * (width - shape.query_width) * _ELEMENT_BYTES)
             },
         )
-        return builder.add(self._product("output", "heads", "hidden"), builder.add(core, qkv))
+        return self._product("output", "heads", "hidden", core)
 
-    def _mlp(self, builder: GraphBuilder, prefix: str, dim: str, source: int) -> int:
+    def _mlp(self, prefix: str, dim: str, source: int) -> int:
         width = self.sizes[dim]
-        up = self._product(f"{prefix}up", "hidden", dim, outer_width=self._ups * width, kept=True)
         inner_bytes = float(self.tokens * width * _ELEMENT_BYTES)
-        act = self._activation(f"{prefix}activation", (*_TOKENS, dim), inner_bytes)
-        down = self._product(f"{prefix}down", dim, "hidden")
-        return builder.add(down, builder.add(act, builder.add(up, source)))
+        up = self._product(
+            f"{prefix}up", "hidden", dim, source, outer_width=self.ups * width, kept=True
+        )
+        act = self._activation(f"{prefix}activation", up, (*_TOKENS, dim), inner_bytes)
+        return self._product(f"{prefix}down", dim, "hidden", act)
 
-    def _experts(self, builder: GraphBuilder, normed: int) -> int:
+    def _experts(self, normed: int) -> int:
         """Router, dispatch, experts, combine."""
-        shape = self.shape
+        shape, width = self.shape, self.shape.expert_intermediate_size
         rows = float(self.tokens * shape.experts_per_token)
         elements = shape.hidden_size * shape.num_experts
         gate_bytes = 4.0 * self.tokens * shape.num_experts
-        router = self._spec(
+        gates = self._add(
             "router",
+            [normed],
             (_STREAM,),
             _GATES,
             self.stream_bytes,
@@ -276,38 +240,18 @@ class TransformerBlocks:
             output_bytes=gate_bytes,
             kept_bytes=gate_bytes,
         )
-        gates = builder.add(router, normed)
         routed = rows * shape.hidden_size * _ELEMENT_BYTES
         moved, kept = routed + self.stream_bytes, {"output_bytes": routed, "kept_bytes": routed}
-        dispatch = self._spec("dispatch", (_STREAM, _GATES), _ROWS, moved, cut=_TOKENS, **kept)
-        combine = self._spec(
-            "combine", (_ROWS, _GATES), _STREAM, moved, cut=_TOKENS, kept_bytes=0.0
+        taken = (_STREAM, _GATES)
+        sent = self._add("dispatch", [normed, gates], taken, _ROWS, moved, cut=_TOKENS, **kept)
+        experts, wide = shape.num_experts, (*_ROWS[:2], "expert_width")
+        ends = ("hidden", "expert_width", sent)
+        up = self._product(
+            "expert up", *ends, outer_width=self.ups * width, kept=True, experts=experts
         )
-        width = shape.expert_intermediate_size
-        wide = (*_ROWS[:2], "expert_width")
-        up = self._expert_product(
-            "expert up", "hidden", "expert_width", rows, self._ups * width, kept=True
-        )
-        act = self._activation("expert activation", wide, rows * width * _ELEMENT_BYTES)
-        down = self._expert_product("expert down", "expert_width", "hidden", rows, width)
-        inside = builder.add(up, builder.add(dispatch, normed, gates))
-        return builder.add(combine, builder.add(down, builder.add(act, inside)), gates)
-
-    def _expert_product(
-        self, name: str, inner: str, outer: str, rows: float, width: int, *, kept: bool = False
-    ) -> OperatorSpec:
-        """One matrix an expert: hidden x width, or width x hidden."""
-        hidden = self.shape.hidden_size
-        out = rows * (hidden if outer == "hidden" else width) * _ELEMENT_BYTES
-        return self._spec(
-            name,
-            ((*_ROWS[:2], inner),),
-            (*_ROWS[:2], outer),
-            out,
-            cut=("experts", *_TOKENS, inner, outer),
-            weight=("experts", inner, outer),
-            weight_elements=float(self.shape.num_experts * hidden * width),
-            flops=2.0 * rows * hidden * width,
-            output_bytes=out,
-            kept_bytes=out if kept else 0.0,
+        act = self._activation("expert activation", up, wide, rows * width * _ELEMENT_BYTES)
+        down = self._product("expert down", "expert_width", "hidden", act, experts=experts)
+        returned, cut = (_ROWS, _GATES), _TOKENS
+        return self._add(
+            "combine", [down, gates], returned, _STREAM, moved, cut=cut, kept_bytes=0.0
         )

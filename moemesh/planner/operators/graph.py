@@ -1,4 +1,4 @@
-"""Operator graphs: operators with strategies, edges that cost a change of layout.
+"""Operator graphs: strategies of operators, edges that cost a change of layout, the best choice.
 
 A strategy says in which layouts an operator reads its inputs and leaves its output, its time
 (internal collectives included), its state bytes and the bytes it saves for the backward pass. An
@@ -12,9 +12,10 @@ copies: its costs count that often, so a model of 60 layers of two kinds is a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,3 +121,132 @@ class OperatorGraph:
         for group, cost in self.group_costs(choices).items():
             total = total.plus(cost, self.count(group))
         return total
+
+
+# Mixed-integer linear programs through scipy's HiGHS, with a typed door.
+#
+# Built row by row: `IntegerProgram.variable`, `row`, `solve`. It solves the operator graphs, in the
+# marginal form of Alpa's integer program (section 4.2): s_i is the one-hot choice of operator i,
+# e_ij >= 0 is continuous with sum over t of e_ij[s, t] = s_i[s] and sum over s of e_ij[s, t] =
+# s_j[t]. Its relaxation is exact on trees. Strategies whose rows of an edge are equal (they leave
+# the same layout) share the variables of that edge. And it checks the dynamic programs.
+#
+# Memory enters by a price in seconds per byte: every price gives a point of the (bytes, seconds)
+# frontier that no mixture of others improves on, and the program keeps the tight relaxation that a
+# row over all operators would destroy.
+
+
+class ProgramAnswer(NamedTuple):
+    """The result of HiGHS: `values` is None when it found nothing feasible."""
+
+    values: FloatArray | None
+    infeasible: bool
+    num_nodes: int
+
+
+@dataclass(kw_only=True)
+class IntegerProgram:
+    """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
+
+    #: (cost, upper bound, whether it is integral) of each variable; bounds of each row.
+    _variables: list[tuple[float, float, bool]] = field(
+        default_factory=list[tuple[float, float, bool]]
+    )
+    _rows: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    _entries: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
+
+    def variable(self, cost: float = 0.0, *, high: float = 1.0, integral: bool = True) -> int:
+        """A new variable of 0 to `high`; its position. An infinite cost fixes it to 0."""
+        self._variables.append((0.0, 0.0, integral) if cost == np.inf else (cost, high, integral))
+        return len(self._variables) - 1
+
+    def row(
+        self, terms: Iterable[tuple[int, float]], *, low: float = -np.inf, high: float = np.inf
+    ) -> None:
+        """A new row; terms are (variable, coefficient)."""
+        self._entries += [(len(self._rows), variable, value) for variable, value in terms]
+        self._rows.append((low, high))
+
+    def solve(self, *, time_limit: float | None = None) -> ProgramAnswer:
+        """Run HiGHS, at most `time_limit` seconds."""
+        # Late and untyped: scipy ships no type stubs, and importing it takes a third of a second.
+        optimize: Any = import_module("scipy.optimize")
+        sparse: Any = import_module("scipy.sparse")
+        rows, columns, values = zip(*self._entries, strict=True) if self._entries else ((), (), ())
+        shape = (len(self._rows), len(self._variables))
+        matrix = sparse.coo_array((values, (rows, columns)), shape=shape).tocsr()
+        costs, highs, integrality = np.array(self._variables, dtype=float).T
+        options: dict[str, float] = {"mip_rel_gap": 0.0}
+        if time_limit is not None:
+            options["time_limit"] = time_limit
+        answer: Any = optimize.milp(
+            costs,
+            integrality=integrality,
+            bounds=optimize.Bounds(np.zeros(len(highs)), highs),
+            constraints=optimize.LinearConstraint(matrix, *np.array(self._rows, dtype=float).T),
+            options=options,
+        )
+        return ProgramAnswer(
+            values=None if answer.x is None else np.asarray(answer.x, dtype=float),
+            infeasible=int(answer.status) == 2,
+            num_nodes=int(getattr(answer, "mip_node_count", 0) or 0),
+        )
+
+
+class Assignment(NamedTuple):
+    """One strategy per operator (by position), and what all of them cost together."""
+
+    choices: tuple[int, ...]
+    cost: Cost
+
+
+def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1.0) -> Assignment:
+    """Least seconds + byte_price * (state + in_flight * saved bytes).
+
+    Raises OperatorError when no choice is finite.
+    """
+    if not graph.operators:
+        return Assignment((), Cost())
+    costs = [
+        np.array([
+            one.seconds + byte_price * (one.state_bytes + in_flight * one.saved_bytes)
+            for one in operator.strategies
+        ])
+        for operator in graph.operators
+    ]  # fmt: skip
+    # HiGHS stops at an absolute gap of 1e-6: costs are scaled to 1000 to make that 1e-9 of them.
+    tables = [*costs, *(edge.seconds for edge in graph.edges)]
+    values = np.abs(np.concatenate([table.ravel() for table in tables]))
+    largest = float(values[np.isfinite(values)].max(initial=0.0))
+    scale = 1e3 / largest if largest > 0 else 1.0
+    program = IntegerProgram()
+    nodes: list[list[int]] = []
+    for operator, row in zip(graph.operators, costs, strict=True):
+        weight = scale * graph.count(operator.group)
+        nodes.append([program.variable(float(cost) * weight) for cost in row])
+        program.row([(variable, 1.0) for variable in nodes[-1]], low=1.0, high=1.0)
+    for edge in graph.edges:
+        rows, row_class = _classes(edge.seconds)
+        columns, column_class = _classes(edge.seconds.T)
+        seconds = edge.seconds[np.ix_(rows, columns)] * (scale * graph.count(edge.group))
+        pairs = [[program.variable(float(cost), integral=False) for cost in row] for row in seconds]
+        for ends, classes, lines in (
+            (nodes[edge.source], row_class, pairs),
+            (nodes[edge.target], column_class, list(map(list, zip(*pairs, strict=True)))),
+        ):
+            for number, line in enumerate(lines):
+                members = [end for end, place in zip(ends, classes, strict=True) if place == number]
+                terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
+                program.row(terms, low=0.0, high=0.0)
+    answer = program.solve()
+    if answer.values is None:
+        why = "no choice of strategies is feasible" if answer.infeasible else "HiGHS found nothing"
+        raise OperatorError(f"{why} for {len(graph.operators)} operators")
+    choices = tuple(int(np.argmax(answer.values[variables])) for variables in nodes)
+    return Assignment(choices, graph.cost(choices))
+
+
+def _classes(table: np.ndarray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """One row of each class of equal rows, and the class of every row."""
+    _, first, of_row = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    return first, of_row.reshape(-1)

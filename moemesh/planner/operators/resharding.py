@@ -36,7 +36,7 @@ earlier one; a step on the earlier one is then not a collective of contiguous ro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,30 +57,15 @@ class MeshAxis:
     seconds_per_byte: float
 
     def gather(self, num_bytes: float) -> float:
-        """All-gather to, or reduce-scatter from, `num_bytes` a rank."""
+        """All-gather to, reduce-scatter from, or all-to-all of `num_bytes` a rank; an all-reduce
+        takes two."""
         # Ring: n - 1 messages of S / n each; the additions of a reduce-scatter are not counted.
         share = (self.size - 1) / self.size
         return (self.size - 1) * self.latency + share * num_bytes * self.seconds_per_byte
 
-    def all_reduce(self, num_bytes: float) -> float:
-        """All-reduce of `num_bytes` a rank: a reduce-scatter, then an all-gather."""
-        return 2 * self.gather(num_bytes)
-
-    def all_to_all(self, num_bytes: float) -> float:
-        """All-to-all of `num_bytes` held by each rank: as many messages, of the same size."""
-        return self.gather(num_bytes)
-
 
 def _cuts(placement: str) -> bool:
     return placement[0] == "S"
-
-
-def local_bytes(num_bytes: float, layout: MeshLayout, axes: Sequence[MeshAxis]) -> float:
-    """Bytes that one rank holds of a tensor of `num_bytes`."""
-    for placement, axis in zip(layout, axes, strict=True):
-        if _cuts(placement):
-            num_bytes /= axis.size
-    return num_bytes
 
 
 def reshard_seconds(
@@ -95,33 +80,23 @@ def reshard_seconds(
 
     With `backward`, its gradient on the way back as well.
     """
-    mesh = tuple(axes)
-    seconds = _path_seconds(num_bytes, _mapped(source, _FORWARD), _mapped(target, _FORWARD), mesh)
-    if backward:
-        start, end = _mapped(target, _GRADIENT), _mapped(source, _GRADIENT)
-        seconds += _path_seconds(num_bytes, start, end, mesh)
+    seconds = 0.0
+    ways = [(source, target, _FORWARD), (target, source, _GRADIENT)]
+    for start, end, names in ways if backward else ways[:1]:
+        before = tuple(names.get(placement, placement) for placement in start)
+        after = tuple(names.get(placement, placement) for placement in end)
+        if before != after:
+            dims = {place for place in (*before, *after) if _cuts(place)}
+            places = tuple(sorted(dims | {"R", "P"}))
+            seconds += _all_paths(num_bytes, before, places, tuple(axes))[after]
     return seconds
-
-
-def _mapped(layout: MeshLayout, names: Mapping[str, str]) -> MeshLayout:
-    return tuple(names.get(placement, placement) for placement in layout)
-
-
-def _path_seconds(
-    num_bytes: float, source: MeshLayout, target: MeshLayout, axes: tuple[MeshAxis, ...]
-) -> float:
-    """The cheapest sequence of single steps from one layout to another, one direction."""
-    if source == target:
-        return 0.0
-    dims = {place for place in (*source, *target) if _cuts(place)}
-    return _all_paths(num_bytes, source, tuple(sorted(dims | {"R", "P"})), axes)[target]
 
 
 @lru_cache(maxsize=2**14)
 def _all_paths(
     num_bytes: float, source: MeshLayout, places: tuple[str, ...], axes: tuple[MeshAxis, ...]
 ) -> dict[MeshLayout, float]:
-    """Dijkstra: seconds from `source` to every layout made of `places`."""
+    """Dijkstra: seconds from `source` to every layout made of `places`, in one direction."""
     done: dict[MeshLayout, float] = {}
     heap: list[tuple[float, MeshLayout]] = [(0.0, source)]
     while heap:
@@ -129,6 +104,11 @@ def _all_paths(
         if layout in done:
             continue
         done[layout] = seconds
+        #: Bytes that one rank holds.
+        held = num_bytes
+        for placement, axis in zip(layout, axes, strict=True):
+            if _cuts(placement):
+                held /= axis.size
         for index, axis in enumerate(axes):
             # Pieces of pieces: only the innermost axis that cuts a dim may change.
             inner = set(layout[index + 1 :])
@@ -136,26 +116,18 @@ def _all_paths(
             if _cuts(old) and old in inner:
                 continue
             for new in places:
-                if new == old or (_cuts(new) and new in inner):
-                    continue
                 after = (*layout[:index], new, *layout[index + 1 :])
-                if after not in done:
-                    held = local_bytes(num_bytes, layout, axes)
-                    step = _step_seconds(held, old, new, axis)
-                    heapq.heappush(heap, (seconds + step, after))
+                if new == old or (_cuts(new) and new in inner) or after in done:
+                    continue
+                # Nothing moves to slice, to pad with zeros, or to keep one copy beside zeros.
+                step = 0.0
+                if axis.size == 1:
+                    pass
+                elif old == "P":
+                    step = axis.gather(held) * (2 if new == "R" else 1)
+                elif _cuts(old) and new == "R":
+                    step = axis.gather(held * axis.size)
+                elif _cuts(old) and new != "P":
+                    step = axis.gather(held)
+                heapq.heappush(heap, (seconds + step, after))
     return done
-
-
-def _step_seconds(held: float, old: str, new: str, axis: MeshAxis) -> float:
-    """One change along one axis, of a tensor of which a rank holds `held` bytes before."""
-    if axis.size == 1:
-        return 0.0
-    if _cuts(old):
-        if new == "R":
-            return axis.gather(held * axis.size)
-        # To partial: pad with zeros, nothing moves.
-        return 0.0 if new == "P" else axis.all_to_all(held)
-    if old == "P":
-        return axis.all_reduce(held) if new == "R" else axis.gather(held)
-    # Replicated: cut by slicing; partial by keeping one copy and zeros elsewhere.
-    return 0.0

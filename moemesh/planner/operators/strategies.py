@@ -19,7 +19,7 @@ axis are two layouts of one tensor, and the change between them is the all-to-al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -89,11 +89,7 @@ class CostModel:
 
 
 def cost_model(
-    cluster: Cluster,
-    axes: Mapping[str, int],
-    *,
-    microbatches: int = 1,
-    recompute: bool = False,
+    cluster: Cluster, axes: Mapping[str, int], *, microbatches: int = 1, recompute: bool = False
 ) -> CostModel:
     """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
 
@@ -131,28 +127,19 @@ def cost_model(
     )
 
 
-def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
-    """The operator with a strategy for every legal choice of cuts."""
-    strategies: list[Strategy] = []
-    # One way an axis: a dim that is cut, WHOLE, or PARTIAL.
-    choices = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
-    for ways in product(choices, repeat=len(costs.axes)):
-        divides = (spec.sizes[dim] % prod(_sizes(costs, ways, {dim})) == 0 for dim in spec.cut)
-        if not _is_useless(ways, WHOLE, costs) and all(divides):
-            strategies += _strategies(spec, costs, ways)
-    return Operator(
-        name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
-    )
+def _legal_ways(
+    costs: CostModel, choices: tuple[str, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, ...]]:
+    """One of `choices` an axis, so that the cuts of every dim divide its size; along an axis of one
+    rank all are the same, and the first stands for them."""
+    for ways in product(*(choices if axis.size > 1 else choices[:1] for axis in costs.axes)):
+        if all(size % _cut(costs, ways, {dim}) == 0 for dim, size in sizes.items()):
+            yield ways
 
 
-def _is_useless(ways: tuple[str, ...], plain: str, costs: CostModel) -> bool:
-    """Along an axis of one rank all ways are the same: only the plain one is listed."""
-    return any(axis.size == 1 and way != plain for axis, way in zip(costs.axes, ways, strict=True))
-
-
-def _sizes(costs: CostModel, ways: tuple[str, ...], dims: set[str]) -> list[int]:
-    """Sizes of the axes that cut one of `dims`."""
-    return [axis.size for axis, way in zip(costs.axes, ways, strict=True) if way in dims]
+def _cut(costs: CostModel, ways: tuple[str, ...], dims: Collection[str]) -> int:
+    """The parts into which the axes that cut one of `dims` divide a tensor."""
+    return prod(axis.size for axis, way in zip(costs.axes, ways, strict=True) if way in dims)
 
 
 def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshLayout:
@@ -162,48 +149,46 @@ def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshL
     return tuple(fixed.get(way) or places.get(way, missing) for way in ways)
 
 
-def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> list[Strategy]:
-    cut = set(spec.cut)
-    shards = prod(_sizes(costs, ways, cut))
-    weights = spec.weight_elements / prod(_sizes(costs, ways, set(spec.weight)))
-    summed = [
-        axis
-        for axis, way in zip(costs.axes, ways, strict=True)
-        if way in cut and way not in spec.weight
-    ]
-    gradient = weights * costs.gradient_bytes
-    seconds = sum(axis.all_reduce(gradient) for axis in summed) / costs.microbatches
-    # All-gather before, reduce-scatter behind, of what a cut dim needs from the other ranks.
-    exchanged = 0.0
-    for axis, way in zip(costs.axes, ways, strict=True):
-        if spec.exchange_bytes.get(way):
-            others = prod(_sizes(costs, ways, set(spec.cut) - {way}))
-            exchanged += 2 * axis.gather(spec.exchange_bytes[way] / others)
-    seconds += exchanged
-    moved = spec.moved_bytes / shards + weights * costs.weight_bytes
-    forward = costs.compute_seconds(spec.flops / shards, moved)
-    # The backward costs two forwards: one for the input's gradient, one for the weight's.
-    seconds += 3 * forward
-    name = ",".join(
-        f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
-    )
-    kept = spec.kept_bytes / prod(
-        _sizes(costs, ways, {name for dim in spec.output for name in dim.split()})
-    )
-    found = [
-        Strategy(
+def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
+    """The operator with a strategy for every legal choice of cuts."""
+    strategies: list[Strategy] = []
+    # One way an axis: a dim that is cut, WHOLE, or PARTIAL.
+    choices = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
+    outputs = {name for dim in spec.output for name in dim.split()}
+    for ways in _legal_ways(costs, choices, {dim: spec.sizes[dim] for dim in spec.cut}):
+        shards = _cut(costs, ways, spec.cut)
+        weights = spec.weight_elements / _cut(costs, ways, spec.weight)
+        seconds = exchanged = 0.0
+        for axis, way in zip(costs.axes, ways, strict=True):
+            if way in spec.cut and way not in spec.weight:
+                # An all-reduce of the weight's gradient.
+                seconds += 2 * axis.gather(weights * costs.gradient_bytes)
+            if spec.exchange_bytes.get(way):
+                # All-gather before, reduce-scatter behind, of what it needs from the other ranks.
+                others = _cut(costs, ways, set(spec.cut) - {way})
+                exchanged += 2 * axis.gather(spec.exchange_bytes[way] / others)
+        seconds = seconds / costs.microbatches + exchanged
+        moved = spec.moved_bytes / shards + weights * costs.weight_bytes
+        forward = costs.compute_seconds(spec.flops / shards, moved)
+        name = ",".join(
+            f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
+        )
+        strategy = Strategy(
             name=name or WHOLE,
             inputs=tuple(_layout(dims, ways, "B") for dims in spec.inputs),
             output=_layout(spec.output, ways, "P"),
-            seconds=seconds,
+            # The backward costs two forwards: one for the input's gradient, one for the weight's.
+            seconds=seconds + 3 * forward,
             state_bytes=weights * costs.state_bytes,
-            saved_bytes=kept,
+            saved_bytes=spec.kept_bytes / _cut(costs, ways, outputs),
         )
-    ]
-    if costs.recompute and spec.recomputable and spec.kept_bytes:
-        again = found[0].name + RECOMPUTE
-        found.append(replace(found[0], name=again, seconds=seconds + forward, saved_bytes=0.0))
-    return found
+        strategies.append(strategy)
+        if costs.recompute and spec.recomputable and spec.kept_bytes:
+            again, longer = strategy.name + RECOMPUTE, strategy.seconds + forward
+            strategies.append(replace(strategy, name=again, seconds=longer, saved_bytes=0.0))
+    return Operator(
+        name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
+    )
 
 
 # Putting operators together: who reads whose output, every link priced by its resharding.
@@ -225,47 +210,38 @@ class GraphBuilder:
         self._group = name
         self._counts[name] = count
 
-    def port(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
-        """A place where groups meet: a tensor of `rank` dims in any layout, at no cost.
+    def port(
+        self, name: str, sizes: dict[int, int], num_bytes: float, *, constant: bool = False
+    ) -> int:
+        """A place where groups meet: a tensor in any layout, at no cost; a `constant` one (token
+        ids, images) has no gradient.
 
         `sizes` are the dims that may be cut, with the size that cuts must divide.
         """
-        choices = ("R", *(f"S{dim}" for dim in sorted(sizes) if dim < rank))
-        strategies: list[Strategy] = []
-        for layout in product(choices, repeat=len(self.costs.axes)):
-            divides = (
-                size % prod(_sizes(self.costs, layout, {f"S{dim}"})) == 0
-                for dim, size in sizes.items()
-            )
-            if not _is_useless(layout, "R", self.costs) and all(divides):
-                strategies.append(
-                    Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
-                )
-        return self._place(
-            Operator(
-                name=name,
-                strategies=tuple(strategies),
-                group=self._group,
-                output_bytes=num_bytes,
-            )
+        cuts = {f"S{dim}": size for dim, size in sizes.items()}
+        strategies = (
+            Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
+            for layout in _legal_ways(self.costs, ("R", *sorted(cuts)), cuts)
         )
-
-    def data(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
-        """A port for a tensor without a gradient: token ids, images."""
-        position = self.port(name, rank, sizes, num_bytes)
-        self._constant.add(position)
+        operator = Operator(
+            name=name, strategies=tuple(strategies), group=self._group, output_bytes=num_bytes
+        )
+        self._operators.append(operator)
+        position = len(self._operators) - 1
+        if constant:
+            self._constant.add(position)
         return position
 
     def add(self, spec: OperatorSpec, *inputs: int) -> int:
         """An operator that reads the outputs of `inputs`, in order."""
-        target = self._place(operator_of(spec, self.costs, self._group))
+        self._operators.append(operator_of(spec, self.costs, self._group))
+        target = len(self._operators) - 1
         for index, source in enumerate(inputs):
             self.link(source, target, index)
         return target
 
     def link(self, source: int, target: int, input_index: int = 0) -> None:
         """`target` reads the output of `source`; the change of layout belongs to this group."""
-
         reader, num_bytes = self._operators[target], self._operators[source].output_bytes
         left = [strategy.output for strategy in self._operators[source].strategies]
         wanted = [strategy.inputs[input_index] for strategy in reader.strategies]
@@ -291,7 +267,3 @@ class GraphBuilder:
         return OperatorGraph(
             operators=tuple(self._operators), edges=tuple(self._edges), counts=self._counts
         )
-
-    def _place(self, operator: Operator) -> int:
-        self._operators.append(operator)
-        return len(self._operators) - 1

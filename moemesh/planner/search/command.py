@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
@@ -21,14 +22,21 @@ from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, read_plan, read_tuned, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
-from moemesh.planner.search.advice import Advice, advise, choose, what_would_fit
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
-from moemesh.planner.search.search import Candidate, Certificate, SearchSpace
+from moemesh.planner.search.search import (
+    Advice,
+    Candidate,
+    Certificate,
+    SearchSpace,
+    advise,
+    choose,
+    what_would_fit,
+)
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
 from moemesh.planner.timing.hardware import accelerator_of_cluster
-from moemesh.planner.timing.price import pricing, with_headroom
+from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.trace.memory_profile import format_bytes
 
 # Published runs of a model on a kind of device, beside what is predicted for their layouts.
@@ -46,18 +54,6 @@ class KnownRun:
     predicted: float
     here: float
     speed: Speed
-
-    def to_json(self, tokens: float | None) -> dict[str, Any]:
-        """One of the key "published" of ``plan --json``."""
-        return {
-            **{name: getattr(self, name) for name in ("source", "device", "seconds")},
-            "predicted_seconds": self.predicted,
-            "predicted_seconds_here": self.here,
-            "devices": self.layout.world_size,
-            "precision": self.layout.precision,
-            "plan": self.layout.key,
-            "speed": self.speed.to_json(tokens),
-        }
 
 
 def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator[KnownRun]:
@@ -106,10 +102,8 @@ class PlannedAnswer:
     candidates: tuple[Candidate, ...]
     advice: Advice
     certificate: Certificate
-    #: The part of a device's memory that a job may take.
-    usable_share: float
-    #: Generation of the devices ("" is unknown): how well its step times are known.
-    generation: str = ""
+    #: What is known of the cluster.
+    pricing: Pricing
     #: What the user named, judged.
     rivals: tuple[Rival, ...] = ()
     #: Tokens of a training, for its days.
@@ -132,11 +126,13 @@ class PlannedAnswer:
     def seconds_interval(self, found: Candidate) -> Interval:
         """80 % interval of a candidate's step."""
         own = tuple(one.left_out for one in self.cluster.own_runs)
-        return shipped_intervals().of_seconds(found.seconds, self.generation, own)
+        generation = self.pricing.device.generation
+        return shipped_intervals().of_seconds(found.seconds, generation, own)
 
     def memory_interval(self, found: Candidate) -> Interval:
         """80 % interval of the bytes that it needs."""
-        return shipped_intervals().of_memory(found.memory.needed, known=bool(self.generation))
+        known = bool(self.pricing.device.generation)
+        return shipped_intervals().of_memory(found.memory.needed, known=known)
 
     @property
     def fastest_first(self) -> list[Candidate]:
@@ -163,47 +159,36 @@ def plan(
     known = bool(found.pricing.device.generation)
     safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0, known=known).high
     if not (chosen := choose(found, top, safe)):
+        # A shorter sequence helps only where something would fit then.
+        fixes, short = ["more --nodes", "devices with more memory"], min(_SHORT, space.seq_len)
+        with suppress(ConfigError):
+            shorter = SearchSpace(model.shape, cluster, replace(space, seq_len=short))
+            if short < space.seq_len and (shorter.needed <= shorter.capacity).any():
+                fixes.insert(1, "a shorter --seq-len")
+        if space.trainable:
+            fixes.append("all layouts, without --trainable")
+        if cluster.usable_share is not None:
+            fixes.append("less --headroom")
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(found)}\n"
-            f"fix: {_what_helps(found)}"
+            f"fix: {', '.join(fixes[:-1])} or {fixes[-1]}"
         )
-    candidates = tuple(
-        replace(found.candidate(one.number), roles=one.roles, alike=one.alike) for one in chosen
-    )
+    best, candidates = next(iter(chosen)), tuple(chosen.values())
     fastest = found.fitting(found.capacity, 1)[0]
     return PlannedAnswer(
         model=model,
         cluster=cluster,
         candidates=candidates,
         top=top,
-        advice=advise(found, chosen[0].number, fastest),
+        advice=advise(found, best, fastest),
         certificate=found.certificate(found.seconds(fastest)),
-        usable_share=found.pricing.usable_share,
-        generation=found.pricing.device.generation,
+        pricing=found.pricing,
         own_runs=found.pricing.own_runs(model.shape, candidates[0].layout),
         has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(found, model, candidates[0], asked) for asked in rivals),
     )
-
-
-def _what_helps(found: SearchSpace) -> str:
-    """Changes that could make something fit; a shorter sequence only where one would."""
-    space, fixes = found.space, ["more --nodes", "devices with more memory"]
-    short = min(_SHORT, space.seq_len)
-    try:
-        shorter = SearchSpace(found.shape, found.cluster, replace(space, seq_len=short))
-        helps = short < space.seq_len and bool((shorter.needed <= shorter.capacity).any())
-    except ConfigError:
-        helps = False
-    if helps:
-        fixes.insert(1, "a shorter --seq-len")
-    if space.trainable:
-        fixes.append("all layouts, without --trainable")
-    if found.cluster.usable_share is not None:
-        fixes.append("less --headroom")
-    return f"{', '.join(fixes[:-1])} or {fixes[-1]}"
 
 
 def cheapest(planned: PlannedAnswer, space: Space, tell: Callable[[str], None]) -> Candidate | None:
@@ -250,9 +235,8 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
     if machine is not None and not 1 <= machine.num_devices <= LARGEST_DEGREE:
         most = max(LARGEST_DEGREE // machine.gpus_per_node, 1) if machine.nodes > 0 else 1
         message = f"{machine.num_devices} devices: a plan needs between 1 and {LARGEST_DEGREE}"
-        problems.append(
-            Problem.of("out-of-range", "cluster.nodes", machine.nodes, message, f"nodes = {most}")
-        )
+        key, fix = "cluster.nodes", f"nodes = {most}"
+        problems.append(Problem.of("out-of-range", key, machine.nodes, message, fix))
     for asked in why:
         try:
             rival_table(asked, known, _legal_size(seq_len), _legal_size(global_batch))
@@ -294,13 +278,24 @@ def to_json(planned: PlannedAnswer) -> dict[str, Any]:
         "plans": [candidate_json(planned, found) for found in planned.fastest_first],
         "recommended": plan_keys(planned.candidates[0].layout),
         "device_bytes": planned.cluster.memory_bytes,
-        "usable_share": planned.usable_share,
+        "usable_share": planned.pricing.usable_share,
         **vars(certificate),
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
         "why_not": list(advice.why_not),
         "why": [rival.to_json() for rival in planned.rivals],
-        "published": [run.to_json(planned.tokens) for run in planned.published],
+        "published": [
+            {
+                **{name: getattr(run, name) for name in ("source", "device", "seconds")},
+                "predicted_seconds": run.predicted,
+                "predicted_seconds_here": run.here,
+                "devices": run.layout.world_size,
+                "precision": run.layout.precision,
+                "plan": run.layout.key,
+                "speed": run.speed.to_json(planned.tokens),
+            }
+            for run in planned.published
+        ],
         "cheapest": planned.cheapest and candidate_json(planned, planned.cheapest),
     }
 
@@ -327,12 +322,7 @@ def candidate_json(planned: PlannedAnswer, found: Candidate) -> dict[str, Any]:
 
 def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
     """The keys of [plan] that say this layout: those of every answer, and others that are set."""
-    plan, defaults = plan_of(layout), Plan()
-    return {
-        name: value
-        for name in Plan.model_fields
-        if (value := getattr(plan, name)) != getattr(defaults, name) or name in _ALWAYS
-    }
+    return _changed(plan_of(layout), Plan(), _ALWAYS)
 
 
 def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
@@ -363,7 +353,8 @@ def plan_file(planned: PlannedAnswer) -> str:
         key, _, text = setting.partition("=")
         settings[key.strip()] = parse_value(text.strip(), key, "--set")
     if planned.tokens is not None:
-        settings["train.steps"] = _steps(planned.tokens, best.layout)
+        tokens_a_step = best.layout.seq_len * best.layout.global_batch
+        settings["train.steps"] = ceil(planned.tokens / tokens_a_step)
     seconds, memory = planned.seconds_interval(best), planned.memory_interval(best)
     sizes = [format_bytes(round(size)) for size in (best.memory.needed, *memory)]
     lines = [
@@ -395,13 +386,10 @@ def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
     return f"{steps}train.lr (now {train.lr:g}), {data}"
 
 
-def _steps(tokens: float, layout: PlannedLayout) -> int:
-    return ceil(tokens / (layout.seq_len * layout.global_batch))
-
-
 def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:
     """Keys of the configuration that say the model, the layout and its batch."""
-    found = _model_settings(model) | _changed("plan", plan_of(layout), Plan())
+    plan = _changed(plan_of(layout), Plan())
+    found = _model_settings(model) | {f"plan.{key}": value for key, value in plan.items()}
     found |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
     return found | {"train.dtype": "bfloat16"}
 
@@ -414,15 +402,16 @@ def _model_settings(model: Model) -> dict[str, Any]:
     if name in preset_names() and load_model(name).config == model.config:
         return {"model.preset": name}
     assert model.config is not None, "only a model with a configuration is trained"
-    return _changed("model", model.config, ModelConfig())
+    changed = _changed(model.config, ModelConfig())
+    return {f"model.{key}": value for key, value in changed.items()}
 
 
-def _changed(section: str, values: Section, defaults: Section) -> dict[str, Any]:
-    """``section.key`` and value of everything that is not its default."""
+def _changed(values: Section, defaults: Section, always: Sequence[str] = ()) -> dict[str, Any]:
+    """Key and value of everything that is not its default, or that is `always` named."""
     return {
-        f"{section}.{name}": value
+        name: value
         for name in type(values).model_fields
-        if (value := getattr(values, name)) != getattr(defaults, name)
+        if (value := getattr(values, name)) != getattr(defaults, name) or name in always
     }
 
 

@@ -23,8 +23,7 @@ from moemesh.config.plan import DEGREES, ScheduleName
 from moemesh.config.suggest import divisors
 from moemesh.planner.layout_sources import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, TRAINED, PlannedLayout
-from moemesh.planner.search.advice import difference, what_would_fit
-from moemesh.planner.search.search import Candidate, SearchSpace
+from moemesh.planner.search.search import Candidate, SearchSpace, difference, what_would_fit
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space, families
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
@@ -52,7 +51,7 @@ def nearest_that_fits(
             memory = known.memory(shape, other)
             if memory.fits(cluster.memory_bytes, known.usable_share):
                 change, parts = difference(layout, other), known.seconds(shape, other)
-                found.append(Candidate.of(other, memory, parts, change))
+                found.append(Candidate(layout=other, breakdown=parts, memory=memory, change=change))
         if found:
             return min(found, key=lambda near: near.seconds)
     return None
@@ -112,42 +111,31 @@ def edits(
     }
     choices = {name: values for name, values in found.items() if values}
     for names in combinations(choices, count):
-        for values in product(*(choices[name] for name in names)):
-            if (other := _edited(shape, layout, dict(zip(names, values, strict=True)))) is not None:
+        for chosen in product(*(choices[name] for name in names)):
+            values: dict[str, Any] = dict(zip(names, chosen, strict=True))
+            now = {name: values.get(name, getattr(layout, name)) for name in every}
+            # dp is what the other degrees leave.
+            dp, rest = divmod(world, now["pp"] * now["cp"] * now["tp"])
+            if rest or layout.global_batch % (dp * now["microbatch"]):
+                continue
+            if {"pp", "schedule", "stages_per_rank"} & set(values):
+                values["layers_per_stage"] = None
+            try:
+                other = layout.changed(**values, dp=dp)
+            except ConfigError:
+                continue
+            # Rules beyond those that a layout checks by itself.
+            if other.seq_len % other.cp or other.check(shape.sizes):
+                continue
+            if other.zero and other.dp * other.cp == 1:
+                continue
+            # Gradients (and weights) would travel for every microbatch, as the search assumes.
+            if other.zero >= 2 and other.pp > 1 and not (layout.zero >= 2 and layout.pp > 1):
+                continue
+            if (other.schedule == "interleaved_1f1b") != (other.stages_per_rank > 1):
+                continue  # one chunk is 1F1B, and only this schedule has more
+            if is_defined(other.schedule, other.pp, other.microbatches, other.stages_per_rank):
                 yield other
-
-
-def _edited(
-    shape: ModelShape, layout: PlannedLayout, values: dict[str, Any]
-) -> PlannedLayout | None:
-    """The layout with these values and the dp that they leave; None where that is illegal."""
-
-    def degree(name: str) -> int:
-        return int(values.get(name, getattr(layout, name)))
-
-    rest = degree("pp") * degree("cp") * degree("tp")
-    if layout.world_size % rest:
-        return None
-    dp = layout.world_size // rest
-    if layout.global_batch % (dp * degree("microbatch")):
-        return None
-    cut = {"layers_per_stage": None} if {"pp", "schedule", "stages_per_rank"} & set(values) else {}
-    try:
-        other = layout.changed(**values, **cut, dp=dp)
-    except ConfigError:
-        return None
-    # Rules beyond those that a layout checks by itself.
-    if other.seq_len % other.cp or other.check(shape.sizes):
-        return None
-    if other.zero and other.dp * other.cp == 1:
-        return None
-    # Gradients (and weights) would travel for every microbatch, as the search assumes.
-    if other.zero >= 2 and other.pp > 1 and not (layout.zero >= 2 and layout.pp > 1):
-        return None
-    if (other.schedule == "interleaved_1f1b") != (other.stages_per_rank > 1):
-        return None  # one chunk is 1F1B, and only this schedule has more
-    has_schedule = is_defined(other.schedule, other.pp, other.microbatches, other.stages_per_rank)
-    return other if has_schedule else None
 
 
 Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chosen"]
@@ -191,12 +179,9 @@ class Rival:
         """One of the key "why" of ``plan --json``."""
         found: dict[str, Any] = {"asked": self.asked, "verdict": self.verdict}
         if self.candidate is None:
-            return found | {
-                "problems": [
-                    {"key": one.key, "message": one.message, "fix": one.fix}
-                    for one in self.problems
-                ]
-            }
+            keys = ("key", "message", "fix")
+            said = [{key: getattr(one, key) for key in keys} for one in self.problems]
+            return found | {"problems": said}
         return found | {
             "plan": self.candidate.layout.text,
             "change": self.change,
@@ -253,13 +238,10 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         for key, value in table.items()
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
-        changed = read_plan(
-            {**plan_table(layout.text), **more},
-            seq_len=layout.seq_len,
-            global_batch=layout.global_batch,
-            model=model,
-        ).layout
-        candidate = Candidate.of(changed, *found.pricing.price(found.shape, changed))
+        asked_for = {**plan_table(layout.key), **more}
+        changed = read_plan(asked_for, model=model).layout
+        memory, breakdown = found.pricing.price(found.shape, changed)
+        candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
     if candidate.layout.microbatch > space.largest_microbatch:
         beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
@@ -267,16 +249,12 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - found.capacity, 0.0)
     slower = candidate.seconds - best.seconds
-    names = {*candidate.breakdown, *best.breakdown} - {"total"}
-    longer = {
-        name: candidate.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names
-    }
+    now, then = candidate.breakdown, best.breakdown
+    longer = {name: now.get(name, 0.0) - then.get(name, 0.0) for name in {*now, *then} - {"total"}}
     parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
-    memory = [
-        (part, getattr(candidate.memory, part) - getattr(best.memory, part))
-        for part in MEMORY_PARTS
-    ]
-    memory.sort(key=lambda item: -item[1])
+    own, its = candidate.memory, best.memory
+    held = [(part, getattr(own, part) - getattr(its, part)) for part in MEMORY_PARTS]
+    held.sort(key=lambda item: -item[1])
     verdict: Verdict = "slower" if slower > 0 else "faster"
     if abs(slower) <= _EQUAL * best.seconds:
         verdict = "equal"
@@ -294,7 +272,7 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
         short=short,
         slower=slower,
         parts=tuple(parts),
-        memory=tuple(memory),
+        memory=tuple(held),
         nearest=nearest,
         beyond=beyond,
     )
@@ -320,9 +298,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
         return problem.fix
     for key in keys:
         # Values with which the space has a layout that has all else of the table.
-        space, _ = _space_of(
-            {name: value for name, value in table.items() if name != key}, found.space
-        )
+        rest = {name: value for name, value in table.items() if name != key}
+        space, _ = _space_of(rest, found.space)
         space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
         legal: set[int] = set()
         for family in families(found.shape, space, Counter()):
@@ -332,9 +309,8 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
                 legal.update(found_there.flatten().tolist())
             else:
                 legal.add(int(getattr(family, key)))
-        wanted = table[key]
-        near = [max([v for v in legal if v < wanted], default=0)]
-        near.append(min([v for v in legal if v > wanted], default=0))
+        below = max((value for value in legal if value < table[key]), default=0)
+        near = below, min((value for value in legal if value > table[key]), default=0)
         if any(near):
             return f"{key} = {' or '.join(str(value) for value in near if value)}"
     return "none by one of these keys alone; name fewer"
@@ -388,10 +364,8 @@ def _problems(
 
 def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str, ...]]:
     """The space with what the table says held fixed, and the assumptions that it breaks."""
-    changes: dict[str, Any] = {
-        "fixed": {key: value for key, value in table.items() if key in _FIXED}
-    }
-    beyond: list[str] = []
+    fixed, beyond = {key: table[key] for key in _FIXED if key in table}, list[str]()
+    changes: dict[str, Any] = {"fixed": fixed}
     if (schedule := table.get("schedule")) in get_args(ScheduleName):
         changes["schedules"] = (schedule,)
         changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2

@@ -127,10 +127,8 @@ class Family:
     def layout(self, number: int) -> PlannedLayout:
         """Layout `number`. Experts that span nodes are reached by the node-aware exchange."""
         place, expert_cut = divmod(number, self.columns.ep.size)
-        zero, attention_exit, recompute, cut = map(
-            int, np.unravel_index(int(self._places[place]), self.legal.shape)
-        )
-        return self._layout(zero, attention_exit, recompute, cut, expert_cut)
+        at = np.unravel_index(int(self._places[place]), self.legal.shape)
+        return self._layout(*[int(one) for one in at], expert_cut=expert_cut)
 
     def _layout(
         self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
@@ -223,7 +221,10 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
-            allowed = columns.where(runs(schedule, pp, columns.microbatches[:, 0]))
+            # The schedule is defined for these numbers of microbatches.
+            numbers, places = np.unique(columns.microbatches[:, 0], return_inverse=True)
+            held = [is_defined(schedule, pp, int(number)) for number in numbers]
+            allowed = columns.where(np.array(held, dtype=np.bool_)[places])
             rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
             if not allowed.size:
                 continue
@@ -267,13 +268,6 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
                     yield schedule, chunks
         elif schedule not in ("zb_v", "dualpipe_v") or 2 * pp <= shape.num_layers:
             yield schedule, 1
-
-
-def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.bool_]:
-    """Whether the schedule is defined, for each number of microbatches."""
-    numbers, places = np.unique(microbatches, return_inverse=True)
-    held = [is_defined(schedule, pp, int(number)) for number in numbers]
-    return np.array(held, dtype=np.bool_)[places]
 
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:

@@ -64,23 +64,19 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     """The model called `arch` of a table in the form of ``model_archs.json``.
 
     Understands ``gpt:<L>x<h>a<heads>[v<vocab>]`` and ``<arch>#L<n>``. Raises ConfigError for a name
-    that is neither.
+    that is neither, and for an entry with a missing or an unknown key.
     """
-    if found := _GPT.fullmatch(arch):
-        layers, hidden, heads, vocab = found.groups()
+    if named := _GPT.fullmatch(arch):
+        layers, hidden, heads, vocab = named.groups()
         return gpt(int(layers), int(hidden), int(heads), int(vocab or _GPT_VOCABULARY))
-    if found := _TRUNCATED.fullmatch(arch):
-        return from_arch_table(found.group(1), table).truncated(int(found.group(2)))
+    if named := _TRUNCATED.fullmatch(arch):
+        return from_arch_table(named.group(1), table).truncated(int(named.group(2)))
     if arch not in table or arch.startswith("_"):
         known = tuple(name for name in table if not name.startswith("_"))
         message = "no entry of the table of architectures has this name"
         fix = nearest_choice(arch, known)
         raise ConfigError([Problem.of("unknown-model", "arch", arch, message, fix)])
-    return from_arch_entry(arch, cast("Mapping[str, Any]", table[arch]))
-
-
-def from_arch_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
-    """One entry of such a table. Raises ConfigError for a missing or an unknown key."""
+    entry = cast("Mapping[str, Any]", table[arch])
     needed = [*_CHOICES, *_SIZES, *(list(_EXPERTS)[:3] if entry.get("type") == "moe" else ("ffn",))]
     needed.remove("tied_embeddings")
     wrong = [("missing", key, f"the entry has no `{key}`") for key in needed if key not in entry]
@@ -95,7 +91,7 @@ def from_arch_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
             wrong.append(("unknown-layer", key, message))
     if wrong:
         raise ConfigError(
-            Problem.of(code, f"{name}.{key}", entry.get(key), message)
+            Problem.of(code, f"{arch}.{key}", entry.get(key), message)
             for code, key, message in wrong
         )
     layers, is_moe, gelu = entry["layers"], entry["type"] == "moe", entry["act"] == "gelu"
@@ -117,7 +113,7 @@ def from_arch_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
         has_bias = bool(given.get("expert_bias"))
         found |= {"expert_bias": has_bias, "router_logit_bias": has_bias}
     found["intermediate_size"] = given.get("dense_ffn", 0) if is_moe else entry["ffn"]
-    return ModelShape(name=name, **found)
+    return ModelShape(name=arch, **found)
 
 
 #: Keys of an entry that are fields of ModelShape under another name.
@@ -176,48 +172,46 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if isinstance(source, ModelConfig):
         presets = (name for name in preset_names() if load_model(name).config == source)
         return Model(from_model_config(source, next(presets, "model")), source)
-    source = str(source)
-    if source in preset_names():
-        return _from_table(read_preset_table(source), source, f"preset {source}")
-    if source in preset_names(SHAPES):
-        return _from_table(read_preset_table(source, SHAPES), source, f"preset {source}")
-    path = Path(source)
-    if path.is_dir():
-        if has_weights(path):
-            return _of_folder(source)
-        path = path / CONFIG
+    source, path = str(source), Path(source)
+    if source in (*preset_names(), *preset_names(SHAPES)):
+        table = read_preset_table(source, "" if source in preset_names() else SHAPES)
+        name, origin = source, f"preset {source}"
+    else:
+        if path.is_dir() and has_weights(path):
+            # As `moemesh train` starts from it: extra prediction layers are trained on demand only.
+            given = read_config(path, "model")
+            shape = from_huggingface(given, path.resolve().name)
+            try:
+                config = _config(model_values(given))
+            except ConfigError as error:
+                problem = error.problems[0]
+                return Model(shape, None, why_not=f"{problem.key}: {problem.message}")
+            if ahead := shape.num_mtp_layers:
+                note = (
+                    f"extra prediction layers ({ahead}) are trained with model.num_mtp_layers only"
+                )
+                shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
+            return Model(shape, config, path=source)
+        path = path / CONFIG if path.is_dir() else path
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError):
+            known = (*preset_names(), *preset_names(SHAPES))
+            message = "neither a model preset nor a readable config.json or TOML file"
+            raise _refused("no-file", source, message, nearest_choice(source, known)) from None
+        name, origin = path.parent.name if path.name == CONFIG else path.stem, source
+        if path.suffix == ".json":
+            shape = from_huggingface(read_config(path, "model"), name)
+            why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
+            return Model(shape, None, why_not=why_not)
+        try:
+            table = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refused("syntax", source, unreadable(error)) from None
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
-        known = (*preset_names(), *preset_names(SHAPES))
-        message = "neither a model preset nor a readable config.json or TOML file"
-        raise _refused("no-file", source, message, nearest_choice(source, known)) from None
-    name = path.parent.name if path.name == CONFIG else path.stem
-    if path.suffix == ".json":
-        given = from_huggingface(read_config(path, "model"), name)
-        return Model(given, None, why_not=f"a {CONFIG} without weights is only planned: {TRAINED}")
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refused("syntax", source, unreadable(error)) from None
-    return _from_table(table, name, source)
-
-
-def _of_folder(source: str) -> Model:
-    """A folder with weights, as `moemesh train` starts from it: without extra prediction layers,
-    which are trained on demand only."""
-    path = Path(source)
-    given = read_config(path, "model")
-    shape = from_huggingface(given, path.resolve().name)
-    try:
-        config = _config(model_values(given))
+        return _from_table(table, name)
     except ConfigError as error:
-        problem = error.problems[0]
-        return Model(shape, None, why_not=f"{problem.key}: {problem.message}")
-    if ahead := shape.num_mtp_layers:
-        note = f"extra prediction layers ({ahead}) are trained with model.num_mtp_layers only"
-        shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
-    return Model(shape, config, path=source)
+        raise ConfigError(replace(problem, origin=origin) for problem in error.problems) from None
 
 
 def load_both(
@@ -237,14 +231,7 @@ def load_both(
     return known, machine
 
 
-def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
-    try:
-        return _model(table, name)
-    except ConfigError as error:
-        raise ConfigError(replace(problem, origin=origin) for problem in error.problems) from None
-
-
-def _model(table: Mapping[str, Any], name: str) -> Model:
+def _from_table(table: Mapping[str, Any], name: str) -> Model:
     """A section [model] as `moemesh train` reads it, or a bare table of sizes, which must name all.
 
     Bare tables with a key that only trained models have are fields of ModelConfig, others fields of

@@ -23,7 +23,7 @@ Norm = Literal["rms", "layer", "layer_bias", "plain"]
 Activation = Literal["swiglu", "gelu"]
 
 #: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
-NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
+_NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
 
 
 class LayerKind(NamedTuple):
@@ -112,7 +112,43 @@ class ModelShape(Section):
         except ValidationError as error:
             leaves = {f"model.{key}": Leaf(value=x, origin="") for key, x in values.items()}
             raise ConfigError(type_problems(ModelShape, leaves, error).values()) from None
-        if problems := _check(self):
+        needed = [*_SIZES]
+        if self.attention == "mla":
+            needed += _MLA_SIZES
+        if self.moe_layers:
+            needed += _EXPERT_SIZES
+        if self.num_layers > len(self.moe_layers):
+            needed.append("intermediate_size")
+        problems: list[Problem] = []
+
+        def complain(key: str, message: str, fix: str = "") -> None:
+            problems.append(Problem.of("shape", f"model.{key}", getattr(self, key), message, fix))
+
+        for key, value in self.to_json().items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                least = 1 if key in needed else 0
+                if value < least:
+                    complain(key, f"{key} must be at least {least}, not {value}")
+        if problems:
+            raise ConfigError(problems)
+        heads, kv_heads, experts = self.num_heads, self.num_kv_heads, self.num_experts
+        if self.attention == "gqa" and heads % kv_heads:
+            complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
+        if self.windows and len(self.windows) != self.num_layers:
+            complain("windows", f"{len(self.windows)} windows for {self.num_layers} layers")
+        if any(not 0 <= layer < self.num_layers for layer in self.moe_layers):
+            complain("moe_layers", f"layers are numbered 0 to {self.num_layers - 1}")
+        if experts and not self.moe_layers:
+            fix = f"moe_layers = {list(range(min(self.num_layers, 3)))} ..., or num_experts = 0"
+            complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
+        if (chosen := self.experts_per_token) > experts:
+            message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
+            complain("experts_per_token", message, f"experts_per_token = {experts}")
+        if experts % max(groups := self.router_groups, 1):
+            complain(
+                "router_groups", f"router_groups ({groups}) must divide num_experts ({experts})"
+            )
+        if problems:
             raise ConfigError(problems)
 
     @cached_property
@@ -124,22 +160,10 @@ class ModelShape(Section):
         return self._hash
 
     @cached_property
-    def _moe_set(self) -> frozenset[int]:
-        return frozenset(self.moe_layers)
-
-    def is_moe_layer(self, index: int) -> bool:
-        """Whether layer `index` (from 0) routes its tokens to experts."""
-        return index in self._moe_set
-
-    def kind(self, index: int) -> LayerKind:
-        """The kind of layer `index` (from 0)."""
-        window = self.windows[index] if self.windows else 0
-        return LayerKind(index in self._moe_set, window)
-
-    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, in order."""
-        return tuple(self.kind(index) for index in range(self.num_layers))
+        moe, windows = frozenset(self.moe_layers), self.windows or (0,) * self.num_layers
+        return tuple(LayerKind(index in moe, window) for index, window in enumerate(windows))
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:
@@ -176,6 +200,11 @@ class ModelShape(Section):
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layers)
+
+    @property
+    def norm_weights(self) -> int:
+        """Learned numbers of one norm over the hidden channels."""
+        return _NORM_WEIGHTS[self.norm] * self.hidden_size
 
     @property
     def gated(self) -> bool:
@@ -226,9 +255,8 @@ class ModelShape(Section):
         """The same model cut to its first `num_layers` layers, at least one of them dense where the
         whole model has dense layers, and at most one of those in front of experts."""
         dense = self.num_dense_layers
-        lead = 0
-        while lead < self.num_layers and not self.is_moe_layer(lead):
-            lead += 1
+        #: Layers in front of the first one with experts.
+        lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
         if self.is_moe and 0 < lead == dense:
             moe = tuple(range(min(1, num_layers), num_layers))
         else:
@@ -284,42 +312,3 @@ def from_huggingface(config: Mapping[str, Any], name: str = "model") -> ModelSha
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 _EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
-
-
-def _check(shape: ModelShape) -> list[Problem]:
-    """Every broken rule of one shape."""
-    needed = [*_SIZES]
-    if shape.attention == "mla":
-        needed += _MLA_SIZES
-    if shape.moe_layers:
-        needed += _EXPERT_SIZES
-    if shape.num_layers > len(shape.moe_layers):
-        needed.append("intermediate_size")
-    problems: list[Problem] = []
-
-    def complain(key: str, message: str, fix: str = "") -> None:
-        problems.append(Problem.of("shape", f"model.{key}", getattr(shape, key), message, fix))
-
-    for key, value in shape.to_json().items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            least = 1 if key in needed else 0
-            if value < least:
-                complain(key, f"{key} must be at least {least}, not {value}")
-    if problems:
-        return problems
-    heads, kv_heads, experts = shape.num_heads, shape.num_kv_heads, shape.num_experts
-    if shape.attention == "gqa" and heads % kv_heads:
-        complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
-    if shape.windows and len(shape.windows) != shape.num_layers:
-        complain("windows", f"{len(shape.windows)} windows for {shape.num_layers} layers")
-    if any(not 0 <= layer < shape.num_layers for layer in shape.moe_layers):
-        complain("moe_layers", f"layers are numbered 0 to {shape.num_layers - 1}")
-    if experts and not shape.moe_layers:
-        fix = f"moe_layers = {list(range(min(shape.num_layers, 3)))} ..., or num_experts = 0"
-        complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
-    if (chosen := shape.experts_per_token) > experts:
-        message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
-        complain("experts_per_token", message, f"experts_per_token = {experts}")
-    if experts % max(groups := shape.router_groups, 1):
-        complain("router_groups", f"router_groups ({groups}) must divide num_experts ({experts})")
-    return problems

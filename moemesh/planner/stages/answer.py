@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
-from moemesh.planner.operators.graph import OperatorGraph
-from moemesh.planner.stages.placement import PlacementProblem
 
 Method = Literal["dp", "ilp", "random", "learned"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -49,72 +46,6 @@ class OperatorAssignment:
 
     operators: tuple[OperatorChoice, ...]
     edges: tuple[LayoutChange, ...]
-
-
-def describe(
-    graph: OperatorGraph, choices: Sequence[int], counts: Mapping[str, int]
-) -> OperatorAssignment:
-    """Node and edge costs of one choice of strategies, for so many layers of each group."""
-    operators = [
-        OperatorChoice(
-            group=operator.group,
-            operator=operator.name,
-            strategy=operator.strategies[choice].name,
-            count=counts.get(operator.group, 0),
-            seconds=operator.strategies[choice].seconds,
-            state_bytes=operator.strategies[choice].state_bytes,
-            saved_bytes=operator.strategies[choice].saved_bytes,
-        )
-        for operator, choice in zip(graph.operators, choices, strict=True)
-    ]
-    edges: list[LayoutChange] = []
-    for edge in graph.edges:
-        source, target = graph.operators[edge.source], graph.operators[edge.target]
-        before = source.strategies[choices[edge.source]].output
-        after = target.strategies[choices[edge.target]].inputs[edge.input_index]
-        edges.append(
-            LayoutChange(
-                group=edge.group,
-                source=source.name,
-                target=target.name,
-                before=",".join(before),
-                after=",".join(after),
-                seconds=graph.edge_seconds(edge, choices),
-            )
-        )
-    return OperatorAssignment(operators=tuple(operators), edges=tuple(edges))
-
-
-def describe_placement(
-    names: Sequence[str], problem: PlacementProblem, devices: Sequence[int]
-) -> OperatorAssignment:
-    """Node and edge costs of whole operators on devices."""
-    operators = [
-        OperatorChoice(
-            group="",
-            operator=name,
-            strategy=f"device {device}",
-            count=1,
-            seconds=float(seconds),
-            state_bytes=float(size),
-            saved_bytes=0.0,
-        )
-        for name, device, seconds, size in zip(
-            names, devices, problem.seconds.sum(axis=0), problem.num_bytes, strict=True
-        )
-    ]
-    edges = [
-        LayoutChange(
-            group="",
-            source=names[source],
-            target=names[target],
-            before=f"device {devices[source]}",
-            after=f"device {devices[target]}",
-            seconds=2 * problem.transfer(edge, devices[source], devices[target]),
-        )
-        for edge, (source, target) in enumerate(problem.edges)
-    ]
-    return OperatorAssignment(operators=tuple(operators), edges=tuple(edges))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

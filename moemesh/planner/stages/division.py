@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +50,6 @@ class StageCosts:
     cap_bytes: float = np.inf
     boundary_seconds: float = 0.0
 
-    @property
-    def num_layers(self) -> int:
-        return self.seconds.shape[1]
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.in_flight)
-
     def bytes(self, stage: int) -> FloatArray:
         """Bytes [option, first, end] of layers first .. end - 1 on a stage."""
         return _sums(self.state_bytes) + self.in_flight[stage] * _sums(self.saved_bytes)
@@ -71,7 +62,7 @@ class StageCosts:
         seconds[:, first >= end] = np.inf
         return np.stack([
             np.where(self.bytes(stage) <= self.cap_bytes, seconds, np.inf)
-            for stage in range(self.num_stages)
+            for stage in range(len(self.in_flight))
         ])  # fmt: skip
 
     def table(self) -> FloatArray:
@@ -80,30 +71,24 @@ class StageCosts:
 
     def smallest_cap(self) -> float:
         """The least `cap_bytes` under which some division fits."""
-        loads = np.stack([self.bytes(stage).min(axis=0) for stage in range(self.num_stages)])
+        stages = range(len(self.in_flight))
+        loads = np.stack([self.bytes(stage).min(axis=0) for stage in stages])
         first, end = np.indices(loads.shape[1:])
         loads[:, first >= end] = np.inf
-        return _Search(loads, 1).bottleneck()
+        return _bottleneck(loads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
     """The best division found: stage i holds `layers_per_stage[i]` layers.
 
-    No division is better than `lower_bound`; `evaluations` counts runs of the inner dynamic
-    program, or the divisions that a search tried.
+    `evaluations` counts runs of the inner dynamic program, or the divisions that a search tried.
     """
 
     seconds: float
     layers_per_stage: tuple[int, ...]
     stage_seconds: tuple[float, ...]
-    lower_bound: float
     evaluations: int
-
-    @property
-    def stages(self) -> tuple[range, ...]:
-        """The layers of each stage."""
-        return runs_of(self.layers_per_stage)
 
 
 def runs_of(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
@@ -130,7 +115,6 @@ def division_of(table: FloatArray, layers_per_stage: Sequence[int], microbatches
         seconds=pipeline_seconds(seconds, microbatches),
         layers_per_stage=tuple(layers_per_stage),
         stage_seconds=seconds,
-        lower_bound=0.0,
         evaluations=1,
     )
 
@@ -143,14 +127,14 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
     """
     first, end = np.indices(table.shape[1:])
     costs = np.where(first < end, table, np.inf)
-    search = _Search(costs, num_microbatches)
-    free = search.run(np.inf)
+    free = _least_sum(costs, np.inf, num_microbatches)
     if free is None:
         return None
     times = np.unique(costs[np.isfinite(costs)])
-    smallest = search.bottleneck()
-    tight = search.run(smallest)
+    smallest = _bottleneck(costs)
+    tight = _least_sum(costs, smallest, num_microbatches)
     assert tight is not None
+    evaluations = 2
     best = min(free, tight, key=lambda found: found.seconds)
     low = int(np.searchsorted(times, smallest))
     high = int(np.searchsorted(times, max(free.stage_seconds)))
@@ -163,51 +147,44 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
         if least + (num_microbatches - 1) * times[low + 1] >= best.seconds:
             continue
         middle = (low + high) // 2
-        found = search.run(float(times[middle]))
+        found = _least_sum(costs, float(times[middle]), num_microbatches)
         assert found is not None
+        evaluations += 1
         best = min(best, found, key=lambda one: one.seconds)
         # What was found at `middle` may already hold further down: nothing lies between.
         below = int(np.searchsorted(times, max(found.stage_seconds)))
         spans += [(middle, found, high, upper), (low, lower, max(below, low), found)]
-    return replace(best, lower_bound=best.seconds, evaluations=search.runs)
+    return replace(best, evaluations=evaluations)
 
 
-class _Search:
-    """The inner dynamic program: the least sum of stage times when none exceeds a limit."""
+def _least_sum(costs: FloatArray, limit: float, num_microbatches: int) -> Division | None:
+    """The division of least sum of stage times, none of them above the limit; None when there is
+    none: the inner dynamic program."""
+    least = np.full(costs.shape[1], np.inf)
+    least[0] = 0.0
+    back: list[IntArray] = []
+    for stage in np.where(costs <= limit, costs, np.inf):
+        total = least[:, None] + stage
+        back.append(total.argmin(axis=0))
+        least = total.min(axis=0)
+    if not np.isfinite(least[-1]):
+        return None
+    sizes: list[int] = []
+    end = costs.shape[1] - 1
+    for before in reversed(back):
+        first = int(before[end])
+        sizes.append(end - first)
+        end = first
+    return division_of(costs, sizes[::-1], num_microbatches)
 
-    def __init__(self, costs: FloatArray, num_microbatches: int) -> None:
-        self.costs = costs
-        self.num_microbatches = num_microbatches
-        self.num_layers = costs.shape[1] - 1
-        self.runs = 0
 
-    def run(self, limit: float) -> Division | None:
-        """The best division with all stage times <= limit; None when there is none."""
-        self.runs += 1
-        least = np.full(self.num_layers + 1, np.inf)
-        least[0] = 0.0
-        back: list[IntArray] = []
-        for stage in np.where(self.costs <= limit, self.costs, np.inf):
-            total = least[:, None] + stage
-            back.append(total.argmin(axis=0))
-            least = total.min(axis=0)
-        if not np.isfinite(least[self.num_layers]):
-            return None
-        sizes: list[int] = []
-        end = self.num_layers
-        for before in reversed(back):
-            first = int(before[end])
-            sizes.append(end - first)
-            end = first
-        return division_of(self.costs, sizes[::-1], self.num_microbatches)
-
-    def bottleneck(self) -> float:
-        """The least possible largest entry; infinite when there is no division."""
-        least = np.full(self.num_layers + 1, np.inf)
-        least[0] = -np.inf
-        for stage in self.costs:
-            least = np.maximum(least[:, None], stage).min(axis=0)
-        return float(least[self.num_layers])
+def _bottleneck(costs: FloatArray) -> float:
+    """The least possible largest entry; infinite when there is no division."""
+    least = np.full(costs.shape[1], np.inf)
+    least[0] = -np.inf
+    for stage in costs:
+        least = np.maximum(least[:, None], stage).min(axis=0)
+    return float(least[-1])
 
 
 def _sums(values: FloatArray) -> FloatArray:
@@ -241,38 +218,34 @@ class BestDraw(NamedTuple):
     evaluations: int
 
 
-def random_search(
-    draw: Callable[[int, np.random.Generator], IntArray],
+def best_draw(
+    draw: Callable[[int, np.random.Generator], IntArray] | None,
+    logits: Sequence[FloatArray],
     evaluate: Evaluate,
     *,
     evaluations: int,
     seed: int,
 ) -> BestDraw:
-    """The best of `evaluations` draws; `draw(count, generator)` makes [count, variable]."""
-    generator = np.random.default_rng(seed)
-    best = BestDraw((), np.inf, 0)
-    while best.evaluations < evaluations:
-        count = min(_BATCH, evaluations - best.evaluations)
-        drawn = draw(count, generator)
-        best = _better(best, drawn, evaluate(drawn))
-    return best
-
-
-def policy_gradient(
-    logits: Sequence[FloatArray], evaluate: Evaluate, *, evaluations: int, seed: int
-) -> BestDraw:
-    """Policy gradient from a policy with these logits, one array of choices per variable."""
+    """The best of `evaluations` draws: of those that `draw(count, generator)` makes as [count,
+    variable], or (None) of a policy that learns, from these logits of each variable's choices."""
     generator = np.random.default_rng(seed)
     policy = [row.astype(float) for row in logits]
     best, worst = BestDraw((), np.inf, 0), 0.0
     while best.evaluations < evaluations:
         count = min(_BATCH, evaluations - best.evaluations)
         chances = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in policy]
-        drawn = np.zeros((count, len(policy)), dtype=np.intp)
-        for index, chance in enumerate(chances):
-            drawn[:, index] = generator.choice(len(chance), size=count, p=chance)
+        if draw is not None:
+            drawn = draw(count, generator)
+        else:
+            drawn = np.zeros((count, len(policy)), dtype=np.intp)
+            for index, chance in enumerate(chances):
+                drawn[:, index] = generator.choice(len(chance), size=count, p=chance)
         seconds = evaluate(drawn)
-        best = _better(best, drawn, seconds)
+        place = int(seconds.argmin())
+        best = best._replace(evaluations=best.evaluations + count)
+        if seconds[place] < best.seconds:
+            choices = tuple(int(choice) for choice in drawn[place])
+            best = best._replace(choices=choices, seconds=float(seconds[place]))
         worst = max(worst, float(seconds[np.isfinite(seconds)].max(initial=0.0)))
         legal = np.where(np.isfinite(seconds), seconds, _PENALTY * (worst or 1.0))
         rewards = -np.log(np.maximum(legal, 1e-300))
@@ -286,12 +259,13 @@ def policy_gradient(
     return best
 
 
-def random_division(
-    table: FloatArray, num_microbatches: int, evaluations: int, seed: int
+def baseline_division(
+    method: str, table: FloatArray, num_microbatches: int, evaluations: int, seed: int
 ) -> Division | None:
-    """The best of `evaluations` divisions, all equally likely; None when none fits.
+    """The best of `evaluations` divisions; None when none fits.
 
-    `table` as for `best_division`.
+    Those of "random" are all equally likely; "learned" is policy gradient over a cut after each
+    layer, which must also learn how many cuts are legal. `table` as for `best_division`.
     """
     num_stages, gaps = len(table), table.shape[1] - 2
 
@@ -301,50 +275,22 @@ def random_division(
         np.put_along_axis(cuts, order[:, : num_stages - 1], 1, axis=1)
         return cuts
 
-    evaluate = _cuts_evaluator(table, num_microbatches)
-    found = random_search(draw, evaluate, evaluations=evaluations, seed=seed)
-    return _division(found, table, num_microbatches)
+    def division(cuts: Sequence[int] | IntArray) -> Division | None:
+        borders = [0, *(int(gap) + 1 for gap in np.flatnonzero(cuts)), gaps + 1]
+        sizes = [int(size) for size in np.diff(borders)]
+        return division_of(table, sizes, num_microbatches) if len(sizes) == num_stages else None
 
+    def evaluate(draws: IntArray) -> FloatArray:
+        return np.array(
+            [np.inf if (one := division(row)) is None else one.seconds for row in draws]
+        )
 
-def learned_division(
-    table: FloatArray, num_microbatches: int, evaluations: int, seed: int
-) -> Division | None:
-    """Policy gradient over a cut after each layer; it must also learn how many cuts are legal."""
-    num_stages, gaps = len(table), table.shape[1] - 2
-    share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
-    logits = [np.log(np.array([1 - share, share]))] * gaps
-    evaluate = _cuts_evaluator(table, num_microbatches)
-    found = policy_gradient(logits, evaluate, evaluations=evaluations, seed=seed)
-    return _division(found, table, num_microbatches)
-
-
-def _cuts_evaluator(table: FloatArray, num_microbatches: int) -> Evaluate:
-    def seconds(cuts: IntArray) -> float:
-        runs = list(pairwise(_borders(cuts)))
-        if len(runs) != len(table):
-            return np.inf
-        times = [float(table[stage, first, end]) for stage, (first, end) in enumerate(runs)]
-        return pipeline_seconds(times, num_microbatches)
-
-    return lambda cuts: np.array([seconds(row) for row in cuts])
-
-
-def _borders(cuts: Sequence[int] | IntArray) -> list[int]:
-    """First layer of every stage, and the number of layers."""
-    return [0, *(int(gap) + 1 for gap in np.flatnonzero(cuts)), len(cuts) + 1]
-
-
-def _division(found: BestDraw, table: FloatArray, num_microbatches: int) -> Division | None:
-    if not np.isfinite(found.seconds):
-        return None
-    sizes = [int(size) for size in np.diff(_borders(found.choices))]
-    division = division_of(table, sizes, num_microbatches)
-    return replace(division, evaluations=found.evaluations)
-
-
-def _better(best: BestDraw, drawn: IntArray, seconds: FloatArray) -> BestDraw:
-    place = int(seconds.argmin())
-    tried = best.evaluations + len(drawn)
-    if seconds[place] < best.seconds:
-        return BestDraw(tuple(int(choice) for choice in drawn[place]), float(seconds[place]), tried)
-    return best._replace(evaluations=tried)
+    logits: list[FloatArray] = []
+    if method == "learned":
+        share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
+        logits = [np.log(np.array([1 - share, share]))] * gaps
+    found = best_draw(
+        draw if method == "random" else None, logits, evaluate, evaluations=evaluations, seed=seed
+    )
+    best = division(found.choices) if np.isfinite(found.seconds) else None
+    return best and replace(best, evaluations=found.evaluations)

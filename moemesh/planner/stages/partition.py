@@ -19,9 +19,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import from_plan, untrained
-from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.graph import FloatArray
-from moemesh.planner.operators.solve import IntegerProgram, solve
+from moemesh.planner.operators.graph import FloatArray, IntegerProgram, solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PartitionRequest
@@ -30,28 +28,28 @@ from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stages.answer import (
     METHODS,
     ImpliedPlan,
+    LayoutChange,
     Method,
+    OperatorAssignment,
     OperatorChoice,
     Partition,
     Stage,
-    describe_placement,
 )
 from moemesh.planner.stages.division import (
     Division,
     StageError,
+    baseline_division,
     best_division,
     division_of,
-    learned_division,
-    random_division,
 )
 from moemesh.planner.stages.placement import (
+    baseline_placement,
     best_placement,
-    learned_placement,
     placement_problem,
-    random_placement,
     solve_placement,
+    two_branch_network,
 )
-from moemesh.planner.stages.two_level import StageMesh, StageProblem, TwoLevelSearch, usable_bytes
+from moemesh.planner.stages.two_level import TwoLevelSearch
 from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory_profile import format_bytes
 
@@ -148,7 +146,20 @@ def _ranked(
                 differing: dict[str, None] = {}
                 for operator in timed:
                     seconds = operator.count * operator.seconds
-                    if _agrees(operator, mesh, dense, experts):
+                    cuts = operator.strategy.removesuffix(RECOMPUTE).split(",")
+                    taken = dict(cut.split("=") for cut in cuts if cut != WHOLE)
+                    # Whether the plan cuts the operator along the same dims.
+                    agrees = True
+                    for (axis, size), role, expert_role in zip(
+                        mesh.items(), dense, experts, strict=True
+                    ):
+                        wanted = (_DENSE[role] or _TENSOR.get(operator.operator, "sequence"),)
+                        if operator.operator.startswith("expert "):
+                            # Expert data parallelism cuts tokens, in either of their two dims.
+                            tokens = ("batch", "sequence")
+                            wanted = (_EXPERTS[expert_role],) if expert_role else tokens
+                        agrees = agrees and (size == 1 or taken.get(axis) in wanted)
+                    if agrees:
                         agreed += seconds
                     else:
                         differing[f"{operator.group}: {operator.operator}"] = None
@@ -159,22 +170,6 @@ def _ranked(
     # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
     found.sort(key=lambda item: (-item[1][0], -item[0]))
     return [item for _, item in found]
-
-
-def _agrees(
-    choice: OperatorChoice, mesh: Mapping[str, int], dense: Sequence[str], experts: Sequence[str]
-) -> bool:
-    """Whether a plan cuts an operator along the same dims."""
-    cuts = choice.strategy.removesuffix(RECOMPUTE).split(",")
-    taken = dict(cut.split("=") for cut in cuts if cut != WHOLE)
-    for (axis, size), role, expert_role in zip(mesh.items(), dense, experts, strict=True):
-        wanted: tuple[str, ...] = (_DENSE[role] or _TENSOR.get(choice.operator, "sequence"),)
-        if choice.operator.startswith("expert "):
-            # Expert data parallelism cuts tokens, whichever of their two dims that is.
-            wanted = (_EXPERTS[expert_role],) if expert_role else ("batch", "sequence")
-        if size > 1 and taken.get(axis) not in wanted:
-            return False
-    return True
 
 
 # Division into stages as a 0/1 integer program; its optimum must equal the dynamic program's.
@@ -194,8 +189,7 @@ def solve_division(
 ) -> Division | None:
     """The division of least `pipeline_seconds` by branch and bound; None when nothing fits.
 
-    `table` as for `best_division`. `evaluations` are the nodes of the search tree, `lower_bound` is
-    HiGHS's own.
+    `table` as for `best_division`. `evaluations` are the nodes of the search tree.
     """
     num_stages, num_layers = len(table), table.shape[1] - 1
     ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
@@ -229,8 +223,7 @@ def solve_division(
     chosen = [max(found, key=lambda run: float(values[found[run]])) for found in runs]
     sizes = [end - first for first, end in chosen]
     division = division_of(table, sizes, num_microbatches)
-    bound = division.seconds if answer.optimal else answer.lower_bound / scale
-    return replace(division, lower_bound=bound, evaluations=max(answer.num_nodes, 1))
+    return replace(division, evaluations=max(answer.num_nodes, 1))
 
 
 #: The branching network, by its name among the models.
@@ -266,12 +259,7 @@ def partition(
     for a batch of `global_batch` images. Raises ConfigError with every problem found, StageError
     when nothing fits.
     """
-    request = PartitionRequest(
-        model=model, cluster=cluster, global_batch=global_batch, method=method, seq_len=seq_len,
-        nodes=nodes, stages=stages, microbatches=microbatches, schedule=schedule,
-        evaluations=evaluations, seed=seed,
-    )  # fmt: skip
-    return compare(request)[0]
+    return compare(PartitionRequest(**locals()))[0]
 
 
 def compare(request: PartitionRequest) -> list[Partition]:
@@ -311,9 +299,8 @@ def compare(request: PartitionRequest) -> list[Partition]:
         raise ConfigError(problems)
     if known is None:
         return _placements(methods, machine, request)
-    workload = StageProblem(shape=known.shape, cluster=machine, request=request)
     started = time.perf_counter()
-    search = TwoLevelSearch(workload)
+    search = TwoLevelSearch(known.shape, machine, request)
     exact = search.best(best_division)
     shared = time.perf_counter() - started
     found: list[Partition] = []
@@ -323,63 +310,44 @@ def compare(request: PartitionRequest) -> list[Partition]:
         if method == "ilp":
             mesh, division = search.best(partial(solve_division, time_limit=_TIME_LIMIT))
         elif method != "dp":
-            baseline = random_division if method == "random" else learned_division
-            table = mesh.refined.table()
-            tried = baseline(table, mesh.microbatches, request.evaluations, request.seed)
+            table, count = mesh.refined.table(), request.evaluations
+            tried = baseline_division(method, table, mesh.microbatches, count, request.seed)
             if tried is None:
                 raise StageError(
-                    f"{method}: none of {request.evaluations} divisions into {mesh.num_stages} "
-                    f"stages fits in {format_bytes(round(workload.cap_bytes))} a device; the exact "
+                    f"{method}: none of {count} divisions into {mesh.num_stages} "
+                    f"stages fits in {format_bytes(round(search.cap_bytes))} a device; the exact "
                     f"one ({division.layers_per_stage} layers) does\nfix: --method dp"
                 )
             division = tried
         wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
-        found.append(_division_answer(known, workload, method, mesh, division, exact[1], wall))
+        stages, sizes = mesh.stages(division), division.layers_per_stage
+        assignments = mesh.describe(stages)
+        plan = Plan(
+            pp=mesh.num_stages,
+            microbatches=mesh.microbatches,
+            schedule=cast("PipelineSchedule", request.schedule),
+            layers_per_stage=sizes if len(sizes) > 1 else None,
+        )
+        operators = [one for assignment in assignments for one in assignment.operators]
+        found.append(
+            Partition(
+                model=known.shape.name,
+                cluster=machine.name,
+                num_devices=machine.num_devices,
+                method=method,
+                global_batch=request.global_batch,
+                microbatches=mesh.microbatches,
+                mesh=mesh.axes,
+                seconds=division.seconds,
+                optimum_seconds=exact[1].seconds,
+                evaluations=division.evaluations,
+                wall_seconds=wall,
+                stages=stages,
+                assignments=assignments,
+                implied=imply(known, machine, plan, request, mesh.axes, operators),
+            )
+        )
     return found
-
-
-def _division_answer(
-    model: Model,
-    workload: StageProblem,
-    method: str,
-    mesh: StageMesh,
-    division: Division,
-    exact: Division,
-    wall: float,
-) -> Partition:
-    stages = mesh.stages(division)
-    assignments, request = mesh.describe(stages), workload.request
-    sizes = division.layers_per_stage
-    plan = Plan(
-        pp=mesh.num_stages,
-        microbatches=mesh.microbatches,
-        schedule=cast("PipelineSchedule", request.schedule),
-        layers_per_stage=sizes if len(sizes) > 1 else None,
-    )
-    implied = imply(
-        model,
-        workload.cluster,
-        plan,
-        request,
-        mesh.axes,
-        [one for assignment in assignments for one in assignment.operators],
-    )
-    return Partition(
-        model=model.shape.name,
-        cluster=workload.cluster.name,
-        num_devices=workload.cluster.num_devices,
-        method=method,
-        global_batch=request.global_batch,
-        microbatches=mesh.microbatches,
-        mesh=mesh.axes,
-        seconds=division.seconds,
-        optimum_seconds=exact.seconds,
-        evaluations=division.evaluations,
-        wall_seconds=wall,
-        stages=stages,
-        assignments=assignments,
-        implied=implied,
-    )
 
 
 def _placements(
@@ -389,7 +357,7 @@ def _placements(
     evaluations, seed = request.evaluations, request.seed
     graph = two_branch_network(batch, cost_model(cluster, {"devices": 1}))
     cut = two_branch_network(batch, cost_model(cluster, {"devices": num_devices}))
-    cap = usable_bytes(cluster)
+    cap = cluster.memory_bytes * pricing(cluster).usable_share
     names, problem = placement_problem(graph, cluster, num_devices, cap)
     exact = best_placement(problem)
     found: list[Partition] = []
@@ -399,28 +367,49 @@ def _placements(
             placed = best_placement(problem)
         elif method == "ilp":
             placed = solve_placement(problem, time_limit=_TIME_LIMIT)
-        elif method == "random":
-            placed = random_placement(problem, evaluations, seed)
         else:
-            placed = learned_placement(problem, evaluations, seed)
+            placed = baseline_placement(method, problem, evaluations, seed)
         if not placed.choices:
             raise StageError(
                 f"{method}: none of {evaluations} placements fits in "
                 f"{format_bytes(round(cap))} a device; the exact one does\nfix: --method dp"
             )
         wall = time.perf_counter() - started
-        stages: list[Stage] = []
-        for device in range(num_devices):
-            here = np.flatnonzero(np.array(placed.choices) == device)
-            stages.append(
-                Stage(
-                    operators=tuple(names[place] for place in here),
-                    ranks=range(device, device + 1),
-                    seconds=float(problem.seconds[:, here].sum()),
-                    memory_bytes=float(problem.num_bytes[here].sum()),
-                    in_flight=1.0,
-                )
+        devices, seconds = placed.choices, problem.seconds.sum(axis=0)
+        operators = [
+            OperatorChoice(
+                group="",
+                operator=name,
+                strategy=f"device {device}",
+                count=1,
+                seconds=float(seconds[place]),
+                state_bytes=float(problem.num_bytes[place]),
+                saved_bytes=0.0,
             )
+            for place, (name, device) in enumerate(zip(names, devices, strict=True))
+        ]
+        edges = [
+            LayoutChange(
+                group="",
+                source=names[source],
+                target=names[target],
+                before=f"device {devices[source]}",
+                after=f"device {devices[target]}",
+                seconds=2 * problem.transfer(edge, devices[source], devices[target]),
+            )
+            for edge, (source, target) in enumerate(problem.edges)
+        ]
+        here = [np.flatnonzero(np.array(devices) == device) for device in range(num_devices)]
+        stages = tuple(
+            Stage(
+                operators=tuple(names[place] for place in places),
+                ranks=range(device, device + 1),
+                seconds=float(problem.seconds[:, places].sum()),
+                memory_bytes=float(problem.num_bytes[places].sum()),
+                in_flight=1.0,
+            )
+            for device, places in enumerate(here)
+        )
         found.append(
             Partition(
                 model=BRANCHING,
@@ -434,8 +423,8 @@ def _placements(
                 optimum_seconds=exact.seconds,
                 evaluations=placed.evaluations,
                 wall_seconds=wall,
-                stages=tuple(stages),
-                assignments=(describe_placement(names, problem, placed.choices),),
+                stages=stages,
+                assignments=(OperatorAssignment(operators=tuple(operators), edges=tuple(edges)),),
                 cut_seconds=solve(cut).cost.seconds,
             )
         )

@@ -10,23 +10,17 @@ every placement of the outputs still to be read, the undominated times and bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.planner.operators.graph import FloatArray, OperatorGraph
-from moemesh.planner.operators.solve import IntegerProgram
-from moemesh.planner.stages.division import (
-    BestDraw,
-    IntArray,
-    StageError,
-    policy_gradient,
-    random_search,
-)
+from moemesh.planner.operators.graph import FloatArray, IntegerProgram, OperatorGraph
+from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
+from moemesh.planner.stages.division import BestDraw, IntArray, StageError, best_draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +84,19 @@ class PlacementProblem:
         return np.where((held > self.cap_bytes).any(axis=1), np.inf, total)
 
 
-def random_placement(problem: PlacementProblem, evaluations: int, seed: int) -> BestDraw:
-    """The best of `evaluations` placements, all equally likely."""
+def baseline_placement(
+    method: str, problem: PlacementProblem, evaluations: int, seed: int
+) -> BestDraw:
+    """The best of `evaluations` placements: of "random" ones, all equally likely, or by a policy
+    over the device of every operator ("learned")."""
 
     def draw(count: int, generator: np.random.Generator) -> IntArray:
         return generator.integers(0, problem.num_devices, (count, problem.num_operators))
 
-    return random_search(draw, problem.evaluate, evaluations=evaluations, seed=seed)
-
-
-def learned_placement(problem: PlacementProblem, evaluations: int, seed: int) -> BestDraw:
-    """Policy gradient over the device of every operator."""
-    logits = [np.zeros(problem.num_devices)] * problem.num_operators
-    return policy_gradient(logits, problem.evaluate, evaluations=evaluations, seed=seed)
+    is_random = method == "random"
+    logits = [] if is_random else [np.zeros(problem.num_devices)] * problem.num_operators
+    sampler = draw if is_random else None
+    return best_draw(sampler, logits, problem.evaluate, evaluations=evaluations, seed=seed)
 
 
 def placement_problem(
@@ -140,22 +134,18 @@ def placement_problem(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Label:
+class _Label(NamedTuple):
     """A placement of the first operators: what the rest needs to know of it.
 
-    `ready[phase][device]`, `ends[operator] = (forward, backward)` of the outputs still to be read.
+    ``ready[phase, device]``; ``ends[operator]``, forward and backward, of outputs still to be read;
+    `numbers`: all of these and the bytes, of which less is better.
     """
 
     devices: tuple[int, ...]
-    ready: tuple[tuple[float, ...], tuple[float, ...]]
-    ends: dict[int, tuple[float, float]]
-    held: tuple[float, ...]
-
-    @cached_property
-    def numbers(self) -> FloatArray:
-        ends = [time for operator in sorted(self.ends) for time in self.ends[operator]]
-        return np.array([*self.ready[0], *self.ready[1], *ends, *self.held])
+    ready: FloatArray
+    ends: dict[int, FloatArray]
+    held: FloatArray
+    numbers: FloatArray
 
 
 def best_placement(problem: PlacementProblem) -> BestDraw:
@@ -164,34 +154,61 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
     Raises StageError when nothing fits in the cap.
     """
     count = problem.num_operators
-    last_reader = [max((t for s, t in problem.edges if s == i), default=i) for i in range(count)]
-    zeros = (0.0,) * problem.num_devices
-    labels = [_Label(devices=(), ready=(zeros, zeros), ends={}, held=zeros)]
-    # Descent from a random start gives a bound that cuts most labels.
-    bound = _descend(problem, random_placement(problem, 2048, 0))
+    # Moves of single operators, and of pairs of them, from a random start, as long as they help,
+    # give a bound that cuts most labels.
+    start = baseline_placement("random", problem, 2048, 0)
+    bound, current = start.seconds, np.array(start.choices or (0,) * count, dtype=np.intp)
+    moves = list(product(range(count), range(problem.num_devices)))
+    while True:
+        tried = np.repeat(current[None], len(moves) ** 2, axis=0)
+        for row, ((i, a), (j, b)) in enumerate(product(moves, moves)):
+            tried[row, i], tried[row, j] = a, b
+        seconds = problem.evaluate(tried)
+        place = int(seconds.argmin())
+        if not seconds[place] < bound:
+            break
+        bound, current = float(seconds[place]), tried[place]
     # Per phase, the longest path behind each operator, transfers left out.
-    tails: list[list[float]] = []
-    for times in problem.seconds:
-        behind = [0.0] * problem.num_operators
-        for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
-            behind[source] = max(behind[source], float(times[target]) + behind[target])
-        tails.append(behind)
+    tails = np.zeros((2, count))
+    for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
+        behind = problem.seconds[:, target] + tails[:, target]
+        tails[:, source] = np.maximum(tails[:, source], behind)
+    last_reader = [max((t for s, t in problem.edges if s == i), default=i) for i in range(count)]
+    nothing = np.zeros(problem.num_devices)
+    labels = [_Label((), np.stack([nothing, nothing]), {}, nothing, nothing)]
     evaluations = 1
     for number in range(count):
         kept: dict[tuple[int, ...], list[_Label]] = {}
         for label in labels:
-            for device in _candidates(problem, label):
-                found = _extend(problem, label, number, device)
-                evaluations += 1
-                live = {i: ends for i, ends in found.ends.items() if last_reader[i] > number}
-                least = sum(
-                    max(max(found.ready[k]), *(found.ends[i][k] + tails[k][i] for i in found.ends))
-                    for k in range(2)
-                )
-                if max(found.held) > problem.cap_bytes or least > bound * (1 + 1e-12):
+            fresh: set[int] = set()
+            for device in range(problem.num_devices):
+                # Devices in use, and the first unused one of each node: its others are the same.
+                node = device // problem.node_size
+                if device not in label.devices and node in fresh:
                     continue
-                found = _Label(devices=found.devices, ready=found.ready, ends=live, held=found.held)
-                _keep(kept.setdefault(tuple(found.devices[i] for i in sorted(live)), []), found)
+                if device not in label.devices:
+                    fresh.add(node)
+                evaluations += 1
+                ready, held = label.ready.copy(), label.held.copy()
+                for edge, source in problem.inputs[number]:
+                    moved = problem.transfer(edge, label.devices[source], device)
+                    ready[:, device] = np.maximum(ready[:, device], label.ends[source] + moved)
+                ready[:, device] += problem.seconds[:, number]
+                held[device] += problem.num_bytes[number]
+                ends = {**label.ends, number: ready[:, device]}
+                least = ready.max(axis=1)
+                for operator, end in ends.items():
+                    least = np.maximum(least, end + tails[:, operator])
+                if held.max() > problem.cap_bytes or least.sum() > bound * (1 + 1e-12):
+                    continue
+                live = {i: end for i, end in ends.items() if last_reader[i] > number}
+                numbers = np.concatenate([ready.ravel(), *live.values(), held])
+                devices = (*label.devices, device)
+                same = kept.setdefault(tuple(devices[i] for i in live), [])
+                # A label stays unless another is at least as good in every number.
+                if not any((other.numbers <= numbers).all() for other in same):
+                    same[:] = [other for other in same if not (numbers <= other.numbers).all()]
+                    same.append(_Label(devices, ready, live, held, numbers))
         labels = [label for same in kept.values() for label in same]
     if not labels:
         raise StageError(
@@ -199,67 +216,8 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
             f"{problem.cap_bytes:.0f} bytes a device; all of them take "
             f"{problem.num_bytes.sum():.0f} bytes, the largest {problem.num_bytes.max():.0f}"
         )
-    best = min(labels, key=lambda label: (sum(max(times) for times in label.ready), label.devices))
-    return BestDraw(best.devices, sum(max(times) for times in best.ready), evaluations)
-
-
-def _descend(problem: PlacementProblem, start: BestDraw) -> float:
-    """Seconds after moving single operators, and pairs of them, while that helps."""
-    seconds = start.seconds
-    current = np.array(start.choices or (0,) * problem.num_operators, dtype=np.intp)
-    moves = [
-        (place, device)
-        for place in range(problem.num_operators)
-        for device in range(problem.num_devices)
-    ]
-    while True:
-        tried = np.repeat(current[None], len(moves) ** 2, axis=0)
-        for row, ((i, a), (j, b)) in enumerate(product(moves, moves)):
-            tried[row, i], tried[row, j] = a, b
-        found = problem.evaluate(tried)
-        place = int(found.argmin())
-        if not found[place] < seconds:
-            return seconds
-        seconds, current = float(found[place]), tried[place]
-
-
-def _candidates(problem: PlacementProblem, label: _Label) -> Iterator[int]:
-    """Devices in use, and the first unused one of each node: its others are the same."""
-    fresh: set[int] = set()
-    for device in range(problem.num_devices):
-        if device in label.devices:
-            yield device
-        elif device // problem.node_size not in fresh:
-            fresh.add(device // problem.node_size)
-            yield device
-
-
-def _extend(problem: PlacementProblem, label: _Label, number: int, device: int) -> _Label:
-    ready: list[tuple[float, ...]] = []
-    for phase, times in enumerate(problem.seconds):
-        free = list(label.ready[phase])
-        arrivals = [
-            label.ends[source][phase] + problem.transfer(edge, label.devices[source], device)
-            for edge, source in problem.inputs[number]
-        ]
-        free[device] = max([free[device], *arrivals]) + float(times[number])
-        ready.append(tuple(free))
-    held = list(label.held)
-    held[device] += float(problem.num_bytes[number])
-    return _Label(
-        devices=(*label.devices, device),
-        ready=(ready[0], ready[1]),
-        ends={**label.ends, number: (ready[0][device], ready[1][device])},
-        held=tuple(held),
-    )
-
-
-def _keep(labels: list[_Label], found: _Label) -> None:
-    """Add a label unless another is at least as good in every number; drop those it beats."""
-    if any((other.numbers <= found.numbers).all() for other in labels):
-        return
-    labels[:] = [other for other in labels if not (found.numbers <= other.numbers).all()]
-    labels.append(found)
+    seconds, devices = min((float(one.ready.max(axis=1).sum()), one.devices) for one in labels)
+    return BestDraw(devices, seconds, evaluations)
 
 
 def solve_placement(problem: PlacementProblem, *, time_limit: float | None = None) -> BestDraw:
@@ -279,7 +237,17 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
         program.row([(v, 1.0) for v in row], low=1.0, high=1.0)
     spans = [program.variable(1.0, high=np.inf, integral=False) for _ in problem.seconds]
     starts = [[program.variable(high=np.inf, integral=False) for _ in range(count)] for _ in spans]
-    crossings = [_crossing(program, problem, x, source, target) for source, target in problem.edges]
+    # Of every edge, variables that are 1 where it joins two devices, and two nodes.
+    crossings: list[tuple[int, int]] = []
+    for source, target in problem.edges:
+        device, node = (program.variable(integral=False) for _ in range(2))
+        crossings.append((device, node))
+        for before, after in zip(x[source], x[target], strict=True):
+            program.row([(device, 1.0), (before, -1.0), (after, 1.0)], low=0.0)
+        for first in range(0, problem.num_devices, problem.node_size):
+            part = slice(first, first + problem.node_size)
+            terms = [*((v, -1.0) for v in x[source][part]), *((v, 1.0) for v in x[target][part])]
+            program.row([(node, 1.0), *terms], low=0.0)
     # Of operators of which neither waits for the other's output: 1 where they share a device.
     together: dict[tuple[int, int], int] = {}
     behind: list[set[int]] = [set() for _ in range(count)]
@@ -317,15 +285,117 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
     return BestDraw(placement, seconds, max(answer.num_nodes, 1))
 
 
-def _crossing(
-    program: IntegerProgram, problem: PlacementProblem, x: list[list[int]], source: int, target: int
-) -> tuple[int, int]:
-    """Variables that are 1 where an edge joins two devices, and two nodes."""
-    device, node = (program.variable(integral=False) for _ in range(2))
-    for before, after in zip(x[source], x[target], strict=True):
-        program.row([(device, 1.0), (before, -1.0), (after, 1.0)], low=0.0)
-    for first in range(0, problem.num_devices, problem.node_size):
-        part = slice(first, first + problem.node_size)
-        terms = [*((v, -1.0) for v in x[source][part]), *((v, 1.0) for v in x[target][part])]
-        program.row([(node, 1.0), *terms], low=0.0)
-    return device, node
+# The network: two branches of convolutions, as AlexNet (2012), as an operator graph.
+#
+# Five convolutions in two branches that exchange their maps before the third, then three dense
+# layers. It is here so that the planner is one of graphs: nothing in it is a transformer.
+
+
+class Convolution(NamedTuple):
+    """Channels of one branch behind a layer, kernel side, side of the map before pooling and behind
+    it."""
+
+    channels: int
+    kernel: int
+    side: int
+    pooled_side: int
+
+
+#: Channels are those of one branch (A. Krizhevsky, I. Sutskever, G. Hinton, 2012).
+ALEXNET = (
+    Convolution(48, 11, 55, 27),
+    Convolution(128, 5, 27, 13),
+    Convolution(192, 3, 13, 13),
+    Convolution(192, 3, 13, 13),
+    Convolution(128, 3, 13, 6),
+)
+_DENSE = (4096, 4096, 1000)
+_IMAGE_CHANNELS, _IMAGE_SIDE, _ELEMENT_BYTES = 3, 224, 2
+
+
+def two_branch_network(
+    batch: int,
+    costs: CostModel,
+    *,
+    layers: tuple[Convolution, ...] = ALEXNET,
+    dense: tuple[int, ...] = _DENSE,
+    crossing: int = 2,
+) -> OperatorGraph:
+    """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
+
+    The crossing is a layer behind the first.
+    """
+    builder = GraphBuilder(costs)
+    image_bytes = float(batch * _IMAGE_CHANNELS * _IMAGE_SIDE**2 * _ELEMENT_BYTES)
+    images = builder.port("images", {0: batch}, image_bytes, constant=True)
+    ends = [images, images]
+    for index, layer in enumerate(layers):
+        before = layers[index - 1].channels if index else _IMAGE_CHANNELS
+        sources = [ends, ends] if index == crossing else [[end] for end in ends]
+        # Convolution, activation and pooling, over one branch's maps or both.
+        read = len(sources[0])
+        elements = float(layer.channels * before * read * layer.kernel**2)
+        computed = float(batch * layer.channels * layer.side**2)
+        convolution = OperatorSpec(
+            name=f"conv{index + 1}",
+            sizes={"batch": batch, "in": before, "out": layer.channels},
+            inputs=(("batch", "in"),) * read,
+            output=("batch", "out"),
+            # Two inputs have channels of their own, which no single cut divides.
+            cut=("batch", "in", "out") if read == 1 else ("batch", "out"),
+            weight=("in", "out"),
+            weight_elements=elements,
+            flops=2.0 * computed * elements / layer.channels,
+            moved_bytes=2.0 * computed * _ELEMENT_BYTES,
+            output_bytes=float(batch * layer.channels * layer.pooled_side**2 * _ELEMENT_BYTES),
+            kept_bytes=computed * _ELEMENT_BYTES,
+        )
+        ends = [
+            builder.add(replace(convolution, name=convolution.name + branch), *inputs)
+            for branch, inputs in zip("ab", sources, strict=True)
+        ]
+    last = layers[-1]
+    width = 2 * last.channels * last.pooled_side**2
+    # Both branches as one row an image; a cut of channels would mix the branches' orders.
+    num_bytes = float(batch * width * _ELEMENT_BYTES)
+    joined = builder.add(
+        OperatorSpec(
+            name="concatenate",
+            sizes={"batch": batch},
+            inputs=(("batch", "branch"),) * 2,
+            output=("batch", "channels"),
+            cut=("batch",),
+            moved_bytes=2 * num_bytes,
+            output_bytes=num_bytes,
+            kept_bytes=num_bytes,
+        ),
+        *ends,
+    )
+    for index, out in enumerate(dense):
+        elements = float(width * out)
+        dense_bytes = float(batch * out * _ELEMENT_BYTES)
+        spec = OperatorSpec(
+            name=f"dense{index + 1}",
+            sizes={"batch": batch, "in": width, "out": out},
+            inputs=(("batch", "in"),),
+            output=("batch", "out"),
+            cut=("batch", "in", "out"),
+            weight=("in", "out"),
+            weight_elements=elements,
+            flops=2.0 * batch * elements,
+            moved_bytes=dense_bytes,
+            output_bytes=dense_bytes,
+            kept_bytes=dense_bytes,
+        )
+        joined, width = builder.add(spec, joined), out
+    loss = OperatorSpec(
+        name="loss",
+        sizes={"batch": batch, "out": width},
+        inputs=(("batch", "out"),),
+        output=("batch",),
+        cut=("batch", "out"),
+        moved_bytes=4.0 * batch * width,
+        output_bytes=4.0 * batch,
+    )
+    builder.add(loss, joined)
+    return builder.graph()

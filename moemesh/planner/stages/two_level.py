@@ -2,7 +2,7 @@
 
 A model on N devices is cut into P stages of N / P devices each (arXiv:2201.12023). For every P and
 every logical mesh (outer x inner) of a stage's devices the inner level lays out the operators
-(`operators.solve`) and the outer level divides the layers. Where memory binds, the inner level is
+(`operators.graph`) and the outer level divides the layers. Where memory binds, the inner level is
 solved at several prices of a byte, and every stage takes the fastest answer that fits.
 
 All stages have the same mesh and all boundaries between layers one layout, because a run has one
@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.suggest import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
-from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
-from moemesh.planner.operators.solve import Assignment, solve
+from moemesh.planner.operators.graph import Assignment, Cost, FloatArray, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.stages.answer import OperatorAssignment, Stage, describe
-from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division
+from moemesh.planner.stages.answer import LayoutChange, OperatorAssignment, OperatorChoice, Stage
+from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division, runs_of
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import build
 from moemesh.schedule.held_activations import peak_memory
@@ -43,49 +42,27 @@ _LIGHTEST = 1e3
 Divide = Callable[[FloatArray, int], Division | None]
 
 
-def usable_bytes(cluster: Cluster) -> float:
-    """Bytes of a device that a job may use."""
-    return cluster.memory_bytes * pricing(cluster).usable_share
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageProblem:
-    """The model to divide and the devices; `request` has the numbers, None where the search
-    chooses."""
-
-    shape: ModelShape
-    cluster: Cluster
-    request: PartitionRequest
-
-    @cached_property
-    def cap_bytes(self) -> float:
-        """Bytes of a device that a job may use."""
-        return usable_bytes(self.cluster)
-
-
 class StageMesh:
     """One number of stages with one logical mesh of their devices, and its assignments so far."""
 
-    def __init__(self, workload: StageProblem, num_stages: int, axes: dict[str, int]) -> None:
-        self.workload = workload
-        self.num_stages = num_stages
-        self.axes = axes
-        self.devices = int(np.prod(list(axes.values())))
+    def __init__(self, search: TwoLevelSearch, num_stages: int, axes: dict[str, int]) -> None:
+        self.search, self.num_stages, self.axes = search, num_stages, axes
+        self.devices = prod(axes.values())
         # The given number, or as many as leave each device of a stage one sequence.
-        request, batch = workload.request, workload.request.global_batch
+        request, batch = search.request, search.request.global_batch
         legal = [number for number in divisors(batch) if batch // number >= self.devices]
         self.microbatches = request.microbatches or max(legal, default=1)
         # Microbatches that each stage holds at its peak, counted from the schedule itself.
         peaks = peak_memory(build(request.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
-        model = cost_model(workload.cluster, axes, microbatches=self.microbatches, recompute=True)
+        model = cost_model(search.cluster, axes, microbatches=self.microbatches, recompute=True)
         self.blocks = TransformerBlocks(
-            shape=workload.shape,
+            shape=search.shape,
             batch=batch // self.microbatches,
             sequence=request.seq_len,
             costs=model,
         )
-        self.graph: OperatorGraph = self.blocks.graph()
+        self.graph = self.blocks.graph
         self.assignments: list[Assignment] = []
         self.add(0.0)
         free = best_division(self.costs(np.inf).table(), self.microbatches)
@@ -103,18 +80,16 @@ class StageMesh:
         rows: list[list[Cost]] = []
         for assignment in assignments or self.assignments:
             groups = self.graph.group_costs(assignment.choices)
-            layers = [groups[group_of(kind)] for kind in self.workload.shape.kinds]
+            layers = [groups[group_of(kind)] for kind in self.search.shape.kinds]
             layers[0] = layers[0].plus(groups[EMBEDDING])
             layers[-1] = layers[-1].plus(groups[HEAD])
             rows.append(layers)
         seconds, state, saved = np.array(rows, dtype=float).transpose(2, 0, 1)
         # A microbatch's stream to the next stage and its gradient back, cut over all devices.
-        cluster = self.workload.cluster
-        inside = self.num_stages * self.devices <= cluster.gpus_per_node
-        if inside:
+        cluster = self.search.cluster
+        latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
+        if self.num_stages * self.devices <= cluster.gpus_per_node:
             latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
-        else:
-            latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
         return StageCosts(
             seconds=seconds,
             state_bytes=state,
@@ -132,18 +107,17 @@ class StageMesh:
         The price of a byte is found along the chord between an assignment that fits on its own and
         one that does not.
         """
-        cap_bytes = self.workload.cap_bytes
-        heavy = self.assignments[0]
-        if self._fits(heavy, cap_bytes):
+        cap_bytes, heavy = self.search.cap_bytes, self.assignments[0]
+        if self._fits(heavy):
             return self.costs(cap_bytes)
         light = self.add(_LIGHTEST * heavy.cost.seconds / max(self._bytes(heavy), 1.0))
-        for _ in range(MOST_PRICES if self._fits(light, cap_bytes) else 0):
+        for _ in range(MOST_PRICES if self._fits(light) else 0):
             dearer = light.cost.seconds - heavy.cost.seconds
             found = self.add(dearer / max(self._bytes(heavy) - self._bytes(light), 1.0))
             if found.choices in (heavy.choices, light.choices):
                 self.assignments.pop()
                 break
-            if self._fits(found, cap_bytes):
+            if self._fits(found):
                 light = found
             else:
                 heavy = found
@@ -154,7 +128,7 @@ class StageMesh:
         costs = self.refined
         by_option = costs.options()
         found: list[Stage] = []
-        for number, layers in enumerate(division.stages):
+        for number, layers in enumerate(runs_of(division.layers_per_stage)):
             option = int(by_option[number, :, layers.start, layers.stop].argmin())
             found.append(
                 Stage(
@@ -170,17 +144,45 @@ class StageMesh:
 
     def describe(self, stages: Sequence[Stage]) -> tuple[OperatorAssignment, ...]:
         """Node and edge costs of every assignment, and how many layers of `stages` take it."""
-        kinds = self.workload.shape.kinds
+        kinds, graph = self.search.shape.kinds, self.graph
         found: list[OperatorAssignment] = []
         for number, assignment in enumerate(self.assignments):
             taken = [stage for stage in stages if stage.assignment == number]
             counts = Counter(group_of(kinds[layer]) for stage in taken for layer in stage.layers)
             counts[EMBEDDING] = int(stages[0] in taken)
             counts[HEAD] = int(stages[-1] in taken)
-            found.append(describe(self.graph, assignment.choices, counts))
+            chosen = [
+                operator.strategies[choice]
+                for operator, choice in zip(graph.operators, assignment.choices, strict=True)
+            ]
+            operators = [
+                OperatorChoice(
+                    group=operator.group,
+                    operator=operator.name,
+                    strategy=strategy.name,
+                    count=counts[operator.group],
+                    seconds=strategy.seconds,
+                    state_bytes=strategy.state_bytes,
+                    saved_bytes=strategy.saved_bytes,
+                )
+                for operator, strategy in zip(graph.operators, chosen, strict=True)
+            ]
+            edges = [
+                LayoutChange(
+                    group=edge.group,
+                    source=graph.operators[edge.source].name,
+                    target=graph.operators[edge.target].name,
+                    before=",".join(chosen[edge.source].output),
+                    after=",".join(chosen[edge.target].inputs[edge.input_index]),
+                    seconds=graph.edge_seconds(edge, assignment.choices),
+                )
+                for edge in graph.edges
+            ]
+            found.append(OperatorAssignment(operators=tuple(operators), edges=tuple(edges)))
         return tuple(found)
 
-    def _fits(self, assignment: Assignment, cap_bytes: float) -> bool:
+    def _fits(self, assignment: Assignment) -> bool:
+        cap_bytes = self.search.cap_bytes
         return self.costs(cap_bytes, [assignment]).smallest_cap() <= cap_bytes
 
     def _bytes(self, assignment: Assignment) -> float:
@@ -188,19 +190,19 @@ class StageMesh:
 
 
 class TwoLevelSearch:
-    """All meshes of a workload, the most promising first."""
+    """All meshes of a model to divide and its devices, the most promising first; `request` has the
+    numbers, None where the search chooses."""
 
-    def __init__(self, workload: StageProblem) -> None:
-        self.workload = workload
-        devices, most = workload.cluster.num_devices, workload.shape.num_layers
+    def __init__(self, shape: ModelShape, cluster: Cluster, request: PartitionRequest) -> None:
+        self.shape, self.cluster, self.request = shape, cluster, request
+        #: Bytes of a device that a job may use.
+        self.cap_bytes = cluster.memory_bytes * pricing(cluster).usable_share
         # The given number of stages, or all that divide the devices and leave each stage a layer.
-        given = workload.request.stages
-        counts = [given] if given else divisors(devices)
+        counts = [n for n in divisors(cluster.num_devices) if n <= shape.num_layers]
         meshes = [
-            StageMesh(workload, num_stages, axes)
-            for num_stages in counts
-            if num_stages <= most or given
-            for axes in logical_meshes(workload.cluster, devices // num_stages)
+            StageMesh(self, num_stages, axes)
+            for num_stages in ([request.stages] if request.stages else counts)
+            for axes in logical_meshes(cluster, cluster.num_devices // num_stages)
         ]
         self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)
 
@@ -219,14 +221,13 @@ class TwoLevelSearch:
             elif best is None or found.seconds < best[1].seconds:
                 best = mesh, found
         if best is None:
-            workload, cluster = self.workload, self.workload.cluster
             stages, smallest = min(needed.items(), key=lambda item: item[1])
-            share = workload.cap_bytes / cluster.memory_bytes
+            share = self.cap_bytes / self.cluster.memory_bytes
             raise StageError(
-                f"no division of {workload.shape.num_layers} layers of {workload.shape.name} into "
+                f"no division of {self.shape.num_layers} layers of {self.shape.name} into "
                 f"{', '.join(map(str, sorted(needed)))} stages fits in "
-                f"{format_bytes(round(workload.cap_bytes))} a device of {cluster.name} "
-                f"({cluster.num_devices} devices)\n"
+                f"{format_bytes(round(self.cap_bytes))} a device of {self.cluster.name} "
+                f"({self.cluster.num_devices} devices)\n"
                 f"fix: devices with {format_bytes(round(smallest / share))} ({stages} stages), "
                 "more nodes, or more microbatches"
             )

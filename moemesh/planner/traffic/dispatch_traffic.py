@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
 from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
+from moemesh.balance import assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
@@ -143,7 +142,7 @@ def crowded_routing(
     one = count_choices([chosen], experts, layout, slots=k)
 
     @cache
-    def counted(tokens: int, chunk: int, chunks: int) -> SentRows:
+    def sent(tokens: int, chunk: int, chunks: int) -> SentRows:
         count = len(shard_range(tokens, chunks, chunk))
         crowd = floor(share * count)
         kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
@@ -156,26 +155,14 @@ def crowded_routing(
             slots=k,
         )
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
-        return counted(tokens, chunk, chunks)
-
-    return sent
+    return lambda rank, forward, layer, tokens, chunk, chunks: sent(tokens, chunk, chunks)
 
 
 # Exchanges of a dispatch.
 
-_COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
-    "moe.counts",
-    "moe.dispatch.weights",
-    "moe.dispatch",
-    "moe.combine",
-)
+_COUNTS, _WEIGHTS = "moe.counts", "moe.dispatch.weights"
+_DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
 _INT64, _INT32 = 8, 4
-
-
-def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
-    """Row slots per pair of ranks."""
-    return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
 class CountedExchange(NamedTuple):
@@ -219,7 +206,10 @@ class DispatchTraffic:
         self.plain: float = self.model.hidden_size * self.element
         is_coded = self.plan.payload == "fp8"
         self.coded = packed_bytes(self.model.hidden_size) if is_coded else self.plain
-        self._slots = low_latency_slots(self.model, self.plan, self.max_tokens)
+        #: Row slots of low_latency per pair of ranks.
+        self._slots = slots_per_pair(
+            self.max_tokens, self.model.experts_per_token, self.model.num_experts, self.plan.ep
+        )
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[CountedExchange]:
@@ -251,33 +241,39 @@ class DispatchTraffic:
         for caller, hop in entries:
             if caller == _WEIGHTS:
                 width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
-                yield self._to_experts(hop, width, "forward", caller)
-                yield self._from_experts(hop, width, "backward", caller)
+                yield self._travel(hop, "forward", caller, width)
+                yield self._travel(hop, "backward", caller, width, home=True)
             elif caller == _DISPATCH:
                 width = self.plain if hop.axis == "etp" else self.coded
-                yield self._to_experts(hop, width, "forward", caller)
+                yield self._travel(hop, "forward", caller, width)
                 if not exact:
-                    yield self._from_experts(hop, self.plain, "backward", caller)
-            elif exact:
-                continue
-            elif hop.axis == "ep_etp" and not self._sums_densely(sent, slots):
-                out = [item.visits[lines.here["ep"]] for item in sent]
-                mine = self.sent_by(lines.rank).visits
-                both = out, [mine[place // plan.etp] for place in range(len(sent))]
-                uneven = "ep_etp", "all_to_all"
-                yield CountedExchange(*uneven, "forward", caller, both, self.plain)
-                yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
-            else:
-                yield self._from_experts(hop, self.plain, "forward", caller)
-                yield self._to_experts(hop, self.plain, "backward", caller)
+                    yield self._travel(hop, "backward", caller, self.plain, home=True)
+            elif not exact:
+                is_dense = True
+                if hop.axis == "ep_etp":
+                    # Every lane of an ep index holds a shard of each of its experts: visits count
+                    # per rank.
+                    tokens = sum(item.tokens for item in sent)
+                    visited = plan.etp * sum(sum(item.visits) for item in sent)
+                    is_dense = tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
+                if is_dense:
+                    yield self._travel(hop, "forward", caller, self.plain, home=True)
+                    yield self._travel(hop, "backward", caller, self.plain)
+                else:
+                    out = [item.visits[lines.here["ep"]] for item in sent]
+                    mine = self.sent_by(lines.rank).visits
+                    both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                    uneven = "ep_etp", "all_to_all"
+                    yield CountedExchange(*uneven, "forward", caller, both, self.plain)
+                    yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
         if exact:
             # Every (token, expert) row by itself: sums over etp, then over ep.
             home = HOPS["all_to_all"][::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
-                    yield self._from_experts(hop, self.plain, phase, caller)
+                    yield self._travel(hop, phase, caller, self.plain, home=True)
             for hop in home:
-                yield self._to_experts(hop, self.plain, "backward", _COMBINE)
+                yield self._travel(hop, "backward", _COMBINE, self.plain)
 
     def _plan_messages(
         self, name: str, hops: tuple[HopRows, ...], slots: int
@@ -287,7 +283,7 @@ class DispatchTraffic:
         if name == "all_gather":
             each = [1.0] * plan.ep * plan.etp
             yield CountedExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
-            yield self._to_experts(hops[0], slots * _INT64, *counts)
+            yield self._travel(hops[0], *counts, slots * _INT64)
         if name not in ("all_to_all", "hierarchical"):
             return
         # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
@@ -303,23 +299,15 @@ class DispatchTraffic:
             elif self.counts:
                 yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
             if hop.is_of_tokens:
-                yield self._to_experts(hop, _INT32 * (slots + 1), *counts)
+                yield self._travel(hop, *counts, _INT32 * (slots + 1))
 
-    def _sums_densely(self, sent: list[SentRows], slots: int) -> bool:
-        # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
-        tokens = sum(item.tokens for item in sent)
-        visited = self.plan.etp * sum(sum(item.visits) for item in sent)
-        return tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
-
-    def _to_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
-        """Rows of `width` bytes towards the experts."""
-        op = "all_gather" if hop.is_gathered else "all_to_all"
-        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop), width)
-
-    def _from_experts(self, hop: HopRows, width: float, phase: str, caller: str) -> CountedExchange:
-        """Rows of `width` bytes from the experts."""
-        op = "reduce_scatter" if hop.is_gathered else "all_to_all"
-        return CountedExchange(hop.axis, op, phase, caller, self._rows(hop)[::-1], width)
+    def _travel(
+        self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
+    ) -> CountedExchange:
+        """Rows of `width` bytes towards the experts, or `home` from them."""
+        there, back = ("all_gather", "reduce_scatter") if hop.is_gathered else ("all_to_all",) * 2
+        rows = self._rows(hop)[::-1] if home else self._rows(hop)
+        return CountedExchange(hop.axis, back if home else there, phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; where they are gathered, of each."""
@@ -373,106 +361,69 @@ class DispatchTraffic:
 # routing, there are none.
 
 
-Ints = NDArray[np.int64]
-
 #: Rows that a shadow costs, times the width of an expert (`moemesh.parallel.expert.replicas`).
 _SHADOW_ROWS = 3 * 2 / 4
 #: Busiest rank over the mean up to which no replica is made: 51 / 50.
 _EVEN = (50, 51)
 
 
-@dataclass(kw_only=True)
-class ReplicaTraffic:
-    """One chunk of tokens of one layer, of the ep_etp group around the rank of `lines`."""
-
-    lines: LedgerLines
-    model: ModelConfig
-    plan: Plan
-    #: Bytes of a number of the model.
-    element: int
-    #: Rows that the tokens of a rank ask for.
-    routed: Callable[[int], SentRows]
-    #: Counts are expected ones, the same for all experts.
-    is_uniform: bool
-
-    def enter(self, times: int, counts: int) -> None:
-        """Counts (of `counts` chunks at once; 0: they went with those of another) and weights; rows
-        follow from :meth:`sent`."""
-        model, plan, lines = self.model, self.plan, self.lines
-        if counts:
-            size = float(counts * model.num_experts * _INT64)
-            blocks = [size] * len(lines.members("ep_etp"))
-            lines.enter("ep_etp", "all_gather", "forward", _COUNTS, blocks, times=times)
-        if self.is_uniform or not self.quotas.num_replicas:
-            return
+def replicated(
+    lines: LedgerLines,
+    model: ModelConfig,
+    plan: Plan,
+    element: int,
+    routed: Callable[[int], SentRows],
+    times: int,
+) -> Callable[[int], SentRows]:
+    """Enter the weights of replicas for one chunk of tokens of one layer, in the ep_etp group of
+    `lines`, whose ranks ask for the rows `routed`. Returns the rows that a rank sends then: by the
+    rank of their place instead of their home."""
+    experts, here = model.num_experts, lines.here["ep"]
+    table = np.array([routed(peer).by_expert for peer in lines.members("ep_etp")], dtype=np.int64)
+    #: [P, X, E] tokens of every rank of the group; [P, E] of all lanes of an ep index.
+    counts = table.reshape(plan.ep, plan.etp, experts)
+    asked_for = counts.sum(axis=1)
+    home = np.arange(experts, dtype=np.int64) // (experts // plan.ep)
+    # Small tables, and no compiler to wait for.
+    with plain_loops():
+        quotas = plan_quotas(asked_for, home, 0)
+        tokens = quotas.rank_tokens
+        is_even = int(tokens.max()) * len(tokens) * _EVEN[0] <= int(tokens.sum()) * _EVEN[1]
+        if not is_even and plan.spare_policy == "quota":
+            quotas = plan_quotas(asked_for, home, plan.spare_slots)
+        elif not is_even:
+            cost, most = _SHADOW_ROWS * model.expert_intermediate_size, plan.spare_slots
+            quotas = shadow_experts(asked_for, home, shadow_rows=cost, max_shadows=most)
+        #: [P, places] tokens that all lanes of a rank send to each place.
+        assigned = assign_tokens(quotas, asked_for, ranks_per_node=lines.layout.ep_node)
+    if quotas.num_replicas:
         width = model.expert_intermediate_size // plan.etp
         numbers = 3 * width * model.hidden_size
         if model.expert_bias:
             numbers += 2 * width + shard_sizes(model.hidden_size, plan.etp)[lines.here["etp"]]
-        size = numbers * self.element
-        here = lines.here["ep"]
-        spare, home = self.quotas.spare_expert, self.quotas.home
+        size, spare = numbers * element, quotas.spare_expert
         filled = spare >= 0
-        own = filled & (home[spare] == here)
+        own = filled & (quotas.home[spare] == here)
         out = [float(count * size) for count in own.sum(axis=1)]
-        wanted = home[spare[here][filled[here]]]
+        wanted = quotas.home[spare[here][filled[here]]]
         into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
         lines.paired("ep", "all_to_all", "moe.replicas", out, into, times=times)
 
-    def sent(self, rank: int) -> SentRows:
-        """Rows that `rank` sends, by the rank of their place instead of their home."""
-        asked = self.routed(rank)
-        if self.is_uniform:
-            return asked
-        at = self.lines.layout.coordinates(rank)
-        rows = self._rows(at["ep"], at["etp"])
-        return replace(asked, rows=tuple(float(count) for count in rows))
-
-    @cached_property
-    def counts(self) -> Ints:
-        """[P, X, E] tokens of every rank of the group."""
-        group = self.lines.members("ep_etp")
-        table = np.array([self.routed(peer).by_expert for peer in group], dtype=np.int64)
-        return table.reshape(self.plan.ep, self.plan.etp, self.model.num_experts)
-
-    @cached_property
-    def quotas(self) -> QuotaPlan:
-        plan, model = self.plan, self.model
-        counts = self.counts.sum(axis=1)
-        home = np.arange(model.num_experts, dtype=np.int64) // (model.num_experts // plan.ep)
-        # Small tables, and no compiler to wait for.
-        with plain_loops():
-            quotas = plan_quotas(counts, home, 0)
-            tokens = quotas.rank_tokens
-            if int(tokens.max()) * len(tokens) * _EVEN[0] <= int(tokens.sum()) * _EVEN[1]:
-                return quotas
-            if plan.spare_policy == "quota":
-                return plan_quotas(counts, home, plan.spare_slots)
-            cost = _SHADOW_ROWS * model.expert_intermediate_size
-            return shadow_experts(counts, home, shadow_rows=cost, max_shadows=plan.spare_slots)
-
-    @cached_property
-    def assigned(self) -> Ints:
-        """[P, places] tokens that all lanes of a rank send to each place."""
-        with plain_loops():
-            return assign_tokens(
-                self.quotas, self.counts.sum(axis=1), ranks_per_node=self.lines.layout.ep_node
-            )
-
-    def _rows(self, rank: int, lane: int) -> Ints:
-        """[P] tokens of one lane by the rank that computes them.
-
-        A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
-        order: lane by lane, each from where the one before has ended.
-        """
-        found = np.zeros(self.plan.ep, np.int64)
-        place_expert, place_rank = self.quotas.place_expert, self.quotas.place_rank
-        for expert in range(self.model.num_experts):
-            first = int(self.counts[rank, :lane, expert].sum())
-            last = first + int(self.counts[rank, lane, expert])
+    @cache
+    def sent(rank: int) -> SentRows:
+        at = lines.layout.coordinates(rank)
+        ep, lane = at["ep"], at["etp"]
+        # A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
+        # order: lane by lane, each from where the one before has ended.
+        found = np.zeros(plan.ep, np.int64)
+        for expert in range(experts):
+            first = int(counts[ep, :lane, expert].sum())
+            last = first + int(counts[ep, lane, expert])
             start = 0
-            for place in np.flatnonzero(place_expert == expert):
-                stop = start + int(self.assigned[rank, place])
-                found[place_rank[place]] += max(min(stop, last) - max(start, first), 0)
+            for place in np.flatnonzero(quotas.place_expert == expert):
+                stop = start + int(assigned[ep, place])
+                found[quotas.place_rank[place]] += max(min(stop, last) - max(start, first), 0)
                 start = stop
-        return found
+        return replace(routed(rank), rows=tuple(float(count) for count in found))
+
+    return sent

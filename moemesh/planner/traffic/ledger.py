@@ -34,21 +34,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, Tuning
-from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, ReplicaTraffic, Routing
+from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
-    GatheredUnits,
     RankStep,
     StagePlacement,
     data_buckets,
+    gathered_units,
     owned,
 )
 from moemesh.schedule.action import messages
@@ -135,14 +134,29 @@ class _Step(RankStep):
             first = schedule.first_sample[pipe]
             for index in range(slices * schedule.num_microbatches[pipe]):
                 self._stage(stage, slices * first + index)
-        self._messages()
+        # Between the stages: the residual stream's own rows, and their gradients; the same of the
+        # sums for one auxiliary loss of all layers, a tensor and a message of their own.
+        width = self.model.hidden_size * self.w
+        joint = (2 * self.model.num_experts + 1) * _FLOAT64
+        for message in messages(schedule).values():
+            if self.at not in (message.source, message.destination):
+                continue
+            producer = message.producer
+            forward = schedule.sample(producer) * slices + producer.slice
+            phase = "forward" if producer.kind == "F" else "backward"
+            sizes = [self.placement.tokens(self.global_batch, self.rank, forward)[1] * width]
+            if self.model.has_joint_aux_loss:
+                sizes.append(self.scopes(forward) * joint)
+            for size in sizes:
+                sends = self.at == message.source
+                self.once.message("pp", size, phase, "pipeline", sends=sends)
         self._end()
         return self.lines.ledger() + self.once.ledger()
 
     # One forward of one stage, and its backward.
 
     def _stage(self, stage: int, forward: int) -> None:
-        placement = self.placement
+        model, placement = self.model, self.placement
         tokens, _ = placement.tokens(self.global_batch, self.rank, forward)
         if stage == 0:
             with self.lines.backward(placement.has_backward("embedding")):
@@ -153,9 +167,27 @@ class _Step(RankStep):
                 for index in placement.layers_of(stage)
                 if placement.has_backward(f"layers.{index}") == exists
             ]
-            if layers:
-                with self.lines.backward(exists):
-                    self._layers(layers, tokens, forward)
+            routed = [index for index in layers if model.is_moe_layer(index)]
+            shared = len(routed) if model.shared_width else 0
+            mlps = len(layers) - len(routed) + shared
+            with self.lines.backward(exists):
+                if layers:
+                    self._attention(tokens, len(layers))
+                if layers and self.plan.cp > 1:
+                    self._context(self.sequences(forward), len(layers))
+                if mlps:
+                    self._boundary(tokens, "all_gather", "mlp.enter", mlps)
+                    self._boundary(tokens, "reduce_scatter", "mlp.leave", mlps)
+                if shared and self.is_full:
+                    # It lies before the routed experts, whose inputs the backward wants.
+                    again = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
+                    self.lines.enter(*again, times=shared)
+                if routed and model.has_aux_loss and not model.has_joint_aux_loss:
+                    self._balance(forward, len(routed))
+                if routed:
+                    self._choices(forward, len(routed))
+                for layer in routed[:1] if self.is_uniform else routed:
+                    self._experts(forward, layer, len(routed) if self.is_uniform else 1)
         if stage < self.schedule.num_stages - 1:
             return
         # The head, and around every extra prediction layer the embedding and the head again.
@@ -170,26 +202,6 @@ class _Step(RankStep):
             self.lines.enter(*loss, times=1 + self.ahead)
         if self.model.has_joint_aux_loss:
             self._balance(forward)
-
-    def _layers(self, layers: list[int], tokens: int, forward: int) -> None:
-        routed = [index for index in layers if self.model.is_moe_layer(index)]
-        self._attention(tokens, len(layers))
-        if self.plan.cp > 1:
-            self._context(self.sequences(forward), len(layers))
-        shared = len(routed) if self.model.shared_width else 0
-        if mlps := len(layers) - len(routed) + shared:
-            self._boundary(tokens, "all_gather", "mlp.enter", mlps)
-            self._boundary(tokens, "reduce_scatter", "mlp.leave", mlps)
-        if shared and self.is_full:
-            # It lies before the routed experts, whose inputs the backward wants.
-            again = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
-            self.lines.enter(*again, times=shared)
-        if routed:
-            if self.model.has_aux_loss and not self.model.has_joint_aux_loss:
-                self._balance(forward, len(routed))
-            self._choices(forward, len(routed))
-            for layer in routed[:1] if self.is_uniform else routed:
-                self._experts(forward, layer, len(routed) if self.is_uniform else 1)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.w
@@ -309,19 +321,24 @@ class _Step(RankStep):
         plan, chunks = self.plan, self.chunks
         # Fixed slots are planned chunk by chunk.
         together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
-        common: dict[str, Any] = {"lines": self.lines, "model": self.model, "plan": plan}
+        lines, model = self.lines, self.model
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1
             travels = sent_by = self.sent_by(forward, layer, chunk)
             if plan.spare_slots > 0 and plan.ep > 1:
-                replicas = ReplicaTraffic(
-                    **common, element=self.w, routed=sent_by, is_uniform=self.is_uniform
-                )
-                with self.lines.backward(self.placement.trains_experts(layer)):
-                    replicas.enter(times, counts)
-                travels = cache(replicas.sent)
+                stack, rows = f"layers.{layer}.feed_forward.experts", self.placement.tuning.rows
+                trains = any(rows(f"{stack}.{leaf}", model.num_experts) for leaf in STACKS)
+                with lines.backward(trains):
+                    if counts:
+                        blocks = [float(counts * model.num_experts * _INT64)]
+                        gather = "ep_etp", "all_gather", "forward", "moe.counts"
+                        lines.enter(*gather, blocks * (plan.ep * plan.etp), times=times)
+                    if not self.is_uniform:
+                        travels = replicated(lines, model, plan, self.w, sent_by, times)
             traffic = DispatchTraffic(
-                **common,
+                lines=lines,
+                model=model,
+                plan=plan,
                 element=self.w,
                 max_tokens=self.max_tokens,
                 sent_by=travels,
@@ -329,26 +346,7 @@ class _Step(RankStep):
                 spare_rows=self.spare_rows,
             )
             for one in traffic.exchanges():
-                self.lines.enter(*one[:4], *one.amounts, times=times)
-
-    def _messages(self) -> None:
-        """Between the stages: the residual stream's own rows, and their gradients; the same of the
-        sums for one auxiliary loss of all layers, a tensor and a message of their own."""
-        width = self.model.hidden_size * self.w
-        joint = (2 * self.model.num_experts + 1) * _FLOAT64
-        for message in messages(self.schedule).values():
-            if self.at not in (message.source, message.destination):
-                continue
-            producer = message.producer
-            sample = self.schedule.sample(producer)
-            forward = sample * self.schedule.num_slices + producer.slice
-            phase = "forward" if producer.kind == "F" else "backward"
-            sizes = [self.placement.tokens(self.global_batch, self.rank, forward)[1] * width]
-            if self.model.has_joint_aux_loss:
-                sizes.append(self.scopes(forward) * joint)
-            for size in sizes:
-                sends = self.at == message.source
-                self.once.message("pp", size, phase, "pipeline", sends=sends)
+                lines.enter(*one[:4], *one.amounts, times=times)
 
     # Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
     #
@@ -453,8 +451,8 @@ class _Step(RankStep):
             if bucket.mirrored:
                 once.enter("mirror", "all_reduce", "backward", "gradients", own, size, times=times)
         if plan.data == "zero3":
-            units = GatheredUnits(placement, self.rank, self.w)
-            for (bucket, phase), count in units.gathers.items():
+            gathers, _ = gathered_units(placement, self.rank, self.w)
+            for (bucket, phase), count in gathers.items():
                 sizes, _ = owned(placement, bucket, self.rank)
                 weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
                 shared, _ = self.layout.sharding_axes(bucket.axis)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import Any
 
-from moemesh.config.layout import AXES, Layout
+from moemesh.config.layout import Layout
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
@@ -32,8 +32,10 @@ class LedgerLines:
         self, layout: Layout, rank: int, *, forwards: int = 1, recomputed: Collection[str] = ()
     ) -> None:
         self.layout, self.rank = layout, rank
+        #: This rank's coordinates in all views.
+        self.here = layout.coordinates(rank)
         self._forwards, self._recomputed = forwards, recomputed
-        self._group_of = cache(partial(members, layout))
+        self._group_of = cache(layout.group_of)
         self._sums: dict[tuple[str, str, str, str], list[float]] = {}
         self._has_backward = True
 
@@ -44,11 +46,6 @@ class LedgerLines:
         before, self._has_backward = self._has_backward, self._has_backward and exists
         yield
         self._has_backward = before
-
-    @cached_property
-    def here(self) -> dict[str, int]:
-        """This rank's coordinates in all views."""
-        return self.layout.coordinates(self.rank)
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """The ranks of `axis` around `rank` (this one by default), ascending."""
@@ -111,29 +108,7 @@ def ledger_of(lines: Iterable[tuple[Any, ...]]) -> Ledger:
     rounded."""
     ledger = Ledger()
     for axis, op, phase, caller, *numbers in lines:
-        count, payload, sent, received = map(round, numbers)
-        ledger.record(
-            axis=axis,
-            op=op,
-            phase=phase,
-            caller=caller,
-            count=count,
-            payload_bytes=payload,
-            wire_bytes=sent,
-            received_bytes=received,
-        )
+        names = ("count", "payload_bytes", "wire_bytes", "received_bytes")
+        counted = dict(zip(names, map(round, numbers), strict=True))
+        ledger.record(axis=axis, op=op, phase=phase, caller=caller, **counted)
     return ledger
-
-
-def members(layout: Layout, axis: str, rank: int) -> tuple[int, ...]:
-    """The ranks of `axis` around `rank`, ascending: as `Layout.group_of`, without listing the
-    world."""
-    if axis == "mirror" or axis.endswith(("_shard", "_copies")):
-        return layout.group_of(axis, rank)
-    view, spanned = AXES[axis]
-    dimensions, at = layout.dimensions(view), layout.coordinates(rank)
-    found = [0]
-    for name, degree in dimensions.items():
-        places = range(degree) if name in spanned else (at[name],)
-        found = [base * degree + place for base in found for place in places]
-    return tuple(found)

@@ -1,28 +1,36 @@
 """The predicted memory of a run of our own library on a CPU, rank by rank, as its memory.json says.
 
-Model states are exact, activations near (:mod:`.own_activations`).
+Model states are exact, activations near.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from functools import cache
+from itertools import chain
+from math import ceil
+from typing import Literal, NamedTuple
 
+from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
-from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
-    GatheredUnits,
+    RankStep,
     StagePlacement,
     data_buckets,
+    gathered_units,
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.sharding.buckets import MOST_UNDER_WAY
-from moemesh.trace.memory_profile import MemoryProfile
+from moemesh.sharding.context import head_share
+from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
+from moemesh.trace.memory_profile import DEFERRED, MemoryProfile
 
 # Model states: weights to snapshots.
 #
@@ -93,10 +101,10 @@ def predict_states(
         )
         versions = FORMS[plan.schedule].copies(numbers, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
-    gathers = plan.data == "zero3"
+    gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
         rank=rank,
-        gathered_weights=GatheredUnits(placement, rank, element).most_bytes if gathers else 0,
+        gathered_weights=gathered,
         buffers=_most_buffers(placement, rank, element),
         dense_weights=weights[False],
         expert_weights=weights[True],
@@ -163,6 +171,428 @@ def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
                 if len(under_way) > MOST_UNDER_WAY:
                     held -= wait(under_way.pop(0))
     return most
+
+
+# Activations: what is kept for the backward.
+#
+# First what each part of a forward keeps, then a rank's operations in their order. A forward keeps,
+# a backward gives back from the last layer to the first: what its recomputation makes first comes
+# on top, and an input half keeps what its weight half will read.
+
+
+class Saved(NamedTuple):
+    """Bytes that one operation keeps from its forward to its backward.
+
+    `held` of them stay until the weight gradients of a split backward, which besides keep
+    `gradient` bytes from then on. `is_again`: kept by a computation that is done again in the
+    backward, just before it. `is_shared`: one storage for all layers of a forward.
+    """
+
+    kind: str
+    size: float
+    held: float = 0.0
+    gradient: float = 0.0
+    is_again: bool = False
+    is_shared: bool = False
+
+
+class SavedTensors(NamedTuple):
+    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `again`:
+    bytes of its input, which alone is kept where the layer is computed again as a whole (None:
+    never); `entry` of them are what its first operation keeps, too."""
+
+    saved: list[Saved]
+    again: float | None = None
+    entry: float = 0.0
+
+
+_INT64, _FLOAT64 = 8, 8
+
+
+class LayerMemory(RankStep):
+    """The layers of one rank's stages, forward by forward: one `Saved` for each kept tensor.
+
+    Each storage counts once, where it is kept first. Of a microbatch, a rank has `whole` tokens of
+    its sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers have w bytes,
+    W = max(w, 4) in norms, routers and sums. On a CPU a norm is made of several operations, which
+    keep copies; CUDA's fused norm keeps only its input and the inverse root. The positions that a
+    dispatch plan itself holds are not counted.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, plan = self.model, self.plan
+        self.is_selective = plan.recompute == "selective"
+        #: Heads of this rank.
+        self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
+        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
+        self.is_padded = model.value_head_dim < model.query_head_dim and (
+            plan.cp == 1 or plan.context == "all_to_all"
+        )
+        #: Whether what lies between the projections of attention is computed again.
+        self.is_again = self.is_selective and plan.recompute_attention
+        #: Heads for positions: the projections are sent, and what arrives is kept in their place.
+        self.swaps = plan.cp > 1 and plan.context == "all_to_all"
+
+    def stage(self, stage: int, number: int) -> list[SavedTensors]:
+        """One forward on one stage: what has a backward."""
+        whole, local = self.placement.tokens(self.global_batch, self.rank, number)
+        length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
+        found: list[SavedTensors] = []
+        kept = self.placement.has_backward
+        #: Token ids, and which of them are rows of other ranks.
+        ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+        norm, stream = self._norm(local), local * self.w * self.model.hidden_size
+        if stage == 0 and kept("embedding"):
+            found.append(SavedTensors([Saved("stream", ids)]))
+        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
+        for layer in (index for index in layers if index < self.model.num_layers):
+            found.append(self._layer(number, layer, whole, local, length))
+        if stage < self.placement.schedule.num_stages - 1:
+            return found
+        # Input, a target and a log-sum-exp of each token.
+        size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
+        head = SavedTensors([norm, Saved("head", size, held=size, gradient=whole * self.wide)])
+        if kept("head"):
+            found.append(head)
+        for layer in (index for index in layers if index >= self.model.num_layers):
+            # Token ids, two norms, both halves; the stream is the input of the head's norm, too.
+            again = Saved("norms", -stream * (self.w == self.wide))
+            halves = Saved("head", 2 * stream, held=2 * stream, gradient=stream)
+            found.append(SavedTensors([Saved("head", ids), norm, again, norm, halves]))
+            found.append(self._layer(number, layer, whole, local, length))
+            found.append(head)
+        if self.model.has_joint_aux_loss:
+            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+        return found
+
+    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
+        saved = [self._norm(local), *self._attention(number, whole, local, length)]
+        # Gradients of an attention block's narrow products, kept until those of weights.
+        if self.model.attention == "gqa":
+            narrow = self._narrow(whole, "q_proj", "k_proj", "v_proj")
+        else:
+            narrow = self._narrow(local, "kv_a_proj_with_mqa") + self._narrow(whole, "kv_b_proj")
+            if self.model.q_lora_rank:
+                narrow += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
+            else:
+                narrow += self._narrow(whole, "q_proj")
+        leaves = local if self.plan.attention_exit == "all_to_all" else whole
+        gradient = narrow + self._narrow(leaves, "o_proj")
+        saved += [Saved("attention", 0.0, gradient=gradient), self._norm(local)]
+        if self.model.is_moe_layer(layer):
+            saved += self._moe(number, layer, whole, local)
+        else:
+            saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
+        stream = local * self.w * self.model.hidden_size
+        return SavedTensors(saved, again=stream, entry=stream * (self.w == self.wide))
+
+    def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
+        """An attention block without the norm in front of it; `length` of a sequence or slice."""
+        model, plan, w, again = self.model, self.plan, self.w, self.is_again
+        if model.attention == "mla":
+            yield from self._latent(whole, local)
+        else:
+            yield from self._grouped(whole)
+        if whole:
+            tables = length * model.rotary_dim * w
+            # They are made in float64: every use keeps a copy in a narrower dtype.
+            if w < 8:
+                yield Saved("attention", 4 * tables, is_again=again)
+            else:
+                yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
+        if self.swaps:
+            # Whole sequences: of a token the queries, keys, values and output of the heads that
+            # this rank of cp attends with, and their log-sum-exp.
+            heads = round(self.heads)
+            kv_heads = heads if model.attention == "mla" else round(self.keys)
+            share = head_share(heads, kv_heads, plan.cp, self.here["cp"])
+            queries, keys = len(share.queries), len(share.keys)
+            if not share.is_even(heads // kv_heads):
+                keys = queries
+            size = model.query_head_dim
+            values = size if self.is_padded else model.value_head_dim
+            core = (queries + keys) * w * (size + values) + queries * self.wide
+            core *= self.sequences(number) * self.placement.seq_len
+        else:
+            # The log-sum-exp, and outputs that are not the input of the last product.
+            core = self.heads * self.wide
+            if self.is_padded:
+                core += self.heads * w * model.query_head_dim
+            elif again:
+                # Computed again, the output lies beside the one that was kept.
+                core += self.heads * w * model.value_head_dim
+            core *= whole
+        yield Saved("attention", core, is_again=again)
+        result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
+        if plan.attention_exit == "all_to_all" and plan.tp > 1:
+            own = local * w * model.num_heads * model.value_head_dim
+            if not again and not self.is_padded:
+                yield Saved("attention", result)
+            yield Saved("attention", own, held=own, gradient=local * w * hidden)
+        else:
+            yield Saved("attention", result, held=result, gradient=whole * w * hidden)
+
+    def _grouped(self, whole: int) -> Iterator[Saved]:
+        """Grouped-query attention: the stream behind its norm; the projections; rotated queries and
+        keys, and what norms of them (of each head, or over all of them) and clipping copy."""
+        model, w, heads, keys = self.model, self.w, self.heads, self.keys
+        size = model.head_dim
+        entered = whole * w * model.hidden_size
+        projected = whole * w * size * (heads + 2 * keys)
+        yield Saved("attention", entered, held=entered, gradient=projected)
+        channels = 0.0 if self.swaps else heads + keys
+        per_head = summed = 0.0
+        # Query heads of several groups are copied side by side; those of one are a view.
+        copied = heads if keys > 1 else 0.0
+        if model.qk_norm and model.qk_norm_over == "head":
+            # Keys in front of it are a view of the projections, unless they are made wider.
+            inputs = heads + keys if w < self.wide else copied
+            per_head = self.wide * (size * (inputs + heads + keys) + heads + keys)
+            if model.clip_qkv:
+                channels += heads + 2 * keys
+        elif model.qk_norm:
+            channels += copied + heads + keys
+            per_head = 2 * self.wide
+            # The sums, an input of the part that is computed again.
+            summed = 2 * self.wide * self.is_again
+            if w < self.wide:
+                summed += self.wide * size * (heads + keys)
+            if model.clip_qkv:
+                channels += heads + 2 * keys
+        elif model.clip_qkv:
+            channels += copied + keys
+        # A view of them keeps the projections: values, or keys in front of their norm.
+        is_read = model.clip_qkv > 0 or (model.qk_norm and w == self.wide)
+        if self.swaps and not (is_read or self.is_again):
+            projected = 0.0
+        yield Saved("attention", projected + whole * summed)
+        core = whole * (w * size * channels + per_head)
+        yield Saved("attention", core, is_again=self.is_again)
+
+    def _latent(self, whole: int, local: int) -> Iterator[Saved]:
+        """Latent attention: the stream, the latents behind and before their norms; queries, keys
+        and values of all heads, padded to one size where the kernel wants that."""
+        model, w, wide, heads = self.model, self.w, self.wide, self.heads
+        rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
+        queries = whole * w * heads * model.query_head_dim
+        expanded = whole * w * heads * (model.qk_nope_head_dim + model.v_head_dim)
+        stream = local * w * model.hidden_size
+        yield Saved("attention", stream, held=stream, gradient=local * w * (rank + latent + rotary))
+        for size, beside in ((latent, rotary), (rank, 0)):
+            if size:
+                # Input, normalised copy and inverse root of a norm.
+                kept = local * (wide * (2 * size + 1) + w * beside * (w == wide))
+                yield Saved("attention", kept)
+        if not rank and self.plan.tp > 1:
+            gathered = whole * w * model.hidden_size
+            yield Saved("attention", gathered, held=gathered)
+        entered = whole * w * (rank + latent + rotary)
+        yield Saved("attention", entered, held=entered, gradient=queries + expanded)
+        values = whole * w * heads * model.query_head_dim if self.is_padded else expanded
+        if self.is_again:
+            yield Saved("attention", queries + expanded)
+            values = values if self.is_padded else 0.0
+        if self.swaps:
+            return
+        yield Saved("attention", 2 * queries + values, is_again=self.is_again)
+
+    def _norm(self, rows: int) -> Saved:
+        return Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
+
+    def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
+        """A dense MLP, or the shared experts: input; gate, up, silu(gate) and product."""
+        hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
+        inner /= self.plan.tp
+        entered = hidden if owns_input else 0
+        yield Saved("mlp", entered, held=entered, gradient=2 * inner)
+        yield Saved("mlp", 0.0, gradient=self._narrow(whole, "gate_proj", "up_proj", "down_proj"))
+        if self.is_selective:
+            yield Saved("mlp", 2 * inner, gradient=inner + hidden)
+        else:
+            # Other forms than the plain one compute what is beside gate and up once more.
+            model = self.model
+            form = model.swiglu_limit, model.swiglu_alpha, model.swiglu_offset
+            yield Saved("mlp", (3 if form == (0.0, 1.0, 0.0) else 2) * inner)
+            yield Saved("mlp", inner, held=inner, gradient=hidden)
+
+    def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
+        """Router, auxiliary loss, dispatch, shared and routed experts."""
+        model, plan, w, wide = self.model, self.plan, self.w, self.wide
+        alone = plan.ep * plan.etp == 1
+        k, experts = model.experts_per_token, model.num_experts
+        entered = local * wide * model.hidden_size
+        yield Saved("router", entered, held=entered, gradient=local * wide * experts)
+        scores = wide * experts + (0 if model.router_score == "softmax" else wide)
+        # Choices, which of them are none, and what normalisation divides.
+        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
+        yield Saved("router", local * (scores + weights))
+        if model.has_aux_loss:
+            # The scope of each token, and its loss.
+            is_shared = model.aux_loss_scope == "sequence"
+            yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
+            size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, wide)
+            if model.router_score != "softmax":
+                size += local * wide * experts
+            if model.z_loss_coefficient:
+                size += local * wide * (experts + 2)
+            yield Saved("dispatch", size)
+        source, rows, kept, picks = self._rows(number, layer)
+        yield Saved("dispatch", picks)
+        narrow = local * w * model.hidden_size
+        # The stream behind the norm is the router's input in fp32 at least, and where they are the
+        # same tensor that of the local experts and of the shared expert, too.
+        is_shared_input = bool(model.shared_width) and (plan.tp == 1 or model.shared_gate)
+        if w < wide and (alone or is_shared_input):
+            kind = "mlp" if is_shared_input else "experts"
+            yield Saved(kind, narrow, held=narrow)
+        if model.shared_width:
+            yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
+        if model.shared_gate:
+            # Both factors: the sigmoid, and what it multiplies.
+            yield Saved("mlp", local * w + narrow, gradient=local * w)
+        # The experts' rows; gate and up; a weight of each row.
+        is_copied = not alone or plan.combine == "exact"
+        copied = source * w * model.hidden_size if is_copied else 0.0
+        width = w * model.expert_intermediate_size / plan.etp
+        inner = 0.0 if self.is_selective and plan.recompute_experts else 2 * kept * width
+        narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
+        gradient = rows * (w * model.hidden_size + 3 * width) + narrow
+        yield Saved("experts", copied + rows * wide + inner, held=copied, gradient=gradient)
+
+    def _narrow(self, rows: float, *targets: str) -> float:
+        """Bytes of `rows` rows of one factor's width, for each of the adapters."""
+        lora = self.model.lora
+        return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
+
+    def _loss_of_scopes(self, number: int, wide: int) -> float:
+        """Frequencies and numbers of tokens of each scope."""
+        return self.scopes(number) * (wide * self.model.num_experts + _INT64)
+
+    def _rows(self, number: int, layer: int) -> tuple[float, ...]:
+        """Of this rank in one layer, over all chunks: rows of the experts' source, rows at the
+        experts, those of which gate and up are kept (as they are laid out for the products); bytes
+        of positions and weights of the dispatch."""
+        plan, here = self.plan, self.here["ep"]
+        most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
+        found: list[tuple[float, float, float, float]] = []
+        wide, k = self.wide, self.model.experts_per_token
+        for chunk in range(self.chunks):
+            sent = self.sent_by(number, layer, chunk)
+            own = sent(self.rank)
+            peers = [sent(peer) for peer in self.placement.members("ep_etp", self.rank)]
+            source = total = sum(peer.rows[here] for peer in peers)
+            # Positions and weights that are kept where weights are picked and sorted.
+            weights, positions = own.tokens * k * wide, _INT64 * total
+            picks = weights + _INT64 * sum(own.rows) + wide * total + positions
+            slots = slots_per_pair(self.max_tokens, k, self.model.num_experts, plan.ep)
+            if plan.ep * plan.etp == 1 and plan.combine == "fast":
+                picks = weights + positions
+            elif plan.dispatcher == "all_gather":
+                source = sum(peer.tokens for peer in peers)
+                picks = source * k * wide + positions
+            elif plan.dispatcher == "hierarchical":
+                source = sum(peer.visits[here] for peer in peers)
+                picks = source * k * wide + positions
+            elif plan.dispatcher == "low_latency" and all(
+                count <= slots for peer in peers for count in peer.rows
+            ):
+                source = slots * len(peers)
+                picks = weights + _INT64 * slots * plan.ep + wide * source + positions
+            if plan.combine == "exact":
+                # Each expert's rows are padded, and all of them together.
+                experts = shard_range(self.model.num_experts, plan.ep, here)
+                rows = (sum(peer.by_expert[expert] for peer in peers) for expert in experts)
+                padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
+                source, kept = total, ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
+            else:
+                # Rows above the bound are computed in blocks, and once more in the backward.
+                kept = total if total <= most else 0.0
+            found.append((source, total, kept, picks))
+        return tuple(map(sum, zip(*found, strict=True)))
+
+
+def predict_activations(
+    placement: StagePlacement,
+    *,
+    global_batch: int,
+    element: int,
+    rank: int = 0,
+    routing: Routing | None = None,
+) -> dict[str, int]:
+    """Bytes by kind that `rank` keeps for its backward at the fullest moment of a step.
+
+    `routing` None: uniform. Replicas of experts are priced as if there were none.
+    """
+    memory = LayerMemory(
+        placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
+    )
+    schedule, stages = placement.schedule, cache(memory.stage)
+    is_full = placement.plan.recompute == "full"
+    kept: defaultdict[str, float] = defaultdict(float)
+    peak: dict[str, float] = {}
+    total = most = 0.0
+
+    def add(kind: str, size: float) -> None:
+        nonlocal total, most, peak
+        kept[kind] += size
+        total += size
+        if total > most:
+            most, peak = total, dict(kept)
+
+    # In a block the forward counts before anything is given back.
+    orders = (
+        sorted(entry, key=lambda op: op.kind != "F") for entry in schedule.orders[memory.here["pp"]]
+    )
+    for op in chain.from_iterable(orders):
+        layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+        #: Kind of one storage for all layers -> the first layer that keeps it.
+        first: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            for saved in layer.saved:
+                if saved.is_shared:
+                    first.setdefault(saved.kind, index)
+        if op.kind == "F":
+            seen: set[str] = set()
+            for layer in layers:
+                if is_full and layer.again is not None:
+                    add("stream", layer.again)
+                    continue
+                for saved in layer.saved:
+                    if not saved.is_again and not (saved.is_shared and saved.kind in seen):
+                        add(saved.kind, saved.size)
+                    if saved.is_shared:
+                        seen.add(saved.kind)
+            continue
+        if op.kind == "W":
+            for saved in chain.from_iterable(layer.saved for layer in layers):
+                add(saved.kind, -saved.held)
+                add(DEFERRED, -saved.gradient)
+            continue
+        for index in reversed(range(len(layers))):
+            layer = layers[index]
+            whole = layer.again if is_full else None
+            if whole is not None:
+                # All of the layer is made again, beside the input that was kept.
+                add(layer.saved[0].kind, -layer.entry)
+                for saved in layer.saved:
+                    add(saved.kind, saved.size)
+            made = whole is not None
+            for saved in reversed(layer.saved):
+                if saved.is_again and not made:
+                    made = True
+                    for other in layer.saved:
+                        if other.is_again:
+                            add(other.kind, other.size)
+                if op.kind == "I":
+                    add(DEFERRED, saved.gradient)
+                is_kept_on = saved.is_shared and not saved.is_again and index > first[saved.kind]
+                if whole is not None or not is_kept_on:
+                    add(saved.kind, (saved.held if op.kind == "I" else 0.0) - saved.size)
+            if whole is not None:
+                add("stream", -whole)
+                add(layer.saved[0].kind, layer.entry)
+    return {kind: round(size) for kind, size in peak.items() if round(size)}
 
 
 def predict_memory(

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain, pairwise
 
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
-from moemesh.planner.traffic.ledger_lines import members
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
-from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
+from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes, unit_of
 from moemesh.sharding.context import context_sizes
 from moemesh.sharding.parameters import (
     ParameterTensor,
@@ -47,7 +46,7 @@ class StagePlacement:
         self.layout: Layout = plan.layout
         self.coordinates = cache(self.layout.coordinates)
         #: The ranks of an axis around a rank.
-        self.members = cache(partial(members, self.layout))
+        self.members = cache(self.layout.group_of)
         schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
         #: At whose input the backward ends.
@@ -100,24 +99,12 @@ class StagePlacement:
         """Whether the backward reaches a unit: "embedding", "layers.3", "head"."""
         return unit not in self._frozen_units
 
-    def trains_experts(self, layer: int) -> bool:
-        """Whether any weight of the routed experts of a layer trains."""
-        experts, module = self.model.num_experts, f"layers.{layer}.feed_forward.experts"
-        return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in STACKS)
-
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank that use `tensor`; it holds (a slice of) what they use."""
-        last = self.schedule.num_stages - 1
-        owner, _, rest = tensor.name.partition(".")
-        if owner == "layers":
-            index = int(rest.partition(".")[0])
-            users = {stage for stage, layers in enumerate(self.layers) if index in layers}
-            if index >= self.model.num_layers:
-                users = {last}
-        elif owner == "embedding":
-            users = {0, last} if self.model.ends_share_a_table else {0}
-        else:
-            users = {last}
+        unit = unit_of(tensor.name)
+        users = {first_stage(unit, self.layers)}
+        if unit == "embedding" and self.model.ends_share_a_table:
+            users.add(self.schedule.num_stages - 1)
         return tuple(stage for stage in self.stages(pp_rank) if stage in users)
 
     def held(self, pp_rank: int) -> list[ParameterTensor]:
@@ -171,10 +158,10 @@ class RankStep:
 
 def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
     """The buckets of one rank of a model whose weights have `element_bytes` a number."""
-    layout, pp_rank = placement.layout, placement.coordinates(rank)["pp"]
+    layout, at = placement.layout, placement.coordinates(rank)
     found: list[Member] = []
-    for tensor in placement.held(pp_rank):
-        numbers = tensor.local_elements(layout, rank)
+    for tensor in placement.held(at["pp"]):
+        numbers = tensor.local_elements(layout, at)
         if not numbers:
             continue
         holders = sum(bool(placement.users(tensor, other)) for other in range(layout.pp))
@@ -185,7 +172,7 @@ def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tu
                 weight_bytes=tensor.weight_bytes(element_bytes),
                 axis=tensor.summed_over,
                 mirrored=holders > 1,
-                stages=placement.users(tensor, pp_rank),
+                stages=placement.users(tensor, at["pp"]),
                 trains=tensor.trains,
             )
         )
@@ -210,61 +197,57 @@ def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[i
 # with it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
 
 
-class GatheredUnits:
-    """One step of one rank under ``plan.data = zero3``. ``gathers``: (bucket, phase) -> how often
-    its weights are gathered; ``most_bytes``: of weights that are here, or on their way, at once."""
-
-    def __init__(self, placement: StagePlacement, rank: int, element_bytes: int) -> None:
-        self._placement, self._model = placement, placement.model
-        self._keeps = placement.plan.reshard == "step"
-        self.gathers: Counter[tuple[Bucket, str]] = Counter()
-        self.most_bytes = 0
-        self._here: set[Bucket] = set()
-        self._units: dict[str, list[Bucket]] = {}
-        for bucket in data_buckets(placement, rank, element_bytes):
-            assert bucket.unit is not None
-            if len(owned(placement, bucket, rank)[0]) > 1:
-                self._units.setdefault(bucket.unit, []).append(bucket)
-        if self._model.tied_embeddings:
-            self._units["head"] = [*self._units.get("head", ()), *self._units.get("embedding", ())]
-        schedule, pp_rank = placement.schedule, placement.coordinates(rank)["pp"]
-        following: dict[tuple[str, str], set[str]] = {}
-        for stage in placement.stages(pp_rank):
-            for before, after in chain.from_iterable(map(pairwise, self._sequences(stage))):
-                following.setdefault(("forward", before), set()).add(after)
-                if before != "embedding" and placement.has_backward(before):
-                    following.setdefault(("backward", after), set()).add(before)
-        #: The unit to gather ahead, where it is always the same one.
-        self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
-        for op in schedule.ops(pp_rank):
-            if op.kind == "F":
-                for unit in chain.from_iterable(self._sequences(op.stage)):
-                    self._use(unit, "forward")
-            elif op.kind == "B":
-                main, *ahead = self._sequences(op.stage)
-                reached = [unit for unit in main if placement.has_backward(unit)]
-                for _, layer, head in ahead:
-                    reached += [layer, head] if placement.has_backward(layer) else []
-                for unit in reversed(reached):
-                    if unit != "embedding":  # its backward reads no weights
-                        self._use(unit, "backward")
-
-    def _sequences(self, stage: int) -> list[list[str]]:
-        """The units that a forward reads, in their order; each extra prediction layer apart."""
-        layers = [f"layers.{index}" for index in self._placement.layers[stage]]
-        if stage < self._placement.schedule.num_stages - 1:
-            return [["embedding"] * (stage == 0) + layers]
-        ahead = [["embedding", f"layers.{index}", "head"] for index in self._model.mtp_layers]
-        return [["embedding"] * (stage == 0) + layers + ["head"], *ahead]
-
-    def _use(self, unit: str, phase: str) -> None:
-        """Gather a unit and the next one; free it behind its use."""
-        own = self._units.get(unit, [])
-        for bucket in (*own, *self._units.get(self._next.get((phase, unit), ""), ())):
-            if bucket not in self._here:
-                self._here.add(bucket)
-                self.gathers[bucket, phase] += 1
-        held = sum(bucket.numbers * bucket.weight_bytes for bucket in self._here)
-        self.most_bytes = max(self.most_bytes, held)
-        if not self._keeps:
-            self._here.difference_update(own)
+def gathered_units(
+    placement: StagePlacement, rank: int, element_bytes: int
+) -> tuple[Counter[tuple[Bucket, str]], int]:
+    """One step of one rank under ``plan.data = zero3``: (bucket, phase) -> how often its weights
+    are gathered; and the most bytes of weights that are here, or on their way, at once."""
+    model, schedule = placement.model, placement.schedule
+    pp_rank = placement.coordinates(rank)["pp"]
+    units: dict[str, list[Bucket]] = {}
+    for bucket in data_buckets(placement, rank, element_bytes):
+        assert bucket.unit is not None
+        if len(owned(placement, bucket, rank)[0]) > 1:
+            units.setdefault(bucket.unit, []).append(bucket)
+    if model.tied_embeddings:
+        units["head"] = [*units.get("head", ()), *units.get("embedding", ())]
+    #: Stage -> the units that a forward reads, in their order; each extra prediction layer apart.
+    sequences: dict[int, list[list[str]]] = {}
+    following: dict[tuple[str, str], set[str]] = {}
+    for stage in placement.stages(pp_rank):
+        layers = [f"layers.{index}" for index in placement.layers[stage]]
+        sequences[stage] = [["embedding"] * (stage == 0) + layers]
+        if stage == schedule.num_stages - 1:
+            sequences[stage][0].append("head")
+            ahead = [["embedding", f"layers.{index}", "head"] for index in model.mtp_layers]
+            sequences[stage] += ahead
+        for before, after in chain.from_iterable(map(pairwise, sequences[stage])):
+            following.setdefault(("forward", before), set()).add(after)
+            if before != "embedding" and placement.has_backward(before):
+                following.setdefault(("backward", after), set()).add(before)
+    uses: list[tuple[str, str]] = []
+    for op in schedule.ops(pp_rank):
+        main, *ahead = sequences[op.stage]
+        if op.kind == "F":
+            uses += [("forward", unit) for unit in chain(main, *ahead)]
+        elif op.kind == "B":
+            reached = [unit for unit in main if placement.has_backward(unit)]
+            for _, layer, head in ahead:
+                reached += [layer, head] if placement.has_backward(layer) else []
+            # The backward of the embedding reads no weights.
+            uses += [("backward", unit) for unit in reversed(reached) if unit != "embedding"]
+    gathers: Counter[tuple[Bucket, str]] = Counter()
+    here: set[Bucket] = set()
+    most = 0
+    for phase, unit in uses:
+        # The next unit is gathered ahead where it is always the same one.
+        then = following.get((phase, unit), set[str]())
+        own, near = units.get(unit, []), units.get(min(then), []) if len(then) == 1 else []
+        for bucket in (*own, *near):
+            if bucket not in here:
+                here.add(bucket)
+                gathers[bucket, phase] += 1
+        most = max(most, sum(bucket.numbers * bucket.weight_bytes for bucket in here))
+        if placement.plan.reshard != "step":
+            here.difference_update(own)
+    return gathers, most

@@ -37,10 +37,10 @@ from math import prod
 from typing import NamedTuple
 
 from moemesh.config.layout import AXES
-from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
+from moemesh.planner.memory import rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.stage_cut import pipeline_step
+from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.planner.traffic.ledger_lines import ledger_of
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import HOPS, packed_bytes, rows_moved
@@ -62,10 +62,6 @@ class Volume(NamedTuple):
     received_bytes: float
     members: int
 
-    @property
-    def total_wire_bytes(self) -> float:
-        return self.events * self.wire_bytes
-
 
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
     """Every collective of one step of pipeline rank `rank`; nothing for axes of one rank."""
@@ -84,7 +80,7 @@ class _Volumes:
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.found: list[Volume] = []
-        self.content = StageContent.of(shape, layout, rank)
+        self.content = Stages.of(shape, layout, microbatches=1).contents[rank]
         self.step = pipeline_step(layout, 1)
         ahead = shape.num_mtp_layers * self.content.has_head
         kinds = self.content.kinds + Counter({shape.mtp_kind: ahead})
@@ -103,8 +99,29 @@ class _Volumes:
         if self.moe and layout.ep * layout.etp > 1:
             self._experts()
         if layout.pp > 1:
-            self._pipeline()
-        self._data()
+            cut = layout.shard_messages
+            cut = layout.sequence_parallel if cut is None else cut
+            size = self.stream / (layout.tp if cut else 1)
+            mine, last = self.step.stages_of(rank), self.step.num_stages - 1
+            # Both chunks of a V may be neighbours on one rank: they hand over without a message.
+            near = mine if self.step.share == 1 else ()
+            forward = sum(stage < last and stage + 1 not in near for stage in mine)
+            backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
+            for phase, number in (("forward", forward), ("backward", backward)):
+                self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
+        weights, width = rank_weights(shape, layout, rank), layout.gradient_bytes
+        if layout.sequence_parallel and layout.tp > 1 and weights.replicated:
+            size = weights.replicated * width
+            self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
+        dense, experts = weights.on_rank(layout)
+        replicas, shards = layout.dense_replicas, layout.dense_shards
+        self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
+        replicas, shards = layout.edp, layout.expert_shards
+        self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
+        ends = self.content.has_embedding != self.content.has_head
+        if shape.tied_embeddings and layout.pp > 1 and ends:
+            size = shape.vocab_size * shape.hidden_size / layout.tp * width
+            self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _enter(
         self,
@@ -240,36 +257,6 @@ class _Volumes:
                 self._enter(axis, back, phase, "moe.combine", count, rows * plain, members)
             self._enter(axis, back, "backward", "moe.dispatch", count, rows * plain, members)
             self._enter(axis, there, "backward", "moe.combine", count, rows * plain, members)
-
-    def _pipeline(self) -> None:
-        layout, step = self.layout, self.step
-        cut = layout.sequence_parallel if layout.shard_messages is None else layout.shard_messages
-        size = self.stream / (layout.tp if cut else 1)
-        mine, last = step.stages_of(self.rank), step.num_stages - 1
-        # Both chunks of a V may be neighbours on one rank: they hand over without a message.
-        near = mine if step.share == 1 else ()
-        forward = sum(stage < last and stage + 1 not in near for stage in mine)
-        backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
-        for phase, number in (("forward", forward), ("backward", backward)):
-            self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
-
-    def _data(self) -> None:
-        layout = self.layout
-        weights = rank_weights(self.shape, layout, self.rank)
-        cut = layout.sequence_parallel and layout.tp > 1
-        if cut and weights.replicated:
-            size = weights.replicated * layout.gradient_bytes
-            self._enter("tp", "all_reduce", "backward", "gradients", 1, size)
-        dense, experts = dense_share(weights, layout), expert_share(weights, layout)
-        replicas, shards = layout.dense_replicas, layout.dense_shards
-        self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
-        replicas, shards = layout.edp, layout.expert_shards
-        self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
-        ends = self.content.has_embedding != self.content.has_head
-        if self.shape.tied_embeddings and layout.pp > 1 and ends:
-            table = self.shape.vocab_size * self.shape.hidden_size / layout.tp
-            size = table * layout.gradient_bytes
-            self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _sums(
         self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
