@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class ValidateRequest:
 
 
 @app.command("validate", short_help="Predict a table of measured runs.")
-@options_from(ValidateRequest)
 def validate_runs(request: ValidateRequest) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
@@ -167,7 +165,6 @@ class CalibrateRequest:
 
 
 @app.command(short_help="Fit a cluster to measured runs.")
-@options_from(CalibrateRequest)
 def calibrate(request: CalibrateRequest) -> None:
     """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
     they cannot say of layouts like those that ran.

@@ -155,17 +155,6 @@ def _names(command: Any, given: Any) -> Iterator[Any]:
                 yield from error.problems if value != BRANCHING else ()
 
 
-def _is_model(name: str) -> bool:
-    from moemesh.config.errors import ConfigError
-    from moemesh.planner.shapes.load_shape import load_model
-
-    try:
-        load_model(name)
-    except ConfigError:
-        return False
-    return True
-
-
 def _examples(command: Any, ctx: Any) -> dict[str, Any]:
     """The values of parameters in the examples of the verb's help."""
     shown: dict[str, Any] = {}
@@ -207,10 +196,17 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     except _Usage as error:
         yield _said(error, ctx)
         return
-    if rest and "--model" in options and opts.get("model") is None and _is_model(rest[0]):
-        opts["model"] = name = rest.pop(0)
-        message = f"{name} is the name of a model, which `{ctx.command_path}` takes as an option"
-        yield _problem("missing", "--model", message, f"--model {name}")
+    if rest and "--model" in options and opts.get("model") is None:
+        from moemesh.config.errors import ConfigError
+        from moemesh.planner.shapes.load_shape import load_model
+
+        with suppress(ConfigError):
+            load_model(rest[0])
+            opts["model"] = name = rest.pop(0)
+            message = (
+                f"{name} is the name of a model, which `{ctx.command_path}` takes as an option"
+            )
+            yield _problem("missing", "--model", message, f"--model {name}")
     needed = [one for one in command.params if one.required and one.opts[0] not in options]
     for param in command.params:
         is_option, value = param.opts[0] in options, opts.get(param.name)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress, table
 from moemesh.trace.strict_json import strict_json
 
@@ -99,7 +98,6 @@ class Placed:
 
 
 @app.command(short_help="Place replicas of experts on GPUs.")
-@options_from(BalanceSettings)
 def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 

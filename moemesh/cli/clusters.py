@@ -10,7 +10,6 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, cluster_app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
@@ -55,8 +54,11 @@ class ClusterFileRequest:
     force: Annotated[bool, "Replace an existing file."] = False
 
 
-@cluster_app.command("init", short_help="Write a commented cluster file.")
-@options_from(ClusterFileRequest, preset=completion.clusters)
+@cluster_app.command(
+    "init",
+    short_help="Write a commented cluster file.",
+    completions={"preset": completion.clusters},
+)
 def init(request: ClusterFileRequest) -> None:
     """Write a cluster file with the meaning and unit of every key, to be edited.
 
@@ -101,13 +103,7 @@ def init(request: ClusterFileRequest) -> None:
 
 @cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
 def show(
-    cluster: Annotated[
-        str,
-        typer.Argument(
-            metavar="CLUSTER", autocompletion=completion.clusters, help="Preset or TOML file."
-        ),
-    ],
-    as_json: AsJson = False,
+    cluster: Annotated[str, "Preset or TOML file.", "<CLUSTER>"], as_json: AsJson = False
 ) -> None:
     """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it.
 

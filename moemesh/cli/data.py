@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
-from moemesh.cli.options import options_from
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class TokenizeRequest:
 
 
 @app.command(short_help="Tokenize text once, for many runs.")
-@options_from(TokenizeRequest)
 def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
     conversations OUT.mask.bin, which says what carries loss.
@@ -97,12 +95,9 @@ def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
 def data_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 4,
-    step: Annotated[int, typer.Option(min=1, help="Begin with the first sample of this step.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The run's folder, for the cache of long texts."),
-    ] = None,
+    samples: Annotated[int, "Number of samples.", {"min": 1}] = 4,
+    step: Annotated[int, "Begin with the first sample of this step.", {"min": 1}] = 1,
+    out: Annotated[Path | None, "The run's folder, for the cache of long texts.", "DIR"] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the samples that a run reads first, decoded: documents, positions, what carries loss.

@@ -3,26 +3,23 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
+from moemesh.cli.application import AsJson, app, print_answer
+from moemesh.cli.options import given
 from moemesh.cli.terminal import table
-from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.planner.dispatches import (
-        DispatchExchanges,
-        DispatchLoad,
-        DispatchTime,
-        Exchange,
-        RoutingExample,
-    )
+    from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
 
 #: Ranks whose matrices are printed.
 MOST_RANKS = 16
+_LEGEND = """
+copies of a token leave its rank, across: its node. MB that a rank sends. GB/s:
+over the network between nodes, or the links inside of a node.
+Uniform routing; links at the calibrated share of their data sheet, or measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +67,8 @@ class DispatchRequest:
     seed: Annotated[int | None, "Seed of the routing.", {"show_default": "0"}] = None
     svg: Annotated[Path | None, "Draw it.", "FILE"] = None
 
-    def given(self, *names: str) -> dict[str, Any]:
-        """Those of these options that have a value."""
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def refuse(self, *names: str, why: str) -> None:
-        """Raise BadParameter for the first of these options that has a value."""
-        for name in self.given(*names):
-            flag = "ROUTING" if name == "routing" else f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{flag} {why}")
-
 
 @app.command("dispatch", short_help="Show who sends which rows to whom, under each dispatcher.")
-@options_from(DispatchRequest)
 def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
     """Show one dispatch and combine of an MoE layer for a small routing, with bytes.
 
@@ -99,10 +85,10 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
     random = ("experts", "experts_per_token", "tokens", "seed")
     if request.compare:
         why = "shows a routing, --compare a table: leave one out"
-        request.refuse("routing", "plan", "svg", "dtype", "seed", why=why)
+        _refuse(request, "routing", "plan", "svg", "dtype", "seed", why=why)
         _compare(request, as_json)
         return
-    request.refuse("cluster", "ep", "groups", "groups_kept", "payload", why="goes with --compare")
+    _refuse(request, "cluster", "ep", "groups", "groups_kept", "payload", why="goes with --compare")
     from moemesh.planner.dispatches import random_example, read_example, to_json
 
     dispatchers, svg = request.dispatcher or (), request.svg
@@ -118,7 +104,8 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
             dispatchers=dispatchers,
         )
     else:
-        request.refuse(*random, why=f"draws a random routing; {request.routing} names its own")
+        why = f"draws a random routing; {request.routing} names its own"
+        _refuse(request, *random, why=why)
         own = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
         example = read_example(request.routing, dispatchers=dispatchers, **own)
     if svg is not None:
@@ -126,16 +113,19 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
         from moemesh.report.pairs import draw
 
         panels = [
-            (name, _title(found, one), _rows(found, one))
+            (name, *_panel(found, one))
             for name in example.dispatchers
             for found in [example.exchanges(name)]
             for one in found.of_rows()
         ]
         write_texts([(svg, draw(panels) + "\n")])
-    if as_json:
-        typer.echo(strict_json(to_json(example)))
-    else:
-        typer.echo(dispatch_text(example))
+    print_answer(as_json, lambda: to_json(example), lambda: dispatch_text(example))
+
+
+def _refuse(request: DispatchRequest, *names: str, why: str) -> None:
+    """Raise BadParameter for the first of these options that has a value."""
+    for flag in given(request, *names):
+        raise typer.BadParameter(f"{flag.replace('--routing', 'ROUTING')} {why}")
 
 
 def _compare(request: DispatchRequest, as_json: bool) -> None:
@@ -164,41 +154,32 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
         raise ConfigError(problems)
     machine = load_cluster(request.cluster)
     names = ("tokens", "hidden_size", "experts", "experts_per_token", "groups", "groups_kept")
-    settings, sizes = DispatchLoad(**request.given(*names), fp8=payload == "fp8"), (8, 16, 32, 64)
+    own = {name: value for name in names if (value := getattr(request, name)) is not None}
+    load = DispatchLoad(**own, fp8=payload == "fp8")
     found = [
-        one for n in request.ep or sizes for one in dispatch_times(machine, settings, n, wanted)
+        one
+        for ranks in request.ep or (8, 16, 32, 64)
+        for one in dispatch_times(machine, load, ranks, wanted)
     ]
-    if as_json:
-        typer.echo(strict_json([row.to_json() for row in found], indent=2))
-    else:
-        typer.echo(compare_text(machine.name, settings, found))
 
-
-def compare_text(cluster: str, load: "DispatchLoad", found: "list[DispatchTime]") -> str:
-    """The table of dispatchers, one dispatch and one combine each."""
-    rows: list[tuple[str, ...]] = []
-    for row in found:
-        cells = [str(row.ep), row.dispatcher, f"{row.copies:.2f}", f"{row.copies_across:.2f}"]
-        for one in (row.dispatch, row.combine):
-            size = (one.across_bytes + one.inside_bytes) / 1e6
-            cells += [f"{size:,.1f}", f"{one.seconds * 1e6:,.0f}", f"{one.rate / 1e9:.1f}"]
-        rows.append(tuple(cells))
-    header = ("ep", "dispatcher", "copies", "across", "MB", "us", "GB/s", "MB", "us", "GB/s")
-    limit = f", from {load.groups_kept} of {load.groups} groups" if load.groups else ""
-    dtype = "fp8" if load.fp8 else "bfloat16"
-    return "\n".join(
-        [
+    def text() -> str:
+        rows: list[tuple[str, ...]] = []
+        for row in found:
+            cells = [str(row.ep), row.dispatcher, f"{row.copies:.2f}", f"{row.copies_across:.2f}"]
+            for one in (row.dispatch, row.combine):
+                size = (one.across_bytes + one.inside_bytes) / 1e6
+                cells += [f"{size:,.1f}", f"{one.seconds * 1e6:,.0f}", f"{one.rate / 1e9:.1f}"]
+            rows.append(tuple(cells))
+        header = ("ep", "dispatcher", "copies", "across", "MB", "us", "GB/s", "MB", "us", "GB/s")
+        limit = f", from {load.groups_kept} of {load.groups} groups" if load.groups else ""
+        return (
             f"{load.tokens:,} tokens a rank, {load.hidden_size:,} channels, "
-            f"{load.experts_per_token} of {load.experts} experts{limit}",
-            f"on {cluster}; {dtype} to the experts (first MB, us, GB/s), bfloat16 back (second)",
-            "",
-            table(header, rows, left=2),
-            "",
-            "copies of a token leave its rank, across: its node. MB that a rank sends. GB/s:",
-            "over the network between nodes, or the links inside of a node.",
-            "Uniform routing; links at the calibrated share of their data sheet, or measured.",
-        ]
-    )
+            f"{load.experts_per_token} of {load.experts} experts{limit}\n"
+            f"on {machine.name}; {payload} to the experts (first MB, us, GB/s), bfloat16 back "
+            f"(second)\n\n{table(header, rows, left=2)}\n{_LEGEND}"
+        )
+
+    print_answer(as_json, lambda: [row.to_json() for row in found], text, indent=2)
 
 
 def dispatch_text(example: "RoutingExample") -> str:
@@ -216,9 +197,18 @@ def dispatch_text(example: "RoutingExample") -> str:
         note = ": more rows for a rank than it has slots, so they go by all_to_all"
         lines += ["", name + (note if found.overflows else "")]
         for one in found.of_rows():
-            lines.append(f"  {_title(found, one)}")
-            if len(example.choices) <= MOST_RANKS:
-                lines.append(_matrix(_rows(found, one)))
+            title, rows = _panel(found, one)
+            lines.append(f"  {title}")
+            if len(rows) > MOST_RANKS:
+                continue
+            # Rows by pair of ranks, what a rank keeps in brackets, with what crosses a wire.
+            matrix: list[tuple[str, ...]] = []
+            for sender, line in enumerate(rows):
+                cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]
+                matrix.append((f"    from {sender}", *cells, str(sum(line) - line[sender])))
+            totals = [sum(line[to] for line in rows) - rows[to][to] for to in range(len(rows))]
+            matrix.append(("    received", *map(str, totals), str(sum(totals))))
+            lines.append(table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), matrix))
         ranks = range(len(found.ledgers))
         forward = [one for one in found.exchanges if one.phase == "forward"]
         sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
@@ -235,27 +225,10 @@ def dispatch_text(example: "RoutingExample") -> str:
     return "\n".join(lines)
 
 
-def _title(found: "DispatchExchanges", one: "Exchange") -> str:
-    what = "rows to the experts" if one.caller == "moe.dispatch" else "results back"
-    return f"{what}: {one.op} over {one.axis}, rows of {_row_bytes(found, one):,.0f} B"
-
-
-def _row_bytes(found: "DispatchExchanges", one: "Exchange") -> float:
-    return found.row_out if one.caller == "moe.dispatch" else found.row_back
-
-
-def _rows(found: "DispatchExchanges", one: "Exchange") -> list[list[int]]:
-    """Rows by (from, to)."""
-    size = _row_bytes(found, one)
-    return [[round(sent / size) for sent in line] for line in one.sent]
-
-
-def _matrix(rows: list[list[int]]) -> str:
-    """Rows by pair of ranks, what a rank keeps in brackets, with what crosses a wire."""
-    lines: list[tuple[str, ...]] = []
-    for sender, line in enumerate(rows):
-        cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]
-        lines.append((f"    from {sender}", *cells, str(sum(line) - line[sender])))
-    totals = [sum(line[to] for line in rows) - rows[to][to] for to in range(len(rows))]
-    lines.append(("    received", *map(str, totals), str(sum(totals))))
-    return table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), lines)
+def _panel(found: "DispatchExchanges", one: "Exchange") -> tuple[str, list[list[int]]]:
+    """The title of an exchange of rows, and its rows by (from, to)."""
+    is_dispatch = one.caller == "moe.dispatch"
+    what = "rows to the experts" if is_dispatch else "results back"
+    size = found.row_out if is_dispatch else found.row_back
+    rows = [[round(sent / size) for sent in line] for line in one.sent]
+    return f"{what}: {one.op} over {one.axis}, rows of {size:,.0f} B", rows

@@ -10,7 +10,6 @@ from typing import Annotated, get_args
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
-from moemesh.cli.options import options_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,6 @@ class LaunchRequest:
 
 
 @app.command(short_help="Start a run here, or write the file that starts it on a cluster.")
-@options_from(LaunchRequest)
 def launch(request: LaunchRequest) -> None:
     """Write a commented file that starts a run on a cluster, checked as train would check it.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
-from moemesh.cli.options import options_from
+from moemesh.cli.options import given
 from moemesh.cli.terminal import beside, interval, progress, spans, table
 from moemesh.planner.requests import BATCH_HELP, LENGTH_HELP, MODEL_HELP, PLAN_HELP
 from moemesh.trace.strict_json import strict_json
@@ -40,7 +40,6 @@ class LayoutRequest:
 @app.command(
     "layout", short_help="Show who holds what under a plan: groups, layers, experts, tokens."
 )
-@options_from(LayoutRequest)
 def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     """Print the groups of every axis, and what each rank holds of the model and of a batch.
 
@@ -56,9 +55,8 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     model, plan = request.model, request.plan
     seq_len, global_batch = request.seq_len, request.global_batch
     if plan is None:
-        own = (("--model", model), ("--seq-len", seq_len), ("--global-batch", global_batch))
-        if given := ", ".join(name for name, value in own if value is not None):
-            raise typer.BadParameter(f"{given} goes with --plan")
+        if others := ", ".join(given(request, "model", "seq_len", "global_batch")):
+            raise typer.BadParameter(f"{others} goes with --plan")
         from moemesh.sharding.load_run import load_run
 
         run = load_run([request.config] if request.config else [], request.overrides or []).config
@@ -87,19 +85,51 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
 def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
     """The answer for a person: axes, then a row a rank (some of them, where there are many)."""
     shown = ranks or range(min(held.world_size, MOST_ROWS))
-    left = held.world_size - len(shown) if not ranks else 0
     nodes = f" on {held.num_nodes} nodes of {held.ranks_per_node}" if held.num_nodes > 1 else ""
-    lines = [f"{held.world_size} ranks{nodes}", "", _axes_table(held), ""]
+    rows: list[tuple[str, ...]] = []
+    told = ["ranks of each group"]
+    for axis in held.axes:
+        groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
+        groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
+        where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
+        rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where))
+        told.append(" | ".join(groups) if axis.size > 1 else "each rank by itself")
+    axes = table(("axis", "size", "groups", "a group is on"), rows)
+    lines = [f"{held.world_size} ranks{nodes}", "", beside(axes, told), ""]
     if held.model is None:
         header = ("rank", "node", *(axis.axis for axis in held.axes))
-        rows = [
-            (str(rank), str(held.node_of(rank)), *map(str, held.coordinates(rank).values()))
-            for rank in shown
-        ]
-        lines.append(table(header, rows, left=0))
+        places = [(rank, held.node_of(rank), *held.coordinates(rank).values()) for rank in shown]
+        lines.append(table(header, [tuple(map(str, place)) for place in places], left=0))
     else:
-        lines.append(_shares_table(held, shown))
-    if left:
+        # A row a rank, of what the plan cuts; below, in one line, what every rank holds whole.
+        shares = [held.share(rank) for rank in shown]
+        layout = held.layout
+        columns: list[_Column] = [
+            ("rank", True, lambda one: str(one.rank)),
+            ("node", held.num_nodes > 1, lambda one: str(one.node)),
+            ("layers", layout.pp > 1, lambda one: " + ".join(map(spans, one.layers))),
+            ("vocabulary", layout.pp * layout.tp > 1, lambda one: interval(one.vocabulary)),
+            ("heads", layout.tp > 1, lambda one: interval(one.heads)),
+            ("kv heads", layout.tp > 1, lambda one: interval(one.kv_heads)),
+            ("experts", layout.ep > 1, lambda one: interval(one.experts)),
+            ("columns of each", layout.etp > 1, lambda one: interval(one.expert_columns)),
+            ("sequences", layout.dp > 1, lambda one: interval(one.sequences)),
+            ("positions", layout.cp > 1, lambda one: " + ".join(map(interval, one.positions))),
+            ("tokens", True, lambda one: f"{one.tokens:,}"),
+            ("parameters", True, lambda one: f"{one.parameters:,}"),
+        ]
+        # A rank without MoE layers has no experts: then the others' are no word for every rank.
+        cut = [one for one in columns if one[1] or len({one[2](share) for share in shares}) > 1]
+        names = [name for name, _, _ in cut]
+        lines.append(table(names, [[cell(one) for _, _, cell in cut] for one in shares], left=0))
+        if whole := [
+            f"{name} {cell(shares[0])}"
+            for name, _, cell in columns
+            if name not in (*names, "node") and cell(shares[0]) != "-"
+        ]:
+            lines.append(f"every rank: {', '.join(whole)}")
+    if not ranks and len(shown) < held.world_size:
+        left = held.world_size - len(shown)
         lines.append(f"... {left} more: --rank NUMBER shows one, --json all of them")
     if held.model is not None:
         lines += [
@@ -113,45 +143,3 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
                 "the loads of a step decide which."
             )
     return "\n".join(lines)
-
-
-def _axes_table(held: "Holdings") -> str:
-    rows: list[tuple[str, ...]] = []
-    for axis in held.axes:
-        groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
-        groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
-        where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
-        text = " | ".join(groups) if axis.size > 1 else "each rank by itself"
-        rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where, text))
-    lines = table(("axis", "size", "groups", "a group is on"), [row[:4] for row in rows])
-    return beside(lines, ["ranks of each group", *(row[4] for row in rows)])
-
-
-def _shares_table(held: "Holdings", ranks: Sequence[int]) -> str:
-    """A row a rank, of what the plan cuts; below, in one line, what every rank holds whole."""
-    shares = [held.share(rank) for rank in ranks]
-    layout = held.layout
-    columns: list[_Column] = [
-        ("rank", True, lambda one: str(one.rank)),
-        ("node", held.num_nodes > 1, lambda one: str(one.node)),
-        ("layers", layout.pp > 1, lambda one: " + ".join(map(spans, one.layers))),
-        ("vocabulary", layout.pp * layout.tp > 1, lambda one: interval(one.vocabulary)),
-        ("heads", layout.tp > 1, lambda one: interval(one.heads)),
-        ("kv heads", layout.tp > 1, lambda one: interval(one.kv_heads)),
-        ("experts", layout.ep > 1, lambda one: interval(one.experts)),
-        ("columns of each", layout.etp > 1, lambda one: interval(one.expert_columns)),
-        ("sequences", layout.dp > 1, lambda one: interval(one.sequences)),
-        ("positions", layout.cp > 1, lambda one: " + ".join(map(interval, one.positions))),
-        ("tokens", True, lambda one: f"{one.tokens:,}"),
-        ("parameters", True, lambda one: f"{one.parameters:,}"),
-    ]
-    # A rank without MoE layers has no experts: then the others' are no word for every rank.
-    cut = [column for column in columns if column[1] or len({column[2](one) for one in shares}) > 1]
-    rows = [[cell(one) for _, _, cell in cut] for one in shares]
-    found = table([name for name, _, _ in cut], rows, left=0)
-    whole = [
-        f"{name} {cell(shares[0])}"
-        for name, is_cut, cell in columns
-        if (name, is_cut, cell) not in cut and name != "node" and cell(shares[0]) != "-"
-    ]
-    return found + (f"\nevery rank: {', '.join(whole)}" if whole else "")

@@ -10,7 +10,6 @@ import typer
 from moemesh.bench.settings import BenchError, LinksSettings
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app, bench_app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
@@ -18,9 +17,7 @@ from moemesh.trace.strict_json import strict_json
 
 @app.command(short_help="Check this machine for what stands in the way of a run.")
 def doctor(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder that runs will be written to.")
-    ] = Path("runs"),
+    out: Annotated[Path, "Folder that runs will be written to.", "DIR"] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Look at versions, devices, disk, locks, shared memory, limits, host name, ports, clock,
@@ -47,14 +44,15 @@ def doctor(
     raise typer.Exit(1 if "fail" in verdicts else 0)
 
 
-@bench_app.command("links", short_help="Collectives over sizes and groups.")
-@options_from(LinksSettings, operations=completion.collectives)
+@bench_app.command(
+    "links",
+    short_help="Collectives over sizes and groups.",
+    completions={"operations": completion.collectives},
+)
 def bench_links(
     settings: LinksSettings,
-    name: Annotated[str, typer.Option(help="Name of the cluster in the file.")] = "measured",
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
-    ] = None,
+    name: Annotated[str, "Name of the cluster in the file."] = "measured",
+    out: Annotated[Path | None, "Write a Cluster file.", "CLUSTER.toml"] = None,
     as_json: AsJson = False,
     found: Annotated[Path | None, typer.Option("--found", hidden=True)] = None,
 ) -> None:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import interval, progress, table
 from moemesh.planner.requests import PartitionRequest
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.planner.stages.answer import OperatorAssignment, Partition
+    from moemesh.planner.stages.answer import Partition
 
 
 #: Operators that are named where a plan differs; --json has all.
@@ -20,7 +19,6 @@ _MOST_NAMES = 4
 
 
 @app.command(short_help="Cut a model into stages and operator strategies.")
-@options_from(PartitionRequest)
 def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
     """Cut a model into pipeline stages and lay out the operators of each.
 
@@ -51,7 +49,7 @@ def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
 
 def _text(found: "Partition") -> str:
     """A readable answer."""
-    from moemesh.trace.memory_profile import format_bytes
+    from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
     lines = [
@@ -79,54 +77,47 @@ def _text(found: "Partition") -> str:
     heads = ("stage", of_stage, "ranks", "seconds", "held", "in flight", "assignment")
     lines.append(table(heads, rows, left=3))
     for number, assignment in enumerate(found.assignments):
-        if any(stage.assignment == number for stage in found.stages):
-            lines += ["", f"assignment {number}", *_assignment(assignment)]
-    if found.cut_seconds is not None:
-        lines += ["", f"every operator cut over all devices instead: {found.cut_seconds:.6g} s"]
-        return "\n".join(lines)
-    return "\n".join([*lines, "", *_plan(found)])
-
-
-def _plan(found: "Partition") -> list[str]:
-    from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
-
+        if all(stage.assignment != number for stage in found.stages):
+            continue
+        nodes = [
+            (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
+            for one in assignment.operators
+        ]
+        edges = [
+            (
+                *(one.group, f"{one.source} -> {one.target}", f"{one.before} -> {one.after}"),
+                f"{one.seconds:.4g}",
+            )
+            for one in assignment.edges
+            if one.seconds > 0
+        ]
+        heads = ("group", "operator", "strategy", "layers", "node seconds")
+        lines += ["", f"assignment {number}", table(heads, nodes, left=3)]
+        if edges:
+            heads = ("group", "edge", "change of layout", "edge seconds")
+            lines += ["", table(heads, edges, left=3)]
+    lines.append("")
     implied = found.implied
-    if implied is None:
-        return ["plan: no legal plan has these stages"]
-    keys = ", ".join(f"{key}={value}" for key, value in implied.keys().items())
-    lines = [
-        f"plan: {keys}",
-        f"  carries out {implied.agreement:.0%} of the operator time as above",
-        f"  the {found.seconds:.6g} s above count operators at the peak rates of the device; "
-        "`moemesh estimate`, with launches, the optimizer",
-        f"  and the rates that are reached, gives {implied.seconds:.6g} s and "
-        f"{format_bytes(round(implied.memory_bytes))} ({PREDICTED_PEAK})"
-        + ("" if implied.fits else ", which does not fit"),
-    ]
-    if implied.differing:
-        shown = ", ".join(implied.differing[:_MOST_NAMES])
-        more = len(implied.differing) - _MOST_NAMES
-        lines.append(f"  laid out otherwise: {shown}" + (f" and {more} more" if more > 0 else ""))
-    if implied.not_trained:
-        lines.append(f"  not trained by this version: {', '.join(implied.not_trained)}")
-    return lines + (["", implied.command] if implied.command else [])
-
-
-def _assignment(assignment: "OperatorAssignment") -> list[str]:
-    nodes = [
-        (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
-        for one in assignment.operators
-    ]
-    edges = [
-        (
-            *(one.group, f"{one.source} -> {one.target}", f"{one.before} -> {one.after}"),
-            f"{one.seconds:.4g}",
-        )
-        for one in assignment.edges
-        if one.seconds > 0
-    ]
-    lines = [table(("group", "operator", "strategy", "layers", "node seconds"), nodes, left=3)]
-    if edges:
-        heads = ("group", "edge", "change of layout", "edge seconds")
-        lines += ["", table(heads, edges, left=3)]
-    return lines
+    if found.cut_seconds is not None:
+        lines.append(f"every operator cut over all devices instead: {found.cut_seconds:.6g} s")
+    elif implied is None:
+        lines.append("plan: no legal plan has these stages")
+    else:
+        lines += [
+            f"plan: {', '.join(f'{key}={value}' for key, value in implied.keys().items())}",
+            f"  carries out {implied.agreement:.0%} of the operator time as above",
+            f"  the {found.seconds:.6g} s above count operators at the peak rates of the device; "
+            "`moemesh estimate`, with launches, the optimizer",
+            f"  and the rates that are reached, gives {implied.seconds:.6g} s and "
+            f"{format_bytes(round(implied.memory_bytes))} ({PREDICTED_PEAK})"
+            + ("" if implied.fits else ", which does not fit"),
+        ]
+        if implied.differing:
+            shown = ", ".join(implied.differing[:_MOST_NAMES])
+            more = len(implied.differing) - _MOST_NAMES
+            rest = f" and {more} more" if more > 0 else ""
+            lines.append(f"  laid out otherwise: {shown}{rest}")
+        if implied.not_trained:
+            lines.append(f"  not trained by this version: {', '.join(implied.not_trained)}")
+        lines += ["", implied.command] if implied.command else []
+    return "\n".join(lines)

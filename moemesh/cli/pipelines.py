@@ -11,7 +11,6 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress, table
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
@@ -43,8 +42,11 @@ class ScheduleOptions(ScheduleRequest):
     text: Annotated[bool, "Print only the picture."] = False
 
 
-@app.command("schedule", short_help="Simulate, draw and check a pipeline.")
-@options_from(ScheduleOptions, name=completion.schedules)
+@app.command(
+    "schedule",
+    short_help="Simulate, draw and check a pipeline.",
+    completions={"name": completion.schedules},
+)
 def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     """Simulate a pipeline schedule, draw it, and compare it with its formulas.
 
@@ -62,7 +64,19 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     if request.everything:
         if svg is not None or trace is not None or save is not None or request.text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")
-        _compare_all(request, as_json)
+        from moemesh.schedule.answer import compare, comparison_rows
+
+        with progress("comparing schedules", quiet=as_json):
+            compared = compare(request)
+        if as_json:
+            typer.echo(strict_json([one.to_json() for one in compared]))
+            return
+        header = (
+            "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
+        )  # fmt: skip
+        typer.echo(f"{table(header, comparison_rows(compared))}\n\n{_LEGEND}")
+        for line in _wrapped([f"{one.name}: {one.refused}" for one in compared if not one.answer]):
+            typer.echo(line)
         return
     from moemesh.report import timeline_text
     from moemesh.report.files import check_target, kind_of
@@ -88,24 +102,6 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         typer.echo(schedule_text(found, timeline_text.draw(timeline)))
         if save is not None:
             typer.echo(saved(found.schedule, save))
-
-
-def _compare_all(request: ScheduleRequest, as_json: bool) -> None:
-    from moemesh.schedule.answer import compare, comparison_rows
-
-    with progress("comparing schedules", quiet=as_json):
-        found = compare(request)
-    if as_json:
-        typer.echo(strict_json([one.to_json() for one in found]))
-        return
-    header = (
-        "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
-    )  # fmt: skip
-    typer.echo(table(header, comparison_rows(found)))
-    typer.echo(f"\n{_LEGEND}")
-    for one in found:
-        if one.answer is None:
-            typer.echo("\n".join(_wrapped([f"{one.name}: {one.refused}"])))
 
 
 def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 160) -> str:

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +11,13 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
+from moemesh.cli.options import given
 from moemesh.cli.terminal import progress
 from moemesh.planner.requests import EstimateRequest, PlanRequest
 from moemesh.trace.strict_json import strict_json
 
 
 @app.command(short_help="Price one layout, without running it.")
-@options_from(EstimateRequest)
 def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
 
@@ -32,11 +31,10 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     from moemesh.planner import estimate as planner
     from moemesh.planner.memory import read_cache_size
 
-    model, plan, chosen = request.model, request.plan, ("model", "plan", "seq_len", "global_batch")
+    model, plan = request.model, request.plan
     if request.config is not None:
         # What a configuration says may not be said a second time.
-        given = [name for name in chosen if getattr(request, name) is not None]
-        if twice := ", ".join(f"--{name.replace('_', '-')}" for name in given):
+        if twice := ", ".join(given(request, "model", "plan", "seq_len", "global_batch")):
             raise typer.BadParameter(f"--config says it already: leave out {twice}")
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
@@ -55,10 +53,10 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     cache = None if request.cache is None else read_cache_size(request.cache)
     if as_json:
         typer.echo(strict_json(found.to_json(cache), indent=2))
-        return
-    from moemesh.cli.plan_text import estimate_text
+    else:
+        from moemesh.cli.plan_text import estimate_text
 
-    typer.echo(estimate_text(found, cache))
+        typer.echo(estimate_text(found, cache))
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,10 @@ class PlanOptions(PlanRequest):
     explain: Annotated[bool, "Also parts of time and memory, limits, assumptions."] = False
 
 
-@app.command(short_help="Find the best layouts of a model on a cluster.")
-@options_from(PlanOptions, settings=completion.settings)
+@app.command(
+    short_help="Find the best layouts of a model on a cluster.",
+    completions={"settings": completion.settings},
+)
 def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
@@ -95,8 +95,8 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     with progress("searching layouts", quiet=as_json) as tell:
         found = plan_named(request, tell)
     names = ("model", "cluster", "seq_len", "global_batch")
-    given = [(f"--{name.replace('_', '-')}", str(getattr(request, name))) for name in names]
-    asked = shlex.join(word for pair in given for word in pair)
+    values = (str(getattr(request, name)) for name in names)
+    asked = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
     if html is not None:
         from moemesh.cli.plan_text import plan_html
 

@@ -13,13 +13,8 @@ from moemesh.trace.strict_json import strict_json
 
 @app.command(short_help="Repeat a step whose numbers were not finite, and find the first of them.")
 def replay(
-    bundle: Annotated[
-        Path,
-        typer.Argument(metavar="BUNDLE", help="A folder of failures/ in a run, such as step-12."),
-    ],
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Replay on one rank, whatever the plan of the run was.")
-    ] = False,
+    bundle: Annotated[Path, "A folder of failures/ in a run, such as step-12.", "<BUNDLE>"],
+    alone: Annotated[bool, "Replay on one rank, whatever the plan of the run was."] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,12 +34,9 @@ def replay(
 
 @app.command(short_help="Repeat the first steps of a run and compare the losses bit by bit.")
 def repro(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 20,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of the second run; default: RUN-repro."),
-    ] = None,
+    run: Annotated[Path, "Folder of a run.", "<RUN>"],
+    steps: Annotated[int, "Number of steps.", {"min": 1}] = 20,
+    out: Annotated[Path | None, "Folder of the second run; default: RUN-repro.", "DIR"] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the first steps of a run again, from the files of its folder, and compare.

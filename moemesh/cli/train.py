@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import ConfigFile, Overrides, app, load
-from moemesh.cli.options import options_from
 from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class TrainOptions:
 
 
 @app.command(short_help="Train a model on the ranks of a plan.")
-@options_from(TrainOptions)
 def train(options: TrainOptions) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 

@@ -9,11 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, app, esft_app
-from moemesh.cli.options import options_from
 
-_Source = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
-]
+_Source = Annotated[Path, "A run, or a folder of transformers.", "<RUN_OR_FOLDER>"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,6 @@ class ConvertRequest:
 
 
 @app.command(short_help="Write a run's weights for transformers, or start a run from such.")
-@options_from(ConvertRequest)
 def convert(request: ConvertRequest) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
@@ -142,7 +138,6 @@ class EvaluateRequest:
 
 
 @app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
-@options_from(EvaluateRequest)
 def evaluate(request: EvaluateRequest) -> None:
     """Mean loss (nats a token or byte) and perplexity over windows of a text, in any plan.
 
@@ -194,7 +189,6 @@ class GenerateRequest:
 
 
 @app.command(short_help="Continue a text with a run or a folder of transformers.")
-@options_from(GenerateRequest)
 def generate(request: GenerateRequest) -> None:
     """Continue a text, token by token, with kept keys and values: to try a model out, no server.
 
@@ -262,7 +256,6 @@ class ScoresRequest:
 
 
 @esft_app.command(short_help="Write a table of the experts that the data of a task uses.")
-@options_from(ScoresRequest)
 def scores(given: ScoresRequest) -> None:
     """Score every expert on the data of a task, and choose those to train (ESFT, arXiv:2407.01906).
 
