@@ -248,7 +248,7 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
 
 
 def _text(placed: Placed, settings: BalanceSettings) -> str:
-    from moemesh.report.section import plural
+    from moemesh.report.document import plural
     from moemesh.report.svg import clip
 
     (before, after), bound = placed.balance, placed.bound

@@ -149,7 +149,7 @@ def cluster_text(found: "Cluster") -> str:
 
     from moemesh.planner.speed import device_balance
     from moemesh.planner.timing.price import pricing
-    from moemesh.report.section import plural
+    from moemesh.report.document import plural
 
     inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth
     usable = pricing(found).usable_share

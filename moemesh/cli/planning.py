@@ -98,9 +98,9 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     values = (str(getattr(request, name)) for name in names)
     asked = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
     if html is not None:
-        from moemesh.cli.plan_text import plan_html
+        from moemesh.cli.plan_text import plan_document
 
-        write_texts([(html, plan_html(found, asked))])
+        write_texts([(html, plan_document(found, asked).to_html())])
     answer = to_json(found)
     is_written = write is not None and not answer["plans"][0]["not_trained"]
     if write is not None and is_written:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from moemesh.report import svg
 from moemesh.report.beside import by_axis_and_phase
@@ -23,21 +24,76 @@ MEMORY_COLOURS: dict[str, str] = {
 }
 #: Bars that are drawn, and their distance.
 _MAX_TRAFFIC, _TRAFFIC_ROW = 24, 22
-_MAX_RANKS, _RANK_ROW = 32, 24
+_MAX_RANKS, _STACKED_ROW = 32, 24
+
+
+class StackedBar(NamedTuple):
+    """A row of a figure: its name, pieces (part, size, text of the size), what stands behind them,
+    and the place of a line across it (None: no line)."""
+
+    name: str
+    pieces: Sequence[tuple[str, float, str]]
+    text: str
+    mark: float | None = None
 
 
 def _grid(
-    highest: float, count: int, left: float, right: float, top: float, bottom: float
+    highest: float, count: int, left: float, right: float, top: float, bottom: float, unit: str
 ) -> list[str]:
-    """Lines at about `count` round numbers of bytes, in the unit that fits `highest`."""
-    parts, unit = list[str](), 1.0
-    while highest / unit >= 1024:
-        unit *= 1024
-    for value in (tick * unit for tick in svg.ticks(0, highest / unit, count)):
+    """Lines at about `count` round numbers of `unit`, of bytes in the one that fits `highest`."""
+    parts, scale = list[str](), 1.0
+    while unit == "bytes" and highest / scale >= 1024:
+        scale *= 1024
+    for value in (tick * scale for tick in svg.ticks(0, highest / scale, count)):
         x = left + value / highest * (right - left)
-        label = svg.text(x, top - 6, format_bytes(value), anchor="middle", fill=svg.MUTED, size=11)
+        name = format_bytes(value) if unit == "bytes" else f"{svg.short(value)} {unit}"
+        label = svg.text(x, top - 6, name, anchor="middle", fill=svg.MUTED, size=11)
         parts += [svg.line(x, top, x, bottom, svg.GRID), label]
     return parts
+
+
+def stacked_bars(
+    identity: str,
+    title: str,
+    description: str,
+    bars: Sequence[StackedBar],
+    *,
+    colours: Mapping[str, str] | None = None,
+    mark: str = "",
+    unit: str = "bytes",
+) -> str:
+    """A figure of rows on one scale, a piece of each in the colour of its part (by default the next
+    of the palette); `mark` is what the lines across them are called."""
+    if colours is None:
+        parts = dict.fromkeys(part for bar in bars for part, _, _ in bar.pieces)
+        colours = dict(zip(parts, svg.COLOURS, strict=False))
+    marks = [(f"{mark} (line)", svg.INK)] if mark else []
+    key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
+    left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))
+    top, right = used + 26, svg.WIDTH - 130.0
+    highest = max(
+        max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
+    ) or 1.0  # fmt: skip
+    bottom = top + len(bars) * _STACKED_ROW
+    body = [key, *_grid(highest, 6, left, right, top, bottom, unit)]
+    for index, bar in enumerate(bars):
+        y, x = top + index * _STACKED_ROW, left
+        body.append(svg.text(left - 8, y + 16, bar.name, anchor="end"))
+        for part, size, said in bar.pieces:
+            width = size / highest * (right - left)
+            if width >= 0.05:
+                hint = f"{bar.name}, {part}: {said}"
+                edge = f' stroke="{svg.INK}" stroke-width="0.5"'
+                height, fill = _STACKED_ROW - 8, colours[part]
+                body.append(svg.rectangle(x, y + 4, width, height, fill, title=hint, more=edge))
+            x += width
+        if bar.mark is not None:
+            place = left + bar.mark / highest * (right - left)
+            body.append(svg.line(place, y + 1, place, y + _STACKED_ROW - 1, svg.INK, 2.5))
+            x = max(x, place)
+        body.append(svg.text(x + 8, y + 16, bar.text, fill=svg.MUTED, size=11))
+    body.append(svg.line(left, top, left, bottom, svg.INK))
+    return svg.figure(identity, title, description, bottom + 8, body)
 
 
 def traffic_bars(
@@ -63,7 +119,7 @@ def traffic_bars(
     left, top, right = 170.0, used + 26, svg.WIDTH - 250.0
     highest = sent[shown[0]]
     bottom = top + len(shown) * _TRAFFIC_ROW
-    body = [key, *_grid(highest, 4, left, right, top, bottom)]
+    body = [key, *_grid(highest, 4, left, right, top, bottom, "bytes")]
     for index, (axis, phase) in enumerate(shown):
         y, name = top + index * _TRAFFIC_ROW, f"{axis} · {phase}"
         width = measured.get((axis, phase), 0.0) / highest * (right - left)
@@ -97,37 +153,22 @@ def memory_bars(profiles: MemoryProfiles) -> str:
         return ""
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
     shown = sorted(fullest[:_MAX_RANKS], key=lambda profile: profile.rank)
-    names = [(name.replace("_", " "), MEMORY_COLOURS[name]) for name in PARTS]
-    key, used = svg.legend([*names, ("peak (line)", svg.INK)], left=0, top=4)
-    left, top, right = 66.0, used + 26, svg.WIDTH - 130.0
-    highest = max(max(profile.total, profile.peak) for profile in shown) or 1
-    bottom = top + len(shown) * _RANK_ROW
-    body = [key, *_grid(highest, 6, left, right, top, bottom)]
-    for index, profile in enumerate(shown):
-        y, x = top + index * _RANK_ROW, left
-        body.append(svg.text(left - 8, y + 16, f"rank {profile.rank}", anchor="end"))
-        for name, size in profile.parts().items():
-            width = size / highest * (right - left)
-            if width >= 0.05:
-                title = f"rank {profile.rank}, {name.replace('_', ' ')}: {format_bytes(size)}"
-                edge = f' stroke="{svg.INK}" stroke-width="0.5"'
-                height = _RANK_ROW - 8
-                body.append(
-                    svg.rectangle(
-                        x, y + 4, width, height, MEMORY_COLOURS[name], title=title, more=edge
-                    )
-                )
-            x += width
-        peak = left + profile.peak / highest * (right - left)
-        body.append(svg.line(peak, y + 1, peak, y + _RANK_ROW - 1, svg.INK, 2.5))
-        after = max(x, peak) + 8
-        body.append(
-            svg.text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=svg.MUTED, size=11)
-        )
-    body.append(svg.line(left, top, left, bottom, svg.INK))
     which = f"the {len(shown)} fullest of " if len(shown) < len(profiles.ranks) else ""
     description = (
         f"Memory of {which}{len(profiles.ranks)} ranks by what it holds; "
         f"highest peak {format_bytes(profiles.peak)} on rank {fullest[0].rank}."
     )
-    return svg.figure("memory", "Memory per rank", description, bottom + 8, body)
+    names = {name: name.replace("_", " ") for name in PARTS}
+    bars = [
+        StackedBar(
+            f"rank {one.rank}",
+            [(names[part], size, format_bytes(size)) for part, size in one.parts().items()],
+            f"peak {format_bytes(one.peak)}",
+            one.peak,
+        )
+        for one in shown
+    ]
+    colours = {names[part]: MEMORY_COLOURS[part] for part in PARTS}
+    return stacked_bars(
+        "memory", "Memory per rank", description, bars, colours=colours, mark="peak"
+    )

@@ -12,7 +12,7 @@ from moemesh.report import bars, beside, curves, heat_maps
 from moemesh.report import timeline_picture as pictures
 from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.report.configuration import changes
-from moemesh.report.section import (
+from moemesh.report.document import (
     MAX_TABLE_ROWS,
     Chapter,
     Table,
@@ -36,12 +36,11 @@ _MAX_TEXT = 400
 
 def training(run: Run) -> Chapter:
     """Curves over all steps, and the numbers of some of them (`metrics.jsonl`)."""
-    chapter = Chapter(identity="training", title="Training")
     if not run.metrics:
         text = missing(run, "metrics.jsonl")
         if (run.folder / "metrics.jsonl").is_file():
             text = "No step is finished yet."
-        return replace(chapter, missing=text)
+        return Chapter(missing=text)
     rows, unigram = run.metrics, run.summary.get("unigram_loss")
     known = unigram if isinstance(unigram, float) else None
     marks, unit = run.marks, run.loss_unit
@@ -71,14 +70,14 @@ def training(run: Run) -> Chapter:
         ("Learning rate", *curve("lr", "Learning rate")),
         ("Throughput", *curve("tokens_per_second", "Throughput", y_label=speed)),
     )
-    return replace(chapter, figures=drawn, tables=[table])
+    return Chapter(figures=drawn, tables=[table])
 
 
 def timeline(run: Run) -> Chapter:
     """Time of a step: `timeline.json` (the last step), and the medians of `metrics.jsonl`."""
-    chapter = Chapter(identity="timeline-section", title="Time of a step", tables=_medians(run))
+    medians = _medians(run)
     if run.timeline is None or not run.timeline.records:
-        return replace(chapter, missing=missing(run, "timeline.json"))
+        return Chapter(missing=missing(run, "timeline.json"), tables=medians)
     last = run.timeline.last_step()
     unit = "ticks" if last.unit == "ticks" else "milliseconds"
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
@@ -121,13 +120,12 @@ def timeline(run: Run) -> Chapter:
             for one in ranks[:MAX_TABLE_ROWS]
         ],
     )
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
-        tables=[parts, *chapter.tables, of_ranks, _by_name(last, factor, unit)],
+        tables=[parts, *medians, of_ranks, _by_name(last, factor, unit)],
         note=note + left_out(len(ranks), "ranks"),
     )
 
@@ -194,11 +192,10 @@ def _by_name(last: Timeline, factor: float, unit: str) -> Table:
 
 def traffic(run: Run) -> Chapter:
     """Bytes between ranks, from the ledgers of the run and of the planner."""
-    chapter = Chapter(identity="traffic-section", title="Traffic")
     rows = beside.traffic_rows(run.ledgers, steps=run.ledger_steps)
     if not rows:
         empty = "No rank sent anything to another."
-        return replace(chapter, missing=empty if run.ledgers else missing(run, "ledger.json"))
+        return Chapter(missing=empty if run.ledgers else missing(run, "ledger.json"))
     steps = plural(run.ledger_steps, "step")
     covered = f", averaged over {steps}" if run.ledger_steps > 1 else ""
     by_operation = Table(
@@ -229,8 +226,7 @@ def traffic(run: Run) -> Chapter:
         num_names=2,
     )
     drawn = bars.traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
         tables=[by_axis, by_operation],
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
@@ -241,9 +237,8 @@ def traffic(run: Run) -> Chapter:
 
 def memory(run: Run) -> Chapter:
     """Memory of every rank, predicted beside measured (`memory.json`)."""
-    chapter = Chapter(identity="memory-section", title="Memory")
     if run.memory is None or not run.memory.ranks:
-        return replace(chapter, missing=missing(run, "memory.json"))
+        return Chapter(missing=missing(run, "memory.json"))
     ranks, predicted = run.memory.ranks, run.memory.predicted
     tables: list[Table] = []
     header = ("Rank", "Class", "Predicted", "Measured", "Difference")
@@ -270,8 +265,7 @@ def memory(run: Run) -> Chapter:
             folded=bool(tables),
         )
     )
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
         tables=tables,
         note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
@@ -282,9 +276,8 @@ def memory(run: Run) -> Chapter:
 
 def loads(run: Run) -> Chapter:
     """Loads of experts (`loads.jsonl`)."""
-    chapter = Chapter(identity="loads", title="Expert load")
     if not run.loads:
-        return replace(chapter, missing=missing(run, "loads.jsonl"))
+        return Chapter(missing=missing(run, "loads.jsonl"))
     layers = heat_maps.by_layer(run.loads)
     fullest = "Fullest expert / mean"
     table = Table(
@@ -315,14 +308,13 @@ def loads(run: Run) -> Chapter:
         ("Load of each expert over its layer's mean, whole run", whole),
     )
     note = f"{plural(len(layers), 'layer')} with experts." + left_out(len(layers), "layers")
-    return replace(chapter, figures=drawn, tables=[table], note=note)
+    return Chapter(figures=drawn, tables=[table], note=note)
 
 
 def events(run: Run) -> Chapter:
     """Events besides steps: alarms and decisions first, in the order of time (`events.jsonl`)."""
-    chapter = Chapter(identity="events", title="Events")
     if not run.events:
-        return replace(chapter, missing=missing(run, "events.jsonl"))
+        return Chapter(missing=missing(run, "events.jsonl"))
     groups: dict[bool, list[Event]] = {False: [], True: []}
     for event in run.events:
         groups[event.kind in _ORDINARY].append(event)
@@ -351,10 +343,16 @@ def events(run: Run) -> Chapter:
                 )
             )
     note = "" if groups[False] else "No alarm and no warning."
-    return replace(chapter, tables=tables, note=note)
+    return Chapter(tables=tables, note=note)
 
 
-#: In the order of the page.
-CHAPTERS: tuple[Callable[[Run], Chapter], ...] = (
-    *(changes, training, timeline, traffic, memory, loads, events),
+#: Identity, title and maker of each chapter, in the order of the page.
+CHAPTERS: tuple[tuple[str, str, Callable[[Run], Chapter]], ...] = (
+    ("configuration", "Configuration", changes),
+    ("training", "Training", training),
+    ("timeline-section", "Time of a step", timeline),
+    ("traffic-section", "Traffic", traffic),
+    ("memory-section", "Memory", memory),
+    ("loads", "Expert load", loads),
+    ("events", "Events", events),
 )

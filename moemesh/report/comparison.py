@@ -11,9 +11,16 @@ from pathlib import Path
 from moemesh.report import curves, svg
 from moemesh.report.beside import by_axis_and_phase, sent_in_training
 from moemesh.report.configuration import between, toml_text, with_defaults
+from moemesh.report.document import (
+    MAX_TABLE_ROWS,
+    Box,
+    Chapter,
+    Document,
+    Table,
+    figures,
+    left_out,
+)
 from moemesh.report.files import replace_file
-from moemesh.report.page import from_template, links_to
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, median_of, state_of
 
@@ -27,12 +34,11 @@ def write(first: Path | str, second: Path | str, out: Path | None = None) -> Pat
     Raises RunError (a ValueError) when a folder holds no run.
     """
     runs = Run.load(first), Run.load(second)
-    return replace_file(out or runs[0].folder / NAME, render(*runs))
+    return replace_file(out or runs[0].folder / NAME, document(*runs).to_html())
 
 
-def render(first: Run, second: Run) -> str:
-    """The page as a text, the same bytes for the same runs."""
-    runs = first, second
+def document(*runs: Run) -> Document:
+    """Everything that differs between two runs."""
     # Names of the folders, with what lies above them where both have the same name.
     folders = [run.folder.resolve() for run in runs]
     names = [folder.name for folder in folders]
@@ -43,35 +49,40 @@ def render(first: Run, second: Run) -> str:
             f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
         ]
     names = [svg.clip(name, 40) for name in names]
-    sections = [
-        _configuration(runs, names),
-        _results(runs, names),
-        _training(runs, names),
-        _traffic(runs, names),
-        _memory(runs, names),
-    ]
-    return from_template(
-        "comparison.html",
-        name=" and ".join(names),
-        folders=[str(run.folder.resolve()) for run in runs],
-        warnings=[
-            f"{name}: {warning}"
-            for name, run in zip(names, runs, strict=True)
-            for warning in run.warnings
+    return Document(
+        kind="Two moemesh runs",
+        title=" and ".join(names),
+        lines=[str(folder) for folder in folders],
+        boxes=[
+            Box(
+                "warnings",
+                "Not everything could be read",
+                [
+                    (name, line)
+                    for name, run in zip(names, runs, strict=True)
+                    for line in run.warnings
+                ],
+            )
         ],
-        links=links_to(sections),
-        sections=sections,
+        chapters=[
+            replace(make(runs, names), identity=title.lower(), title=title)
+            for title, make in (
+                ("Configuration", _configuration),
+                ("Results", _results),
+                ("Training", _training),
+                ("Traffic", _traffic),
+                ("Memory", _memory),
+            )
+        ],
     )
 
 
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
-    chapter = Chapter(identity="configuration", title="Configuration")
     if not all(run.config for run in runs):
-        text = "A run has no config.toml, so nothing can be compared."
-        return replace(chapter, missing=text)
+        return Chapter(missing="A run has no config.toml, so nothing can be compared.")
     found = between(*(with_defaults(run.config) for run in runs))
     if not found:
-        return replace(chapter, note="Every key has the same value.")
+        return Chapter(note="Every key has the same value.")
     table = Table(
         caption="Keys whose values differ",
         header=("Key", *names),
@@ -81,57 +92,47 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         ],
         num_names=3,
     )
-    return replace(chapter, tables=[table], note=left_out(len(found), "keys"))
+    return Chapter(tables=[table], note=left_out(len(found), "keys"))
 
 
-#: A line of the table of results: its name, its value of a run (None: not known), and its form.
-_Line = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
-
-
-def _last(name: str) -> Callable[[Run], float | None]:
-    return lambda run: next(
-        (value for row in reversed(run.metrics) if (value := getattr(row, name)) is not None), None
-    )
-
-
-def _median(name: str) -> Callable[[Run], float | None]:
-    return lambda run: median_of(run.current, name)
-
-
-def _total(name: str) -> Callable[[Run], float | None]:
-    return lambda run: sum(getattr(row, name) for row in run.metrics) if run.metrics else None
-
-
-def _loss_of_the_end(run: Run) -> float | None:
-    """One step's loss is noise: the mean of the last tenth of the steps, 100 at most."""
-    last = run.metrics[-max(1, min(len(run.metrics) // 10, 100)) :]
-    return statistics.fmean(row.loss for row in last) if last else None
-
-
-_LINES: tuple[_Line, ...] = (
-    ("Steps", _last("step"), lambda value: f"{value:,.0f}"),
-    ("Tokens", _total("tokens"), svg.short),
-    ("Training loss, mean of the last tenth", _loss_of_the_end, lambda value: f"{value:.4f}"),
-    ("Last validation loss", _last("validation_loss"), lambda value: f"{value:.4f}"),
-    ("Tokens per second, median", _median("tokens_per_second"), svg.short),
-    ("Seconds of a step, median", _median("seconds"), lambda value: f"{value:.4g}"),
-    ("Time in steps, seconds", _total("seconds"), lambda value: f"{value:,.1f}"),
-    ("MFU, median", _median("mfu"), lambda value: f"{value:.2%}"),
-    ("Waiting for data in a step, seconds", _median("data_seconds"), lambda v: f"{v:.3g}"),
-    ("Exposed communication, seconds", _median("communication_seconds"), lambda v: f"{v:.3g}"),
-    (f"Memory: {MEASURED_PEAKS['']}", lambda r: r.memory and (r.memory.peak or None), format_bytes),
-    (
-        "Sent in a step of training, all ranks",
-        lambda run: sum(sent_in_training(run).values()) if run.ledgers else None,
-        format_bytes,
-    ),
+#: Lines of the table of results: name, which value (:func:`_value`), its key in a row, its form.
+_LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("Steps", "last", "step", "{:,.0f}".format),
+    ("Tokens", "total", "tokens", svg.short),
+    ("Training loss, mean of the last tenth", "end", "loss", "{:.4f}".format),
+    ("Last validation loss", "last", "validation_loss", "{:.4f}".format),
+    ("Tokens per second, median", "median", "tokens_per_second", svg.short),
+    ("Seconds of a step, median", "median", "seconds", "{:.4g}".format),
+    ("Time in steps, seconds", "total", "seconds", "{:,.1f}".format),
+    ("MFU, median", "median", "mfu", "{:.2%}".format),
+    ("Waiting for data in a step, seconds", "median", "data_seconds", "{:.3g}".format),
+    ("Exposed communication, seconds", "median", "communication_seconds", "{:.3g}".format),
+    (f"Memory: {MEASURED_PEAKS['']}", "peak", "", format_bytes),
+    ("Sent in a step of training, all ranks", "sent", "", format_bytes),
 )
+
+
+def _value(run: Run, which: str, key: str) -> float | None:
+    """A number of a run; None where it is not known."""
+    if which == "peak":
+        return run.memory and (run.memory.peak or None)
+    if which == "sent":
+        return sum(sent_in_training(run).values()) if run.ledgers else None
+    if which == "median":
+        return median_of(run.current, key)
+    values = [value for row in run.metrics if (value := getattr(row, key)) is not None]
+    if not values or which == "last":
+        return values[-1] if values else None
+    if which == "total":
+        return sum(values)
+    # One step's loss is noise: the mean of the last tenth of the steps, 100 at most.
+    return statistics.fmean(values[-max(1, min(len(values) // 10, 100)) :])
 
 
 def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     rows: list[tuple[str, ...]] = [("State", *(state_of(run) for run in runs), "")]
-    for label, find, form in _LINES:
-        values = [find(run) for run in runs]
+    for label, which, key, form in _LINES:
+        values = [_value(run, which, key) for run in runs]
         if any(value is not None for value in values):
             shown = ("" if value is None else form(value) for value in values)
             rows.append((label, *shown, _change(*values)))
@@ -148,7 +149,7 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     table = Table(
         caption="Results, speed, memory and traffic", header=("", *names, "Change"), rows=rows
     )
-    return Chapter(identity="results", title="Results", tables=[table], note=note)
+    return Chapter(tables=[table], note=note)
 
 
 def _change(first: float | None, second: float | None) -> str:
@@ -162,8 +163,7 @@ def _change(first: float | None, second: float | None) -> str:
 
 def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not any(run.metrics for run in runs):
-        text = "Neither run has finished a step."
-        return Chapter(identity="training", title="Training", missing=text)
+        return Chapter(missing="Neither run has finished a step.")
     unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
     marks = [
         (place, f"{svg.clip(name, 20)}: {plan}")
@@ -204,15 +204,14 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         chart("Learning rate", "lr", "learning rate"),
         chart("Throughput", "tokens_per_second", "tokens per second"),
     )
-    return Chapter(identity="training", title="Training", figures=drawn)
+    return Chapter(figures=drawn)
 
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
     keys = sorted(found[0].keys() | found[1].keys())
     if not keys:
-        text = "Neither run has a ledger.json."
-        return Chapter(identity="traffic", title="Traffic", missing=text)
+        return Chapter(missing="Neither run has a ledger.json.")
     rows = [
         (
             *(svg.clip(name, 40) for name in key),
@@ -227,13 +226,13 @@ def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         rows=rows,
         num_names=2,
     )
-    return Chapter(identity="traffic", title="Traffic", tables=[table])
+    return Chapter(tables=[table])
 
 
 def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     profiles = [run.memory.ranks if run.memory else () for run in runs]
     if not any(profiles):
-        return Chapter(identity="memory", title="Memory", missing="Neither run has a memory.json.")
+        return Chapter(missing="Neither run has a memory.json.")
     highest = [
         {name: max((p.parts()[name] for p in ranks), default=0) for name in PARTS}
         | {"peak": max((p.peak for p in ranks), default=0)}
@@ -253,4 +252,4 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         header=("Class", *names, "Change"),
         rows=rows,
     )
-    return Chapter(identity="memory", title="Memory", tables=[table])
+    return Chapter(tables=[table])

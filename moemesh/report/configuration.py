@@ -11,7 +11,7 @@ from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
 from moemesh.config.schema import SCHEMA_KEY
 from moemesh.config.toml import format_value
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
+from moemesh.report.document import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.run import Run, median_of
@@ -24,9 +24,8 @@ Difference = tuple[str, object, object]
 
 def changes(run: Run) -> Chapter:
     """Keys that the user set, and folded away all others."""
-    identity, title = "configuration", "Configuration"
     if not run.config:
-        return Chapter(identity=identity, title=title, missing="No config.toml.")
+        return Chapter(missing="No config.toml.")
     found, baseline = differences(run.config)
     tables = [_plans(run)] if len(run.plans) > 1 else []
     if found:
@@ -57,7 +56,7 @@ def changes(run: Run) -> Chapter:
         )
     note = "" if found else f"No key differs from {baseline}."
     note += left_out(len(found), "keys")
-    return Chapter(identity=identity, title=title, tables=tables, note=note)
+    return Chapter(tables=tables, note=note)
 
 
 def _plans(run: Run) -> Table:

@@ -20,8 +20,8 @@ from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
 from moemesh.report.bounds import BOUNDS, Bound, Evidence, evidence_of
-from moemesh.report.page import command_of
-from moemesh.report.section import plural
+from moemesh.report.document import plural
+from moemesh.report.page import NO_STEP, command_of
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
@@ -216,14 +216,6 @@ _STATES: dict[State, str] = {
     "interrupted": "ended after {step} without a word (it was killed, or the machine went down),",
     "failed": "failed after {step},",
 }
-_WITHOUT_STEPS: dict[State, str] = {
-    "finished": "The run finished without a step.",
-    "running": "The run is at work and has finished no step so far.",
-    "stopped": "The run was stopped before its first step was finished.",
-    "interrupted": "The run ended before its first step was finished, without a word: it was "
-    "killed, or the machine went down; logs/ holds what its ranks wrote.",
-    "failed": "The run failed before its first step was finished.",
-}
 #: Causes that take less than this share of a step are not spoken of beside the first one.
 _MINOR = 0.1
 
@@ -298,7 +290,7 @@ def explain(run: Run) -> Explanation:
         verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
         progress = f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
     else:
-        progress = _WITHOUT_STEPS[state]
+        progress = NO_STEP[state]
     sentences, command = [progress], ""
     losses = losses_of(run)
     if state == "interrupted":

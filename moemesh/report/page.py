@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from moemesh.report import boxes, svg, timeline_picture
+from moemesh.report import svg
 from moemesh.report.chapters import CHAPTERS
+from moemesh.report.document import MAX_TABLE_ROWS, Box, Chapter, Document
 from moemesh.report.files import replace_file
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
 
@@ -22,13 +22,14 @@ NAME = "report.html"
 _MAX_TEXT = 64_000
 _MAX_VALUE = 300
 _DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
-_HERE = Path(__file__).parent
-_NO_STEP: dict[State, str] = {
+#: A run that has not finished a step.
+NO_STEP: dict[State, str] = {
+    "finished": "The run finished without a step.",
     "running": "The run is at work and has finished no step so far.",
-    "failed": "The run failed before its first step was finished.",
     "stopped": "The run was stopped before its first step was finished.",
-    "finished": "The run holds no step.",
-    "interrupted": "The run ended before its first step was finished.",
+    "interrupted": "The run ended before its first step was finished, without a word: it was "
+    "killed, or the machine went down; logs/ holds what its ranks wrote.",
+    "failed": "The run failed before its first step was finished.",
 }
 
 
@@ -39,13 +40,12 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    return replace_file(out or run.folder / NAME, render(run))
+    return replace_file(out or run.folder / NAME, document(run).to_html())
 
 
-def render(run: Run) -> str:
-    """The page as a text, the same bytes for the same run."""
+def document(run: Run) -> Document:
+    """Everything that the folder of `run` tells."""
     state = state_of(run)
-    sections = [make(run) for make in CHAPTERS]
     # When, where and by which command the run was started, as far as its folder tells.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]
@@ -65,6 +65,13 @@ def render(run: Run) -> str:
         lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
     if command := command_of(run):
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
+    # Degrees that are not said are 1; the number of ranks follows where they are numbers.
+    plan = run.plan or run.section("plan")
+    values = [plan.get(name, 1) for name in _DEGREES] if plan else []
+    degrees = [(name, _cut(str(n), 20)) for name, n in zip(_DEGREES, values, strict=False)]
+    ranks = [n for n in values[:4] if isinstance(n, int) and n is not True and 0 < n < 10**9]
+    if len(ranks) == 4:
+        degrees.insert(0, ("ranks", str(prod(ranks))))
     # The numbers that one looks for first.
     facts: list[tuple[str, str]] = [("State", state)]
     rows, unit = run.metrics, run.loss_unit
@@ -90,63 +97,37 @@ def render(run: Run) -> str:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    failure = None
-    if run.failure is not None:  # texts are cut to a readable length
-        items = list(run.failure.items())[:MAX_TABLE_ROWS]
-        failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
-    return from_template(
-        "page.html",
-        name=run.folder.resolve().name,
-        origin=lines,
-        degrees=_degrees(run),
-        facts=facts,
-        failure=failure,
-        warnings=run.warnings,
-        has_no_step=_NO_STEP[state] if not run.metrics else "",
-        links=[*links_to(sections), ("file", "config.toml")],
-        sections=sections,
-        config_text=_cut(run.config_text, _MAX_TEXT),
+    failure = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
+    told = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in failure]
+    unread = "Not everything could be read"
+    text = _cut(run.config_text, _MAX_TEXT)
+    configuration = Chapter(
+        identity="file",
+        title="config.toml",
+        missing="" if text else "No config.toml.",
+        code=("The configuration as resolved", text) if text else ("", ""),
     )
-
-
-def links_to(sections: Sequence[Chapter]) -> list[tuple[str, str]]:
-    """(identity, title) of each section, for the contents of a page."""
-    return [(section.identity, section.title) for section in sections]
-
-
-def from_template(template: str, **values: Any) -> str:
-    """A page of the report from one of its templates, in both colour schemes."""
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return Document(
+        kind="moemesh run",
+        title=run.folder.resolve().name,
+        lines=lines,
+        cards=[("Parallel degrees", degrees), ("Results", facts)],
+        boxes=[
+            Box("failure", "This run failed", told or [("", "")] * (run.failure is not None), True),
+            Box("warnings", unread, [("", warning) for warning in run.warnings]),
+            Box("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
+        ],
+        chapters=[
+            *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
+            configuration,
+        ],
     )
-    colours = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
-    values |= {"ground": svg.DARK_GROUND, "colours": colours.items()}
-    return environment.get_template(template).render(**values)
 
 
 def command_of(run: Run) -> str:
     """The command of the newest start; "" where the folder does not tell."""
     argv = run.starts[-1].get("argv") if run.starts else None
     return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
-
-
-def _degrees(run: Run) -> list[tuple[str, str]]:
-    """Parallel degrees, those that are not said being 1, and the number of ranks."""
-    plan = run.plan or run.section("plan")
-    if not plan:
-        return []
-    degrees = [(name, plan.get(name, 1)) for name in _DEGREES]
-    shown = [(name, _cut(str(value), 20)) for name, value in degrees]
-    world = 1
-    for _, value in degrees[:4]:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**9:
-            return shown
-        world *= value
-    return [("ranks", str(world)), *shown]
 
 
 def _cut(value: str, length: int) -> str:

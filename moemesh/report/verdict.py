@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.section import plural
+from moemesh.report.document import plural
 from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
 from moemesh.trace.timeline import WorkRecord
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moemesh.cli.plan_text import plan_html
+from moemesh.cli.plan_text import plan_document
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named
 from moemesh.report import comparison, page
@@ -146,7 +146,7 @@ def test_the_table_of_layouts_fits_a_window_and_the_shadow_is_dark(chromium, tmp
         PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 512, nodes=2, tokens="14.8T")
     )
     path = tmp_path / "plan.html"
-    path.write_text(plan_html(planned, "--model m"))
+    path.write_text(plan_document(planned, "--model m").to_html())
     chromium.open(path, width=1200, scheme="dark")
     cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
     assert chromium.evaluate(f"{cut}.length") == 0
