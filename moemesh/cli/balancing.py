@@ -255,7 +255,7 @@ def _text(placed: Placed, settings: BalanceSettings) -> str:
     physical, _, counts = placed.maps
     (layers, slots), experts = physical.shape, counts.shape[1]
     shown = range(min(layers, MOST_LAYERS))
-    header = ["layer", "before", "after", "bound", "gap", "most replicas"]
+    header = ["layer", "before", "after", "bound", "above bound", "most replicas"]
     rows = [
         [
             str(layer),

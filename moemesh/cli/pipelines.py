@@ -79,17 +79,22 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
             typer.echo(line)
         return
     from moemesh.report import timeline_text
-    from moemesh.report.files import check_target, kind_of
+    from moemesh.report.files import check_target, kind_of, write_texts
+    from moemesh.report.timeline_picture import timeline_rows, to_perfetto
     from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved
+    from moemesh.trace.pipeline import activations
 
     with progress(f"schedule {request.name}", quiet=as_json):
         found = answer(request)
     timeline = found.simulation.timeline
-    if svg is not None or trace is not None:
-        from moemesh.report import timeline_files
-
-        timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
+    texts: list[tuple[Path, str]] = []
+    if svg is not None:
+        memory = activations(timeline, held=found.held)
+        texts.append((svg, timeline_rows(timeline, memory=memory, title=found.title) + "\n"))
+    if trace is not None:
+        texts.append((trace, strict_json(to_perfetto(timeline, held=found.held)) + "\n"))
+    write_texts(texts)
     if save is not None:
         content = text.to_csv(found.schedule) if save.suffix == ".csv" else text.MAGIC
         check_target(save, kind_of(content))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from moemesh.report.boxes import KINDS
 from moemesh.report.svg import clip
+from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
 from moemesh.trace.run import PlannedStep, Run

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from moemesh.config.changes import flat
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import config_values
+from moemesh.config.plan import Plan
+from moemesh.config.schema import SCHEMA_KEY
+from moemesh.config.toml import format_value
 from moemesh.report import bars, beside, curves, heat_maps
 from moemesh.report import timeline_picture as pictures
-from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.configuration import changes
 from moemesh.report.document import (
     MAX_TABLE_ROWS,
     Chapter,
@@ -23,8 +28,10 @@ from moemesh.report.document import (
     spread,
 )
 from moemesh.report.svg import clip, short
+from moemesh.report.timeline_picture import KINDS, LONG_NAMES
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import Event, Run
+from moemesh.trace.run import Event, Run, median_of
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 #: Rows of the table of memory: as many as those of the classes of as many ranks.
@@ -32,6 +39,98 @@ _MAX_COMPARED_ROWS = 512
 #: Kinds of events that every run has; the others say that something was decided or went wrong.
 _ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT = 400
+_MAX_VALUE = 300
+
+
+def configuration(run: Run) -> Chapter:
+    """Keys that the user set, and folded away all others."""
+    if not run.config:
+        return Chapter(missing="No config.toml.")
+    found, baseline = differences(run.config)
+    tables: list[Table] = []
+    if len(run.plans) > 1:  # every plan that the run has had, with its steps and its speed
+        usual = Plan().model_dump(mode="json")
+        rows: list[tuple[str, ...]] = []
+        for number, steps in enumerate(run.plans, start=1):
+            chosen = [f"{key} = {toml_text(value)}" for key, value in steps.record.items()
+                      if value != usual.get(key)]  # fmt: skip
+            own = [row for row in run.metrics if steps.first <= row.step <= steps.last]
+            speed = median_of(own[1:] or own, "tokens_per_second")
+            shown = "" if speed is None else short(speed)
+            rows.append((str(number), ", ".join(chosen) or "the defaults", steps.words, shown))
+        tables.append(
+            Table(
+                caption="Plans of the run; speed, memory and traffic on this page are those of the "
+                "last",
+                header=("Plan", "Keys that differ from the defaults", "Steps", "Tokens/s, median"),
+                rows=rows[-MAX_TABLE_ROWS:],
+                num_names=3,
+            )
+        )
+    if found:
+        tables.append(
+            Table(
+                caption=f"Keys that differ from {baseline}",
+                header=("Key", "Value", "Default"),
+                rows=[
+                    (clip(key, 60), toml_text(value), toml_text(default))
+                    for key, value, default in found[:MAX_TABLE_ROWS]
+                ],
+                num_names=3,
+            )
+        )
+    changed = {key for key, _, _ in found}
+    rest = [(key, value) for key, value in flat(run.config).items() if key not in changed]
+    if rest:
+        rows = [(clip(key, 60), toml_text(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]]
+        caption = f"The other {len(rest)} keys"
+        tables.append(
+            Table(caption=caption, header=("Key", "Value"), rows=rows, num_names=2, folded=True)
+        )
+    note = "" if found else f"No key differs from {baseline}."
+    return Chapter(tables=tables, note=note + left_out(len(found), "keys"))
+
+
+def toml_text(value: object, longest: int = _MAX_VALUE) -> str:
+    """A value as in a TOML file, in at most so many characters."""
+    return "unset" if value is None else clip(format_value(value), longest)
+
+
+def differences(config: Mapping[str, Any]) -> tuple[list[tuple[str, object, object]], str]:
+    """(key, value, default) of the keys of a `config.toml` that differ from the defaults, and what
+    these are: those of the model's preset, or of the model in a folder, whose own keys follow from
+    the folder. A key that the file does not have stands for its default."""
+    values = flat({key: value for key, value in config.items() if key != SCHEMA_KEY})
+    path, preset = values.get("model.path"), values.get("model.preset")
+    defaults = _defaults(preset if isinstance(preset, str) else None)
+    found = [
+        (key, value, defaults.get(key))
+        for key, value in sorted(values.items())
+        if value != defaults.get(key)
+    ]
+    baseline = "the defaults"
+    if path is not None:
+        names = ("model.path", "model.preset")
+        found = [item for item in found if not item[0].startswith("model.") or item[0] in names]
+        baseline = "the defaults and the model's folder"
+    elif isinstance(preset, str):
+        # The preset's own keys follow from its name, which is itself a choice.
+        usual = _defaults(None).get("model.preset")
+        if preset != usual:
+            found.insert(0, ("model.preset", preset, usual))
+        baseline = "the defaults and the preset"
+    return found, baseline
+
+
+def _defaults(preset: str | None) -> dict[str, object]:
+    """Of every key, as TOML has it; of an unknown preset (an older run's) those of no preset."""
+    chosen = [] if preset is None else [f"model.preset={format_value(preset)}"]
+    try:
+        found = load_run([], chosen, environ={}).config
+    except ConfigError:
+        found = load_run([], [], environ={}).config
+    values = flat(config_values(found)).items()
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in values}
 
 
 def training(run: Run) -> Chapter:
@@ -348,7 +447,7 @@ def events(run: Run) -> Chapter:
 
 #: Identity, title and maker of each chapter, in the order of the page.
 CHAPTERS: tuple[tuple[str, str, Callable[[Run], Chapter]], ...] = (
-    ("configuration", "Configuration", changes),
+    ("configuration", "Configuration", configuration),
     ("training", "Training", training),
     ("timeline-section", "Time of a step", timeline),
     ("traffic-section", "Traffic", traffic),

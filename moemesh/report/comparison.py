@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from moemesh.config.changes import compare
 from moemesh.report import curves, svg
 from moemesh.report.beside import by_axis_and_phase, sent_in_training
-from moemesh.report.configuration import between, toml_text, with_defaults
+from moemesh.report.chapters import toml_text
 from moemesh.report.document import (
     MAX_TABLE_ROWS,
     Box,
@@ -80,15 +81,15 @@ def document(*runs: Run) -> Document:
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not all(run.config for run in runs):
         return Chapter(missing="A run has no config.toml, so nothing can be compared.")
-    found = between(*(with_defaults(run.config) for run in runs))
+    found = compare(*(run.config_text for run in runs))
     if not found:
         return Chapter(note="Every key has the same value.")
     table = Table(
         caption="Keys whose values differ",
         header=("Key", *names),
         rows=[
-            (svg.clip(key, 60), *(toml_text(value, _MAX_VALUE) for value in values))
-            for key, *values in found[:MAX_TABLE_ROWS]
+            (svg.clip(one.key, 60), *(toml_text(value, _MAX_VALUE) for value in (one.old, one.new)))
+            for one in found[:MAX_TABLE_ROWS]
         ],
         num_names=3,
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from moemesh.report import boxes, svg, timeline_picture
+from moemesh.report import svg, timeline_picture
 from moemesh.trace.run import Run, state_of
 
 #: Longer tables are cut, so that the page keeps its size whatever the run.
@@ -98,7 +98,7 @@ class Document:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        colours = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
+        colours = {**svg.DARK, **timeline_picture.DARK}
         return environment.get_template("page.html").render(
             document=self, ground=svg.DARK_GROUND, colours=colours.items()
         )

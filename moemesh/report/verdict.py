@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.report.document import plural
+from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
 from moemesh.trace.timeline import WorkRecord
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moemesh.report import bars, beside, boxes, curves, svg, timeline_picture
+from moemesh.report import bars, beside, curves, svg, timeline_picture
 from moemesh.report.bars import memory_bars
 from moemesh.report.curves import imbalance_curve
 from moemesh.report.heat_maps import (
@@ -106,7 +106,7 @@ def test_colours_have_contrast():
         assert svg.contrast(svg.ink_on(colour), colour) >= 4.5, colour
         tinted = svg.tint(colour)
         assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
-    dark = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
+    dark = {**svg.DARK, **timeline_picture.DARK}
     for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
         assert svg.contrast(dark[colour], svg.DARK_GROUND) >= 4.5, colour
     tints = [svg.tint(colour, 0.5) for colour in timeline_picture.KINDS.values()]
