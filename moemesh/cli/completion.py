@@ -2,6 +2,7 @@
 
 # Nothing heavy here: a shell waits for the answer. Names are imported when they are asked for.
 from collections.abc import Callable, Iterable
+from functools import partial
 
 Complete = Callable[[str], list[str]]
 
@@ -16,27 +17,19 @@ def words(load: Callable[[], Iterable[str]]) -> Complete:
     return complete
 
 
-def _presets(*folders: str) -> Complete:
-    """Complete a packaged preset of one of the folders ("" has the models)."""
+def _presets(*folders: str) -> list[str]:
+    """The packaged presets of the folders ("" has the models)."""
+    from moemesh.config.sources import preset_names
 
-    def load() -> list[str]:
-        from moemesh.config.sources import preset_names
-
-        return [name for folder in folders for name in preset_names(folder)]
-
-    return words(load)
+    return [name for folder in folders for name in preset_names(folder)]
 
 
-def _of_plan(name: str, *more: str) -> Complete:
-    """Complete a choice of the key `name` of [plan], or one of `more`."""
+def _choices(key: str, *more: str) -> list[str]:
+    """The choices of a key of [plan], and `more`."""
+    from moemesh.config.plan import Plan
+    from moemesh.config.suggest import choices_of
 
-    def load() -> list[str]:
-        from moemesh.config.plan import Plan
-        from moemesh.config.suggest import choices_of
-
-        return [*more, *choices_of(Plan.model_fields[name].annotation)]
-
-    return words(load)
+    return [*more, *choices_of(Plan.model_fields[key].annotation)]
 
 
 def _operations() -> tuple[str, ...]:
@@ -45,16 +38,16 @@ def _operations() -> tuple[str, ...]:
     return ("all", *OPERATIONS)
 
 
-clusters = _presets("clusters")
-schedules = _of_plan("schedule")
+clusters = words(partial(_presets, "clusters"))
+schedules = words(partial(_choices, "schedule"))
 collectives = words(_operations)
 #: Fields of requests that are completed in every verb.
 BY_FIELD: dict[str, Complete] = {
-    "model": _presets("", "shapes"),
+    "model": words(partial(_presets, "", "shapes")),
     "cluster": clusters,
-    "plan": _presets("plans"),
-    "routing": _presets("routings"),
-    "dispatcher": _of_plan("dispatcher"),
+    "plan": words(partial(_presets, "plans")),
+    "routing": words(partial(_presets, "routings")),
+    "dispatcher": words(partial(_choices, "dispatcher")),
 }
 
 
@@ -68,7 +61,7 @@ def settings(incomplete: str) -> list[str]:
     if not equals:
         return [f"{name}=" for name in all_keys() if name.startswith(key)]
     if key == PRESET_KEY:
-        return [f"{key}={name}" for name in _presets("")(value)]
+        return [f"{key}={name}" for name in _presets("") if name.startswith(value)]
     section, _, leaf = key.partition(".")
     fields = SECTIONS[section].model_fields if section in SECTIONS else {}
     if leaf not in fields:

@@ -74,10 +74,10 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
         )
     if request.svg is not None:
         from moemesh.report.files import write_texts
-        from moemesh.report.meshes import draw
+        from moemesh.report.rank_pictures import draw_meshes
 
         num_experts = 0 if held.model is None else held.model.num_experts
-        write_texts([(request.svg, draw(held.layout, num_experts) + "\n")])
+        write_texts([(request.svg, draw_meshes(held.layout, num_experts) + "\n")])
     with progress("counting shares", quiet=as_json):
         text = strict_json(held.to_json(ranks or None)) if as_json else layout_text(held, ranks)
     typer.echo(text)
@@ -242,7 +242,7 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
         example = read_example(request.routing, dispatchers=dispatchers, **own)
     if svg is not None:
         from moemesh.report.files import write_texts
-        from moemesh.report.pairs import draw
+        from moemesh.report.rank_pictures import draw_pairs
 
         panels = [
             (name, *_panel(found, one))
@@ -250,7 +250,7 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
             for found in [example.exchanges(name)]
             for one in found.of_rows()
         ]
-        write_texts([(svg, draw(panels) + "\n")])
+        write_texts([(svg, draw_pairs(panels) + "\n")])
     print_answer(as_json, lambda: to_json(example), lambda: dispatch_text(example))
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain, count
 from math import floor
+from textwrap import indent
 
 from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
@@ -147,16 +148,16 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     times = found.seconds.items()
     parts = [(name, f"{size:.4g} s") for name, size in times if size and name != "total"]
     lines += [
-        _indented(table(("rank", "first", "last", "worst"), held)),
+        indent(table(("rank", "first", "last", "worst"), held), "  "),
         "",
         f"traffic     of pipeline rank {found.traffic_rank} of {found.layout.pp}, one device, in a "
         "step (--rank shows another)",
-        _indented(table(axes, _axis_rows(found.traffic), left=2)),
+        indent(table(axes, _axis_rows(found.traffic), left=2), "  "),
         "",
         "            by phase and caller",
-        _indented(table(callers, sent, left=4)),
+        indent(table(callers, sent, left=4), "  "),
         "",
-        _indented(table(("step", f"{total:.4g} s"), parts)).lstrip(),
+        indent(table(("step", f"{total:.4g} s"), parts), "  ").lstrip(),
         f"  80 % interval {least:.4g} to {most:.4g} s",
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
         f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
@@ -177,10 +178,6 @@ def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
     ]
 
 
-def _indented(text: str) -> str:
-    return textwrap.indent(text, "  ")
-
-
 def _size(number: float) -> str:
     return format_bytes(round(number))
 
@@ -198,7 +195,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         heads = (*heads[:6], "MFU", "days", "GPU-hours")
         numbered = [(*row[:6], *row[7:]) for row in numbered]
     top, *rows = table(heads, numbered).split("\n")
-    lines = [*wrapped(f"{heading(planned)}, {batch_words(best)}"), top]
+    lines = [*wrapped(", ".join(heading(planned))), top]
     for row, one in zip(rows, planned.candidates, strict=True):
         said = keys_text(one.layout, None if one is best else best.layout)
         roles = f"{', '.join(one.roles)}: " if one.roles else ""
@@ -273,16 +270,14 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     return "\n".join(lines)
 
 
-def heading(planned: PlannedAnswer) -> str:
-    """The model and the machine."""
-    cluster = planned.cluster
+def heading(planned: PlannedAnswer) -> tuple[str, str]:
+    """The model and the machine; the batch of a step."""
+    cluster, layout = planned.cluster, planned.candidates[0].layout
     devices, nodes = plural(cluster.num_devices, "device"), plural(cluster.nodes, "node")
-    return f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})"
-
-
-def batch_words(best: Candidate) -> str:
-    """The batch of a step."""
-    return f"{best.layout.global_batch:,} x {best.layout.seq_len:,} tokens a step"
+    return (
+        f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})",
+        f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step",
+    )
 
 
 def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
@@ -514,7 +509,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
     """The page of a plan; `asked` are options that `moemesh estimate` takes, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.usable_share
-    rows, unit = speeds(planned), memory_unit(planned)[0]
+    (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
     heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
     heads += ["Days", "GPU-hours"] if planned.tokens else []
@@ -603,8 +598,8 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
     ]
     return Document(
         kind="moemesh plan",
-        title=heading(planned),
-        lines=[batch_words(best)],
+        title=title,
+        lines=[batch],
         chapters=[one for one in chapters if one.identity != "traffic" or traffic.rows],
         source="plan",
     )

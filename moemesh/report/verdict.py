@@ -61,7 +61,19 @@ def verdict(profile: Profile) -> list[str]:
                 found[name] += record.duration * 1e6 / len(own)
     lines.append("phases      " + _shares(dict(found), whole) + "  (mean rank)")
     pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
-    lines.append("waits       " + _waits(profile, pauses, step * steps))
+    # Divided among axes as the pauses of the profiled steps are; of those alone where nothing else
+    # was measured.
+    by_axis: defaultdict[str, float] = defaultdict(float)
+    for pause in pauses:
+        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
+    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
+        share = statistics.fmean(waited)
+        shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0) or f"{share:.1%}"
+        lines.append(f"waits       {shares}  (for other ranks, divided by axis as pauses are)")
+    else:
+        shares = _shares(by_axis, step * steps) or "none above 0.1 ms"
+        how = "with the profiler: pauses behind a collective, by its axis"
+        lines.append(f"waits       {shares}  ({how})")
     lines += _longest_operations(profile, steps)
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
         milliseconds = pause.microseconds / 1e3
@@ -97,20 +109,6 @@ def _span(phases: Sequence[WorkRecord]) -> float:
         return 0.0
     start = min(record.start - record.wait for record in phases)
     return (max(record.end for record in phases) - start) * 1e6
-
-
-def _waits(profile: Profile, pauses: Sequence[Pause], whole: float) -> str:
-    """The share of a step that ranks wait, divided among axes as the pauses of the profiled steps,
-    which took `whole` microseconds, are; of those alone where nothing else was measured."""
-    by_axis: defaultdict[str, float] = defaultdict(float)
-    for pause in pauses:
-        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
-    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
-        share = statistics.fmean(waited)
-        shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0)
-        return f"{shares or f'{share:.1%}'}  (for other ranks, divided by axis as pauses are)"
-    shares = _shares(by_axis, whole) or "none above 0.1 ms"
-    return f"{shares}  (with the profiler: pauses behind a collective, by its axis)"
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
