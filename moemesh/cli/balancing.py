@@ -137,6 +137,7 @@ def place(settings: BalanceSettings) -> Placed:
     """Read the files, place the experts, measure. Raises BalanceError."""
     import numpy as np
 
+    from moemesh import balance
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_loads, scaled
@@ -185,33 +186,25 @@ def place(settings: BalanceSettings) -> Placed:
         )
     small = loads.shape[0] * replicas <= FEW_SLOTS and settings.effort in ("fast", "quality")
     with plain_loops() if small else nullcontext():
-        if previous is None:
-            return _anew(loads, replicas, settings)
-        return _from_previous(loads, previous, settings)
-
-
-def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
-    import numpy as np
-
-    from moemesh import balance
-
-    gpus, policy = settings.gpus, settings.policy
-    sizes = (replicas, settings.groups, settings.nodes, gpus)
-    if policy == "published":
-        policy, maps = None, balance.rebalance_published(loads, *sizes)
-    else:
-        effort: Any = settings.effort  # a name, or seconds
-        with suppress(ValueError):
-            effort = float(effort)
-        maps = balance.rebalance_experts(loads, *sizes, effort=effort, policy=policy)
-    mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / gpus, 1e-300)
-    bound = balance.lower_bound(loads, *sizes, policy=policy) / mean
-    return Placed(
-        maps=maps,
-        loads_before=balance.loads_in_order(loads, gpus),
-        loads_after=balance.gpu_loads(loads, maps[0], gpus),
-        bound=np.where(loads.any(axis=1), bound, 1.0),
-    )
+        if previous is not None:
+            return _from_previous(loads, previous, settings)
+        gpus, policy = settings.gpus, settings.policy
+        sizes = (replicas, settings.groups, settings.nodes, gpus)
+        if policy == "published":
+            policy, maps = None, balance.rebalance_published(loads, *sizes)
+        else:
+            effort: Any = settings.effort  # a name, or seconds
+            with suppress(ValueError):
+                effort = float(effort)
+            maps = balance.rebalance_experts(loads, *sizes, effort=effort, policy=policy)
+        mean = np.maximum(loads.mean(axis=1) * experts / gpus, 1e-300)
+        bound = balance.lower_bound(loads, *sizes, policy=policy) / mean
+        return Placed(
+            maps=maps,
+            loads_before=balance.loads_in_order(loads, gpus),
+            loads_after=balance.gpu_loads(loads, maps[0], gpus),
+            bound=np.where(loads.any(axis=1), bound, 1.0),
+        )
 
 
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:

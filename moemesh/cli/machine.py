@@ -262,15 +262,19 @@ def cluster_text(found: "Cluster") -> str:
         told.append(f"{len(found.links)} measured collectives of up to {most} ranks replace forms.")
     if found.constants:
         told.append(f"{len(found.constants)} constants of the time model are its own.")
+    kinds = [
+        next(kind for least, kind in known if rate >= least)
+        for rate, known in ((inside, _INSIDE), (across, _BETWEEN))
+    ]
     facts = [
         ("devices", f"{found.num_devices:,} ({plural(found.nodes, 'node')} of "
                     f"{found.gpus_per_node})" + (found.accelerator and f", {found.accelerator}")),
         ("memory", f"{format_bytes(found.memory_bytes)} a device, {usable:.1%} usable, "
                    f"{_rate(found.memory_bandwidth)}"),
         ("inside a node", f"{_rate(inside)} a device and direction, "
-                          f"{found.intra_node_latency * 1e6:.3g} us: {_kind(inside, _INSIDE)}"),
+                          f"{found.intra_node_latency * 1e6:.3g} us: {kinds[0]}"),
         ("between nodes", f"{_rate(across)} a device and direction ({across * 8 / 1e9:,.4g} Gb/s), "
-                          f"{found.inter_node_latency * 1e6:.3g} us: {_kind(across, _BETWEEN)}"),
+                          f"{found.inter_node_latency * 1e6:.3g} us: {kinds[1]}"),
     ]  # fmt: skip
     width = max(len(name) for name, _ in facts)
     lines = [found.name]
@@ -282,10 +286,6 @@ def cluster_text(found: "Cluster") -> str:
     for sentence in told:
         lines += textwrap.wrap(sentence, 80)
     return "\n".join(lines)
-
-
-def _kind(rate: float, kinds: tuple[tuple[float, str], ...]) -> str:
-    return next(kind for least, kind in kinds if rate >= least)
 
 
 def _facts(found: "Cluster") -> dict[str, Any]:

@@ -23,8 +23,7 @@ MEMORY_COLOURS: dict[str, str] = {
     "snapshots": "#7a7f85",
 }
 #: Bars that are drawn, and their distance.
-_MAX_TRAFFIC, _TRAFFIC_ROW = 24, 22
-_MAX_RANKS, _STACKED_ROW = 32, 24
+_MAX_TRAFFIC, _MAX_RANKS, _STACKED_ROW = 24, 32, 24
 
 
 class StackedBar(NamedTuple):
@@ -35,21 +34,6 @@ class StackedBar(NamedTuple):
     pieces: Sequence[tuple[str, float, str]]
     text: str
     mark: float | None = None
-
-
-def _grid(
-    highest: float, count: int, left: float, right: float, top: float, bottom: float, unit: str
-) -> list[str]:
-    """Lines at about `count` round numbers of `unit`, of bytes in the one that fits `highest`."""
-    parts, scale = list[str](), 1.0
-    while unit == "bytes" and highest / scale >= 1024:
-        scale *= 1024
-    for value in (tick * scale for tick in svg.ticks(0, highest / scale, count)):
-        x = left + value / highest * (right - left)
-        name = format_bytes(value) if unit == "bytes" else f"{svg.short(value)} {unit}"
-        label = svg.text(x, top - 6, name, anchor="middle", fill=svg.MUTED, size=11)
-        parts += [svg.line(x, top, x, bottom, svg.GRID), label]
-    return parts
 
 
 def stacked_bars(
@@ -70,12 +54,20 @@ def stacked_bars(
     marks = [(f"{mark} (line)", svg.INK)] if mark else []
     key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
     left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))
-    top, right = used + 26, svg.WIDTH - 130.0
+    behind = max(svg.text_width(bar.text, 11) for bar in bars) + 16
+    top, right = used + 26, svg.WIDTH - max(130.0, behind)
     highest = max(
         max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
     ) or 1.0  # fmt: skip
     bottom = top + len(bars) * _STACKED_ROW
-    body = [key, *_grid(highest, 6, left, right, top, bottom, unit)]
+    body, scale = [key], 1.0
+    while unit == "bytes" and highest / scale >= 1024:
+        scale *= 1024
+    for value in (tick * scale for tick in svg.ticks(0, highest / scale, 6)):
+        x = left + value / highest * (right - left)
+        name = format_bytes(value) if unit == "bytes" else f"{svg.short(value)} {unit}"
+        body.append(svg.line(x, top, x, bottom, svg.GRID))
+        body.append(svg.text(x, top - 6, name, anchor="middle", fill=svg.MUTED, size=11))
     for index, bar in enumerate(bars):
         y, x = top + index * _STACKED_ROW, left
         body.append(svg.text(left - 8, y + 16, bar.name, anchor="end"))
@@ -99,52 +91,33 @@ def stacked_bars(
 def traffic_bars(
     ledgers: Mapping[int, Ledger], predicted: Mapping[int, Ledger] | None = None, *, steps: int = 1
 ) -> str:
-    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, and a thin
-    one under it for the prediction. "" when there is no traffic.
-    """
+    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, with a line
+    where the prediction is. "" when there is no traffic."""
     measured = by_axis_and_phase(ledgers, steps=steps)
-    expected_by = by_axis_and_phase(predicted or {})
-    sent = {
-        key: max(measured.get(key, 0.0), expected_by.get(key, 0.0))
-        for key in measured | expected_by
-    }
+    expected = by_axis_and_phase(predicted or {})
+    sent = {key: max(measured.get(key, 0.0), expected.get(key, 0.0)) for key in measured | expected}
     keys = sorted((key for key in sent if sent[key] > 0), key=lambda key: (-sent[key], key))
     if not keys:
         return ""
     shown = keys[:_MAX_TRAFFIC]
-    axes = sorted({axis for axis, _ in keys})
-    colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
-    entries = [*colours.items(), *([("predicted", svg.MUTED)] if expected_by else [])]
-    key, used = svg.legend(entries, left=0, top=4)
-    left, top, right = 170.0, used + 26, svg.WIDTH - 250.0
-    highest = sent[shown[0]]
-    bottom = top + len(shown) * _TRAFFIC_ROW
-    body = [key, *_grid(highest, 4, left, right, top, bottom, "bytes")]
-    for index, (axis, phase) in enumerate(shown):
-        y, name = top + index * _TRAFFIC_ROW, f"{axis} · {phase}"
-        width = measured.get((axis, phase), 0.0) / highest * (right - left)
-        values = format_bytes(measured.get((axis, phase), 0.0))
-        expected = expected_by.get((axis, phase))
-        end = width
-        body.append(svg.text(left - 8, y + 15, svg.clip(name, 26), anchor="end"))
-        if expected is not None:
-            values += f", predicted {format_bytes(expected)}"
-            thin = max(expected / highest * (right - left), 1)
-            body.append(svg.rectangle(left, y + 15, thin, 3, svg.MUTED))
-            end = max(width, thin)
-        title = f"{name}: {values}"
-        body += [
-            svg.rectangle(left, y + 3, max(width, 1), 11, colours[axis], title=title),
-            svg.text(left + end + 6, y + 15, values, fill=svg.MUTED, size=11),
-        ]
-    body.append(svg.line(left, top, left, bottom, svg.INK))
+    bars: list[StackedBar] = []
+    for axis, phase in shown:
+        size, before = measured.get((axis, phase), 0.0), expected.get((axis, phase))
+        text = format_bytes(size)
+        text += "" if before is None else f", predicted {format_bytes(before)}"
+        name = svg.clip(f"{axis} · {phase}", 26)
+        bars.append(StackedBar(name, [(axis, size, format_bytes(size))], text, before))
     rest = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
     axis, phase = shown[0]
     description = (
         f"Bytes sent in one step by all ranks, by axis and phase; most: {axis} · {phase}, "
         f"{format_bytes(sent[shown[0]])}.{rest}"
     )
-    return svg.figure("traffic", "Traffic of all ranks per step", description, bottom + 8, body)
+    axes = sorted({axis for axis, _ in keys})
+    colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
+    mark = "predicted" if expected else ""
+    title = "Traffic of all ranks per step"
+    return stacked_bars("traffic", title, description, bars, colours=colours, mark=mark)
 
 
 def memory_bars(profiles: MemoryProfiles) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
@@ -46,14 +45,34 @@ def configuration(run: Run) -> Chapter:
     """Keys that the user set, and folded away all others."""
     if not run.config:
         return Chapter(missing="No config.toml.")
-    found, baseline = differences(run.config)
+    # Those that differ from the defaults of the model's preset, or of the model in a folder, whose
+    # own keys follow from the folder.
+    values = flat({key: value for key, value in run.config.items() if key != SCHEMA_KEY})
+    path, preset = values.get("model.path"), values.get("model.preset")
+    defaults = _defaults(preset if isinstance(preset, str) else None)
+    found = [
+        (key, value, defaults.get(key))
+        for key, value in sorted(values.items())
+        if value != defaults.get(key)
+    ]
+    baseline = "the defaults"
+    if path is not None:
+        names = ("model.path", "model.preset")
+        found = [item for item in found if not item[0].startswith("model.") or item[0] in names]
+        baseline = "the defaults and the model's folder"
+    elif isinstance(preset, str):
+        # The preset's own keys follow from its name, which is itself a choice.
+        usual = _defaults(None).get("model.preset")
+        if preset != usual:
+            found.insert(0, ("model.preset", preset, usual))
+        baseline = "the defaults and the preset"
     tables: list[Table] = []
     if len(run.plans) > 1:  # every plan that the run has had, with its steps and its speed
-        usual = Plan().model_dump(mode="json")
+        plan = Plan().model_dump(mode="json")
         rows: list[tuple[str, ...]] = []
         for number, steps in enumerate(run.plans, start=1):
             chosen = [f"{key} = {toml_text(value)}" for key, value in steps.record.items()
-                      if value != usual.get(key)]  # fmt: skip
+                      if value != plan.get(key)]  # fmt: skip
             own = [row for row in run.metrics if steps.first <= row.step <= steps.last]
             speed = median_of(own[1:] or own, "tokens_per_second")
             shown = "" if speed is None else short(speed)
@@ -94,32 +113,6 @@ def configuration(run: Run) -> Chapter:
 def toml_text(value: object, longest: int = _MAX_VALUE) -> str:
     """A value as in a TOML file, in at most so many characters."""
     return "unset" if value is None else clip(format_value(value), longest)
-
-
-def differences(config: Mapping[str, Any]) -> tuple[list[tuple[str, object, object]], str]:
-    """(key, value, default) of the keys of a `config.toml` that differ from the defaults, and what
-    these are: those of the model's preset, or of the model in a folder, whose own keys follow from
-    the folder. A key that the file does not have stands for its default."""
-    values = flat({key: value for key, value in config.items() if key != SCHEMA_KEY})
-    path, preset = values.get("model.path"), values.get("model.preset")
-    defaults = _defaults(preset if isinstance(preset, str) else None)
-    found = [
-        (key, value, defaults.get(key))
-        for key, value in sorted(values.items())
-        if value != defaults.get(key)
-    ]
-    baseline = "the defaults"
-    if path is not None:
-        names = ("model.path", "model.preset")
-        found = [item for item in found if not item[0].startswith("model.") or item[0] in names]
-        baseline = "the defaults and the model's folder"
-    elif isinstance(preset, str):
-        # The preset's own keys follow from its name, which is itself a choice.
-        usual = _defaults(None).get("model.preset")
-        if preset != usual:
-            found.insert(0, ("model.preset", preset, usual))
-        baseline = "the defaults and the preset"
-    return found, baseline
 
 
 def _defaults(preset: str | None) -> dict[str, object]:

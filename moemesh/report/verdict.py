@@ -121,8 +121,8 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 def pauses_of(one: RankProfile) -> list[Pause]:
     """Pauses above 0.1 ms between operations of a thread, behind a mark of a collective and inside
     the phases of a step that compute."""
-    passes = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.kind in KINDS]
-    sums = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.name == "reduce"]
+    computing = [r for r in one.phases if r.kind in KINDS or r.name == "reduce"]
+    spans = [(record.start * 1e6, record.end * 1e6, record) for record in computing]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
     for event in one.events:
         name, kind = str(event["name"]), event.get("cat")
@@ -140,15 +140,12 @@ def pauses_of(one: RankProfile) -> list[Pause]:
             length = end - begin
             if length < _PAUSE_MICROSECONDS or not place:
                 continue
-            is_in_pass = _encloses(passes, begin, end)
-            if is_in_pass or _encloses(sums, begin, end):
+            around = [record.kind in KINDS for start, stop, record in spans
+                      if start <= begin and end <= stop]  # fmt: skip
+            if around:
                 name = str(marks[place - 1]["name"]).removeprefix(MARK)
-                found.append(Pause(one.rank, length, name, is_in_pass))
+                found.append(Pause(one.rank, length, name, any(around)))
     return found
-
-
-def _encloses(spans: Sequence[tuple[float, float]], begin: float, end: float) -> bool:
-    return any(start <= begin and end <= stop for start, stop in spans)
 
 
 def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
