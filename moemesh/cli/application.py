@@ -16,8 +16,7 @@ import typer
 
 from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
-from moemesh.cli.completion import Complete, settings
-from moemesh.cli.options import with_options
+from moemesh.cli.options import Complete, settings, with_options
 from moemesh.trace.strict_json import strict_json
 
 #: Columns of a line of an example, which can be copied from the help: two of indentation by click

@@ -45,6 +45,7 @@ def report(
         moemesh report runs/first runs/second --out both.html
     """
     from moemesh.config.errors import UserError
+    from moemesh.report import page
 
     if other is not None and cluster is not None:
         raise UserError("--cluster is for the page of one run: leave it out, or the second run")
@@ -55,13 +56,9 @@ def report(
     gc.disable()  # a tenth of the time, of a process that ends with its page
     try:
         if other is None:
-            from moemesh.report import page
-
             path = page.write(_read(run, cluster), out)
         else:
-            from moemesh.report import comparison
-
-            path = comparison.write(run, other, out)
+            path = page.write_comparison(run, other, out)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
     typer.echo(str(path))

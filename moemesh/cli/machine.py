@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moemesh.bench.settings import BenchError, LinksSettings
-from moemesh.cli import completion
+from moemesh.cli import options
 from moemesh.cli.application import AsJson, app, bench_app, cluster_app
 from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
@@ -52,7 +52,7 @@ def doctor(
 @bench_app.command(
     "links",
     short_help="Collectives over sizes and groups.",
-    completions={"operations": completion.collectives},
+    completions={"operations": options.collectives},
 )
 def bench_links(
     settings: LinksSettings,
@@ -146,7 +146,7 @@ class ClusterFileRequest:
 @cluster_app.command(
     "init",
     short_help="Write a commented cluster file.",
-    completions={"preset": completion.clusters},
+    completions={"preset": options.clusters},
 )
 def init(request: ClusterFileRequest) -> None:
     """Write a cluster file with the meaning and unit of every key, to be edited.

@@ -1,16 +1,83 @@
-"""Options of a verb from its parameters, or from the fields of its request."""
+"""Options of a verb from its parameters or the fields of its request, and what a shell completes.
+
+Completion (``moemesh --install-completion``) waits for an answer: names are imported when they are
+asked for.
+"""
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from moemesh.cli import completion
-from moemesh.cli.completion import Complete
+Complete = Callable[[str], list[str]]
+
+
+def words(load: Callable[[], Iterable[str]]) -> Complete:
+    """Complete one of these names, or the last of several with commas between."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in load() if name.startswith(last)]
+
+    return complete
+
+
+def _presets(*folders: str) -> list[str]:
+    """The packaged presets of the folders ("" has the models)."""
+    from moemesh.config.sources import preset_names
+
+    return [name for folder in folders for name in preset_names(folder)]
+
+
+def _choices(key: str, *more: str) -> list[str]:
+    """The choices of a key of [plan], and `more`."""
+    from moemesh.config.plan import Plan
+    from moemesh.config.suggest import choices_of
+
+    return [*more, *choices_of(Plan.model_fields[key].annotation)]
+
+
+def _operations() -> tuple[str, ...]:
+    from moemesh.bench.settings import OPERATIONS
+
+    return ("all", *OPERATIONS)
+
+
+clusters = words(partial(_presets, "clusters"))
+schedules = words(partial(_choices, "schedule"))
+collectives = words(_operations)
+#: Fields of requests that are completed in every verb.
+BY_FIELD: dict[str, Complete] = {
+    "model": words(partial(_presets, "", "shapes")),
+    "cluster": clusters,
+    "plan": words(partial(_presets, "plans")),
+    "routing": words(partial(_presets, "routings")),
+    "dispatcher": words(partial(_choices, "dispatcher")),
+}
+
+
+def settings(incomplete: str) -> list[str]:
+    """Complete a key of the configuration as ``--set`` takes it, and behind "=" its value where it
+    is one of a few names."""
+    from moemesh.config.schema import PRESET_KEY, SECTIONS, all_keys
+    from moemesh.config.suggest import choices_of
+
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in all_keys() if name.startswith(key)]
+    if key == PRESET_KEY:
+        return [f"{key}={name}" for name in _presets("") if name.startswith(value)]
+    section, _, leaf = key.partition(".")
+    fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+    if leaf not in fields:
+        return []
+    kind = fields[leaf].annotation
+    choices = ("true", "false") if kind is bool else choices_of(kind)
+    return [f"{key}={name}" for name in choices if name.startswith(value)]
 
 
 def with_options(
@@ -24,7 +91,7 @@ def with_options(
     `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
     itself), and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it.
     An option of typer may stand in place of them. `completions` complete values in a shell by the
-    name of the field, :data:`moemesh.cli.completion.BY_FIELD` the others.
+    name of the field, :data:`BY_FIELD` the others.
     """
     signature = inspect.signature(verb)
     parameters = list(signature.parameters.values())
@@ -80,7 +147,7 @@ def _option(
     if parser := keywords.pop("tokens", False):
         parser = tokens_of_any_sign if parser == "any sign" else tokens
         keywords = {"parser": parser, "metavar": "N"} | keywords
-    if complete := completions.get(name) or completion.BY_FIELD.get(name):
+    if complete := completions.get(name) or BY_FIELD.get(name):
         keywords["autocompletion"] = complete
     return make(*flags, help=text, **keywords)
 

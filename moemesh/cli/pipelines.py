@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemesh.cli import completion
+from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.terminal import progress, table
 from moemesh.schedule.request import ScheduleRequest
@@ -45,7 +45,7 @@ class ScheduleOptions(ScheduleRequest):
 @app.command(
     "schedule",
     short_help="Simulate, draw and check a pipeline.",
-    completions={"name": completion.schedules},
+    completions={"name": options.schedules},
 )
 def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     """Simulate a pipeline schedule, draw it, and compare it with its formulas.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moemesh.cli import completion
+from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import given
 from moemesh.cli.terminal import interval, progress, table
@@ -73,7 +73,7 @@ class PlanOptions(PlanRequest):
 
 @app.command(
     short_help="Find the best layouts of a model on a cluster.",
-    completions={"settings": completion.settings},
+    completions={"settings": options.settings},
 )
 def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from moemesh.report.beside import by_axis_and_phase, sent_in_training, step_parts
+from moemesh.report.bars import by_axis_and_phase, sent_in_training, step_parts
 from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import format_bytes

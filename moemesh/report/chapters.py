@@ -14,7 +14,7 @@ from moemesh.config.load import config_values
 from moemesh.config.plan import Plan
 from moemesh.config.schema import SCHEMA_KEY
 from moemesh.config.toml import format_value
-from moemesh.report import bars, beside, curves, heat_maps
+from moemesh.report import bars, curves, heat_maps
 from moemesh.report import timeline_picture as pictures
 from moemesh.report.document import (
     MAX_TABLE_ROWS,
@@ -177,7 +177,7 @@ def timeline(run: Run) -> Chapter:
     longest = last.span or 1.0
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
     if run.simulated is not None and run.simulated.records:
-        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
+        bubble = bars.pipeline_bubble(last, run.simulated.ranks)
         note += (
             f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
             f"{bubble:.1%} measured."
@@ -197,7 +197,7 @@ def timeline(run: Run) -> Chapter:
         caption="Parts of the last step, mean rank, in milliseconds: the pipeline "
         "simulated with the median time of each operation, and measured",
         header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
-        rows=beside.time_rows(run.simulated, last),
+        rows=bars.time_rows(run.simulated, last),
     )
     columns = ("Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span")
     of_ranks = Table(
@@ -250,7 +250,7 @@ def _medians(run: Run) -> list[Table]:
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=beside.exposed_rows(run.planned, found.get("exposed communication"), step),
+                rows=bars.exposed_rows(run.planned, found.get("exposed communication"), step),
             )
         )
     return tables
@@ -284,7 +284,7 @@ def _by_name(last: Timeline, factor: float, unit: str) -> Table:
 
 def traffic(run: Run) -> Chapter:
     """Bytes between ranks, from the ledgers of the run and of the planner."""
-    rows = beside.traffic_rows(run.ledgers, steps=run.ledger_steps)
+    rows = bars.traffic_rows(run.ledgers, steps=run.ledger_steps)
     if not rows:
         empty = "No rank sent anything to another."
         return Chapter(missing=empty if run.ledgers else missing(run, "ledger.json"))
@@ -312,7 +312,7 @@ def traffic(run: Run) -> Chapter:
     by_axis = Table(
         caption="Bytes sent in one step by all ranks, predicted before it and measured",
         header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
-        rows=beside.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
+        rows=bars.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
             :MAX_TABLE_ROWS
         ],
         num_names=2,
@@ -335,13 +335,13 @@ def memory(run: Run) -> Chapter:
     tables: list[Table] = []
     header = ("Rank", "Class", "Predicted", "Measured", "Difference")
     fullest = max(ranks, key=lambda profile: (profile.total, -profile.rank))
-    if rows := beside.memory_rows(predicted, [fullest]):
+    if rows := bars.memory_rows(predicted, [fullest]):
         caption = (
             f"Memory of rank {fullest.rank}, which holds most: {PREDICTED_HELD} before the run "
             f"for uniform routing, and {MEASURED_HELD}"
         )
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2))
-    if len(ranks) > 1 and (rows := beside.memory_rows(predicted, ranks)):
+    if len(ranks) > 1 and (rows := bars.memory_rows(predicted, ranks)):
         rows = rows[:_MAX_COMPARED_ROWS]
         caption = f"Memory of each rank: {PREDICTED_HELD}, and {MEASURED_HELD}"
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2, folded=True))

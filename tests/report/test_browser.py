@@ -5,7 +5,7 @@ import pytest
 from moemesh.cli.plan_text import plan_document
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named
-from moemesh.report import comparison, page
+from moemesh.report import page
 from moemesh.report.svg import luminance
 from tests.report import browser
 from tests.report.fake_run import write_fake_run
@@ -70,7 +70,7 @@ def pages(tmp_path_factory):
         '{"kind": "Killed", "message": "by signal 9 ' + "x" * 400 + '"}'
     )
     other = write_fake_run(folder / "other", num_steps=40)
-    return [page.write(run), comparison.write(run, other)]
+    return [page.write(run), page.write_comparison(run, other)]
 
 
 @pytest.fixture(scope="module")

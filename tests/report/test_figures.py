@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moemesh.report import bars, beside, curves, svg, timeline_picture
+from moemesh.report import bars, curves, svg, timeline_picture
 from moemesh.report.bars import memory_bars
 from moemesh.report.curves import imbalance_curve
 from moemesh.report.heat_maps import (
@@ -165,7 +165,7 @@ class TestTraffic:
                 books[rank].record(
                     **fake_run.entry("ep", "all_to_all", "forward", caller, *amounts)
                 )
-        (row,) = beside.traffic_rows(books, steps=2)
+        (row,) = bars.traffic_rows(books, steps=2)
         assert (row.max_count, row.max_payload_bytes) == (1.5, 600)
         assert (row.max_wire_bytes, row.sum_wire_bytes) == (450, 600)
         assert row.max_received_bytes == 300

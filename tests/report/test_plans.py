@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.report import comparison, page
+from moemesh.report import page
 from moemesh.report.bounds import evidence_of
 from moemesh.report.explain import explain
 from moemesh.trace.run import MetricsRow, Run, read_metrics
@@ -63,7 +63,7 @@ def test_steps_done_again_belong_to_the_later_plan_and_a_plan_may_have_none(tmp_
     assert "tokens/s" not in explain(run).text
     (
         page.document(run).to_html(),
-        comparison.document(run, run).to_html(),
+        page.comparison(run, run).to_html(),
     )  # the page of a run that has just begun again
 
 
@@ -108,18 +108,17 @@ def test_the_page_tells_starts_apart_from_what_was_said_at_them(tmp_path: Path) 
 
 def test_the_comparison_is_of_the_current_plans(tmp_path: Path) -> None:
     run, one = two_plans(tmp_path / "run"), Run.load(write_fake_run(tmp_path / "one"))
-    text = comparison.document(one, run).to_html()
+    text = page.comparison(one, run).to_html()
     assert ">204.8k<" in text and "run: plan 2" in text
     assert "Of run, which has had 2 plans, medians, memory and traffic" in text
 
 
 def test_bytes_of_validation_are_no_bytes_of_a_step(tmp_path: Path) -> None:
     run = Run.load(write_fake_run(tmp_path / "run"))
-    before = comparison.document(run, run).to_html().split("Sent in a step of training")[1][:200]
+    before = page.comparison(run, run).to_html().split("Sent in a step of training")[1][:200]
     for ledger in run.ledgers.values():
         size = 2**30
         ledger.record(**entry("tp", "all_gather", "evaluate", "attention", 1, size, size, size))
     assert (
-        comparison.document(run, run).to_html().split("Sent in a step of training")[1][:200]
-        == before
+        page.comparison(run, run).to_html().split("Sent in a step of training")[1][:200] == before
     )
