@@ -25,7 +25,6 @@ from benchmarks.settings import (
 from benchmarks.shapes import SHAPES
 from moemesh.bench.settings import BenchError, described
 from moemesh.cli.application import AsJson, Verbs, run
-from moemesh.cli.options import options_from
 from moemesh.trace.strict_json import strict_json
 
 app = Verbs(
@@ -62,7 +61,6 @@ def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | N
 
 
 @app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
-@options_from(LayerSettings)
 def bench_layer(
     settings: LayerSettings,
     out: OutFile = None,
@@ -81,7 +79,6 @@ app.command("layers", hidden=True)(bench_layer)
 
 
 @app.command("step", short_help="A whole training step beside transformers.")
-@options_from(StepSettings)
 def bench_step(
     settings: StepSettings,
     out: OutFile = None,
@@ -101,7 +98,6 @@ def bench_step(
 
 
 @app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)
-@options_from(DispatchSettings)
 def bench_dispatch(
     settings: DispatchSettings, as_json: AsJson = False, found: FoundFile = None
 ) -> None:
@@ -118,7 +114,6 @@ def bench_dispatch(
 
 
 @app.command("pipeline", short_help="The executor of pipelines.")
-@options_from(PipelineSettings)
 def bench_pipeline(
     settings: PipelineSettings,
     out: OutFile = None,
@@ -133,7 +128,6 @@ def bench_pipeline(
 
 
 @app.command("balance", short_help="Balancers of experts, side by side.")
-@options_from(BalancersSettings)
 def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:
     """Compare expert balancers with the published one, on loads of every shape."""
     from benchmarks import balance
@@ -143,7 +137,6 @@ def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:
 
 
 @app.command("replicas", short_help="Steps with spare slots and without.", epilog=_LOADS)
-@options_from(ReplicasSettings)
 def bench_replicas(
     settings: ReplicasSettings,
     out: OutFile = None,
@@ -158,7 +151,6 @@ def bench_replicas(
 
 
 @app.command("memory", short_help="Every plan.data: memory, traffic, time.")
-@options_from(MemorySettings)
 def bench_memory(
     settings: MemorySettings,
     out: OutFile = None,
@@ -178,7 +170,6 @@ def bench_memory(
 
 
 @app.command("tokenize", short_help="Text into tokens.")
-@options_from(TokenizeSettings)
 def bench_tokenize(
     settings: TokenizeSettings, out: OutFile = None, as_json: AsJson = False
 ) -> None:
@@ -190,7 +181,6 @@ def bench_tokenize(
 
 
 @app.command("checkpoint", short_help="Seconds that a step waits for a save.")
-@options_from(CheckpointSettings)
 def bench_checkpoint(
     settings: CheckpointSettings,
     out: OutFile = None,
@@ -210,7 +200,6 @@ def bench_checkpoint(
 
 
 @app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")
-@options_from(LoadSettings)
 def bench_load(
     settings: LoadSettings,
     out: OutFile = None,
@@ -231,7 +220,6 @@ def bench_load(
 
 
 @app.command("device", short_help="Kernels, waits, exposed exchanges of a MoE layer on GPUs.")
-@options_from(DeviceSettings)
 def bench_device(
     settings: DeviceSettings,
     as_json: AsJson = False,

@@ -428,3 +428,16 @@ def save_different(rank: int, folder: str) -> None:
 def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
     run_on_ranks(2, save_different, str(tmp_path))
     assert mm.load_checkpoint(tmp_path)["w"].tolist() == [0]
+
+
+def test_errors_name_the_argument_and_not_the_option_of_the_command() -> None:
+    for overrides in (["plan.tp=x"], {"plan": {"tp": "x"}}, "plan.tp"):
+        with pytest.raises(mm.ConfigError) as error:
+            mm.load(overrides=overrides)
+        assert "overrides: plan.tp" in str(error.value) and "--set" not in str(error.value)
+    for settings in (["lora.rank=x"], ["plan.tp=2"]):
+        with pytest.raises(mm.ConfigError) as error:
+            mm.plan(
+                model="tiny", cluster="laptop_cpu", seq_len=64, global_batch=8, settings=settings
+            )
+        assert "settings" in str(error.value) and "--set" not in str(error.value)

@@ -215,7 +215,7 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
     )
     script += "lambda: print(*sys.modules)); from moemesh.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "moemesh.cli.clusters" in done.stdout and "benchmarks.application" not in done.stdout
+    assert "moemesh.cli.machine" in done.stdout and "benchmarks.application" not in done.stdout
 
 
 def test_only_our_own_value_errors_are_the_users(

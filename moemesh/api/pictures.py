@@ -30,10 +30,10 @@ def _schedule(schedule: Any) -> str:
 def _meshes(plan: Any) -> str:
     """The picture of the degrees of a Plan, a PlannedLayout or a Layout."""
     from moemesh.config.layout import Layout
-    from moemesh.report.meshes import draw
+    from moemesh.report.rank_pictures import draw_meshes
 
     names = ("pp", "dp", "cp", "tp", "ep", "etp", "ranks_per_node")
-    return draw(Layout(**{name: getattr(plan, name) or 0 for name in names}))
+    return draw_meshes(Layout(**{name: getattr(plan, name) or 0 for name in names}))
 
 
 def _loads(placed: Any) -> str:

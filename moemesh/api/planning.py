@@ -8,6 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from moemesh.api.runs import naming
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import public
 from moemesh.config.model import ModelConfig
@@ -114,7 +115,8 @@ def plan(
         anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom,
         why=[why] if isinstance(why, str) else list(why), settings=list(settings),
     )  # fmt: skip
-    found = plan_named(request)
+    with naming("settings"):
+        found = plan_named(request)
     details = to_json(found)
     recommended, *answers = (
         _answer(

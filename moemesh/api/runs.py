@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.errors import check_kind, public
+from moemesh.config.changes import flat
+from moemesh.config.errors import ConfigError, check_kind, public
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.sharding.load_run import load_run
@@ -25,15 +29,27 @@ def load(
     if isinstance(overrides, str):
         overrides = [overrides]
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={format_value(value)}" for key, value in _leaves(overrides)]
+        overrides = [f"{key}={format_value(value)}" for key, value in flat(overrides).items()]
     for override in overrides:
         check_kind("an override", override, str)
-    return load_run([] if path is None else [Path(path)], list(overrides)).config
+    with naming("overrides"):
+        return load_run([] if path is None else [Path(path)], list(overrides)).config
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+@contextmanager
+def naming(argument: str) -> Iterator[None]:
+    """ConfigErrors inside name this argument where the command line has ``--set``."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [
+            replace(
+                one,
+                key=one.key.replace("--set", argument),
+                origin=one.origin.replace("--set ", f"{argument}: "),
+                message=one.message.replace("--set", argument),
+                fix=re.sub(r"--set (?=\S+=)", f"{argument}: ", one.fix),
+            )
+            for one in error.problems
+        ]
+        raise ConfigError(problems, error.where) from None

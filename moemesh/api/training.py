@@ -145,9 +145,8 @@ class ParallelModel(Shown):
         replace those of the step before. If one is not finite, ``skipped`` is set and no parameter
         has a gradient, on any rank. The result is the same on every rank.
         """
-        tokens, targets = _pair(tokens, targets)
-        others = (valid, loss_mask, documents)
-        self._check(tokens, targets, *others)
+        parts = self.config.plan.microbatches
+        batches = self._own(tokens, targets, valid, loss_mask, documents, parts, self.num_steps + 1)
         check_limit("clip", clip)
         with torch.no_grad():
             for name, own in self.parallel.model.named_parameters():
@@ -156,7 +155,6 @@ class ParallelModel(Shown):
                     own.copy_(self._masters[name])
         self.num_steps += 1
         recorder = TimelineRecorder(self.parallel.mesh.rank)
-        batches = self._own(tokens, targets, *others, self.config.plan.microbatches)
         result = gradients_of_step(self.parallel, batches, recorder)
         if not result.skipped:
             gradients = self.parallel.reducer.gradients
@@ -177,10 +175,8 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
-        tokens, targets = _pair(tokens, targets)
-        others = (valid, loss_mask, documents)
-        self._check(tokens, targets, *others)
-        return evaluate(self.parallel, self._own(tokens, targets, *others, 1))
+        own = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
+        return evaluate(self.parallel, own)
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
@@ -200,40 +196,49 @@ class ParallelModel(Shown):
         """Free what dispatchers hold outside of torch; all ranks call it, at the end."""
         self.parallel.close()
 
-    def _check(self, tokens: Tensor, *others: Tensor | None) -> None:
-        vocabulary = self.config.model.vocab_size
-        names = ("tokens", "targets", "valid", "loss_mask", "documents")
-        for name, one in zip(names, (tokens, *others), strict=True):
+    def _own(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        valid: Tensor | None,
+        loss_mask: Tensor | None,
+        documents: Tensor | None,
+        num_parts: int,
+        step: int,
+    ) -> list[Batch]:
+        """This data-parallel rank's sequences of a global batch, which is checked, in `num_parts`
+        microbatches. Without targets, tokens are [B, S + 1] and each predicts the next."""
+        check_kind("tokens", tokens, Tensor)
+        if targets is None:
+            if tokens.ndim != 2:
+                raise UserError(
+                    "tokens must be [B, S + 1] where targets are left out, not "
+                    f"{list(tokens.shape)}"
+                )
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        masks = {"valid": valid, "loss_mask": loss_mask}
+        numbers = {"tokens": tokens, "targets": targets, "documents": documents}
+        for name, one in (numbers | masks).items():
             if one is not None:
                 check_kind(name, one, Tensor)
-        if tokens.ndim != 2 or any(t is not None and t.shape != tokens.shape for t in others):
-            shapes = [list(t.shape) for t in (tokens, *others) if t is not None]
+        given = [t for t in (tokens, targets, *masks.values(), documents) if t is not None]
+        if tokens.ndim != 2 or any(t.shape != tokens.shape for t in given):
+            shapes = [list(t.shape) for t in given]
             raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
-        targets, *masks, documents = others
-        for name, mask in zip(("valid", "loss_mask"), masks, strict=True):
-            if mask is not None and mask.dtype != torch.bool:
-                raise UserError(f"{name} must be torch.bool, not {mask.dtype}: {name}.bool()")
-        for name, ids in (("tokens", tokens), ("targets", targets), ("documents", documents)):
-            if ids is not None and ids.dtype != torch.int64:
-                raise UserError(f"{name} must be torch.int64, not {ids.dtype}: {name}.long()")
+        for kind, name, one in (
+            *((torch.bool, *item) for item in masks.items()),
+            *((torch.int64, *item) for item in numbers.items()),
+        ):
+            if one is not None and one.dtype != kind:
+                cast = "bool" if kind is torch.bool else "long"
+                raise UserError(f"{name} must be {kind}, not {one.dtype}: {name}.{cast}()")
+        vocabulary = self.config.model.vocab_size
         for name, ids in (("tokens", tokens), ("targets", targets)):
-            assert ids is not None
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise UserError(
                     f"{name} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary "
                     f"those from 0 to {vocabulary - 1} (model.vocab_size)"
                 )
-
-    def _own(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        valid: Tensor | None,
-        loss_mask: Tensor | None,
-        documents: Tensor | None,
-        num_parts: int,
-    ) -> list[Batch]:
-        """This data-parallel rank's sequences, in `num_parts` microbatches."""
         dp, device, found = self.parallel.mesh["dp"], self.parallel.mesh.device, list[Batch]()
         own = shard_range(len(tokens), dp.size, dp.index)
         for index in range(num_parts):
@@ -248,7 +253,7 @@ class ParallelModel(Shown):
                     loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
                     documents_BS=None if documents is None else documents[rows].to(device),
                     seed=self.config.train.seed,
-                    step=self.num_steps,
+                    step=step,
                 )
             )
         return found
@@ -263,15 +268,3 @@ def _section(kind: type[S], **values: object) -> tuple[S, list[Problem]]:
             for name, value in values.items()
         },
     )
-
-
-def _pair(tokens: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens and what each predicts; of [B, S + 1] tokens alone, the next."""
-    check_kind("tokens", tokens, Tensor)
-    if targets is not None:
-        return tokens, targets
-    if tokens.ndim != 2:
-        raise UserError(
-            f"tokens must be [B, S + 1] where targets are left out, not {list(tokens.shape)}"
-        )
-    return tokens[:, :-1], tokens[:, 1:]

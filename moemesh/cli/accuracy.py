@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import table
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
     from moemesh.planner.accuracy.own import Lesson
-    from moemesh.planner.accuracy.validate import ErrorStatistics, Prediction, Validation
+    from moemesh.planner.accuracy.validate import Prediction, Validation
     from moemesh.planner.intervals import Intervals
 
 _NUM_WORST = 12
@@ -60,7 +59,6 @@ class ValidateRequest:
 
 
 @app.command("validate", short_help="Predict a table of measured runs.")
-@options_from(ValidateRequest)
 def validate_runs(request: ValidateRequest) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
@@ -75,7 +73,7 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import json_text, summarize, validate
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
-    from moemesh.report.agreement import Agreement, agreement_chart
+    from moemesh.report.curves import Agreement, agreement_chart
     from moemesh.report.files import write_texts
 
     read = read_runs(request.runs, request.archs)
@@ -89,7 +87,7 @@ def validate_runs(request: ValidateRequest) -> None:
         kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
         for kind, name in kinds:
             unseen = summarize(cross_validate(read, start, left_out=kind))
-            further += ["", f"with a whole {name} left out:", _errors(_by_kind(unseen))]
+            further += ["", f"with a whole {name} left out:", _errors(unseen, by_source=False)]
     else:
         validation = validate(read, calibration)
     texts = [] if request.out is None else [(request.out, json_text(validation))]
@@ -167,7 +165,6 @@ class CalibrateRequest:
 
 
 @app.command(short_help="Fit a cluster to measured runs.")
-@options_from(CalibrateRequest)
 def calibrate(request: CalibrateRequest) -> None:
     """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
     they cannot say of layouts like those that ran.
@@ -253,10 +250,7 @@ def _factor(width: float) -> str:
 
 def report(validation: "Validation") -> str:
     """The statistics as a table for a terminal, worst rows last."""
-    errors = [*validation.by_source.items(), *_by_kind(validation)]
-    if validation.memory:
-        errors.append(("memory", validation.memory))
-    lines = [_errors(errors)]
+    lines = [_errors(validation)]
     if fit := validation.fit:
         lines.append(
             f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
@@ -290,12 +284,10 @@ def report(validation: "Validation") -> str:
     return "\n".join(lines)
 
 
-def _by_kind(validation: "Validation") -> "list[tuple[str, ErrorStatistics]]":
-    kinds = (("dense step time", validation.dense), ("MoE step time", validation.moe))
-    return [(name, found) for name, found in kinds if found]
-
-
-def _errors(rows: "Sequence[tuple[str, ErrorStatistics]]") -> str:
+def _errors(validation: "Validation", *, by_source: bool = True) -> str:
+    """A row of statistics for each source, and of step times by the kind of the model."""
+    kinds = {"dense step time": validation.dense, "MoE step time": validation.moe}
+    rows = {**validation.by_source, **kinds, "memory": validation.memory} if by_source else kinds
     return table(
         ("source", "rows", "median", "p95", "worst", "bias"),
         [
@@ -303,6 +295,7 @@ def _errors(rows: "Sequence[tuple[str, ErrorStatistics]]") -> str:
                 *(name, str(found.count), f"{found.median:.1%}", f"{found.p95:.1%}"),
                 *(f"{found.worst:.1%}", f"{found.bias:+.1%}"),
             )
-            for name, found in rows
+            for name, found in rows.items()
+            if found
         ],
     )

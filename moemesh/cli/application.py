@@ -16,7 +16,8 @@ import typer
 
 from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
-from moemesh.cli.completion import settings
+from moemesh.cli.options import Complete, settings, with_options
+from moemesh.trace.strict_json import strict_json
 
 #: Columns of a line of an example, which can be copied from the help: two of indentation by click
 #: and four of its own are left out.
@@ -35,12 +36,15 @@ class Verbs(typer.Typer):
             **keywords,
         )
 
-    def command(self, *names: Any, **keywords: Any) -> Callable[[Any], Any]:
+    def command(
+        self, *names: Any, completions: dict[str, Complete] | None = None, **keywords: Any
+    ) -> Callable[[Any], Any]:
+        """Add a verb, whose options :func:`moemesh.cli.options.with_options` makes."""
         register = super().command(*names, cls=Verb, **keywords)
 
         def add(verb: Any) -> Any:
             verb.__doc__ = with_examples(verb.__doc__ or "")
-            return register(verb)
+            return register(with_options(verb, completions or {}))
 
         return add
 
@@ -51,25 +55,23 @@ def with_examples(text: str) -> str:
     paragraphs: list[str] = []
     for one in inspect.cleandoc(text).split("\n\n"):
         if all(line.startswith(_INDENT) for line in one.splitlines()):
-            commands = inspect.cleandoc(one).replace("\\\n", "").splitlines()
-            lines = [line for command in commands for line in _folded(" ".join(command.split()))]
+            lines: list[str] = []
+            for command in inspect.cleandoc(one).replace("\\\n", "").splitlines():
+                # An option and its value stay on one line.
+                kept = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
+                parts = wrap(
+                    kept,
+                    _COLUMNS - 2,
+                    subsequent_indent=_INDENT,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                *first, last = (part.replace("\0", " ") for part in parts)
+                lines += [*(f"{part} \\" for part in first), last]
             # click keeps the lines of a paragraph that begins with a backspace.
             one = "\n".join(["\b", *(_INDENT + line for line in lines)])
         paragraphs.append(one)
     return "\n\n".join(paragraphs)
-
-
-def _folded(command: str) -> list[str]:
-    """The lines of a command; an option and its value stay on one."""
-    parts = wrap(
-        re.sub(r"(--\S+) (?!-)", "\\1\0", command),
-        _COLUMNS - 2,
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    parts = [part.replace("\0", " ") for part in parts]
-    return [f"{part} \\" for part in parts[:-1]] + parts[-1:]
 
 
 if TYPE_CHECKING:
@@ -94,21 +96,15 @@ app.add_typer(esft_app, name="esft")
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="CONFIG.toml",
-        help="TOML file of the run, or the folder of one; every key has a default.",
-    ),
+    "TOML file of the run, or the folder of one; every key has a default.",
+    "<CONFIG.toml>",
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        autocompletion=settings,
-        help="Set one key, over the file and the environment. May be repeated.",
-    ),
+    "Set one key, over the file and the environment. May be repeated.",
+    {"names": ("--set",), "metavar": "SECTION.KEY=VALUE", "autocompletion": settings},
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, "Print one JSON object.", {"names": ("--json",)}]
 
 
 def _print_version(wanted: bool) -> None:
@@ -117,15 +113,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Print the version."
+)
+
+
 @app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
+def root(version: Annotated[bool, _Version] = False) -> None:
     """Train mixture-of-experts transformers over a mesh of devices."""
 
 
@@ -147,34 +141,36 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
         sys.stderr.close()
         code = 1
     except Exception as error:
-        code = _fail(error)
+        # typer carries its own copy of click, whose exceptions have no public name: they are known
+        # by what they are called and what they can do.
+        if type(error).__name__ == "Abort":
+            sys.exit(130)
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            error.show()
+            sys.exit(USER_ERROR)
+        from moemesh.comm.slurm import rank_of
+        from moemesh.config.errors import ConfigError, is_user_error
+
+        message, code = str(error), USER_ERROR
+        if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
+            message = "a path begins with ~, and nobody has that home directory: write it in full"
+        elif isinstance(error, PermissionError) and error.filename and "RANK" not in os.environ:
+            message = f"{error.filename}: {error.strerror}"
+        elif not is_user_error(error):
+            raise  # a fault of ours
+        # Every rank was given the same configuration: the first one tells.
+        if not isinstance(error, ConfigError) or rank_of(os.environ) == 0:
+            # A stray byte of the command line must not turn the message into another error.
+            text = message.encode(errors="backslashreplace").decode()
+            print(f"moemesh: {text}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(error: Exception) -> int:
-    """Print a user's mistake and return its exit code; anything else is ours and goes on."""
-    if type(error).__name__ == "Abort":
-        return 130
-    # typer carries its own copy of click, whose exceptions have no public name: they are known by
-    # what they can do.
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        error.show()
-        return USER_ERROR
-    from moemesh.comm.slurm import rank_of
-    from moemesh.config.errors import ConfigError, is_user_error
-
-    message = str(error)
-    if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
-        message = "a path begins with ~, and nobody has that home directory: write it in full"
-    elif isinstance(error, PermissionError) and error.filename and "RANK" not in os.environ:
-        message = f"{error.filename}: {error.strerror}"
-    elif not is_user_error(error):
-        raise error
-    if isinstance(error, ConfigError) and rank_of(os.environ) > 0:
-        return USER_ERROR  # every rank was given the same configuration: the first one tells
-    # A stray byte of the command line must not turn the message into another error.
-    print(f"moemesh: {message.encode(errors='backslashreplace').decode()}", file=sys.stderr)
-    return USER_ERROR
+def print_answer(
+    as_json: bool, content: Callable[[], Any], text: Callable[[], str], *, indent: int | None = None
+) -> None:
+    """Print the answer of a verb: one JSON object for a program, or text for a person."""
+    typer.echo(strict_json(content(), indent=indent) if as_json else text())
 
 
 def load(

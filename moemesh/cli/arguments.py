@@ -155,32 +155,16 @@ def _names(command: Any, given: Any) -> Iterator[Any]:
                 yield from error.problems if value != BRANCHING else ()
 
 
-def _is_model(name: str) -> bool:
-    from moemesh.config.errors import ConfigError
-    from moemesh.planner.shapes.load_shape import load_model
-
-    try:
-        load_model(name)
-    except ConfigError:
-        return False
-    return True
-
-
-def _examples(command: Any, ctx: Any) -> dict[str, Any]:
-    """The values of parameters in the examples of the verb's help."""
-    shown: dict[str, Any] = {}
-    for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
-        if line.strip().startswith(f"{ctx.command_path} "):
-            words = shlex.split(line)[len(ctx.command_path.split()) :]
-            shown |= command.make_parser(ctx).parse_args(args=words)[0]
-    return {name: one[0] if isinstance(one, list) else one for name, one in shown.items() if one}
-
-
 def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     """Every word that the command does not take, and every parameter without a legal value."""
     options = {name: one for one in command.get_params(ctx) for name in one.opts if name[0] == "-"}
     words, kept, broken, is_sure = deque(args), list[str](), set[str](), True
-    shown = _examples(command, ctx)
+    shown: dict[str, Any] = {}  # the values of parameters in the examples of the verb's help
+    for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
+        if line.strip().startswith(f"{ctx.command_path} "):
+            given = shlex.split(line)[len(ctx.command_path.split()) :]
+            shown |= command.make_parser(ctx).parse_args(args=given)[0]
+    shown = {name: one[0] if isinstance(one, list) else one for name, one in shown.items() if one}
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
@@ -207,10 +191,17 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     except _Usage as error:
         yield _said(error, ctx)
         return
-    if rest and "--model" in options and opts.get("model") is None and _is_model(rest[0]):
-        opts["model"] = name = rest.pop(0)
-        message = f"{name} is the name of a model, which `{ctx.command_path}` takes as an option"
-        yield _problem("missing", "--model", message, f"--model {name}")
+    if rest and "--model" in options and opts.get("model") is None:
+        from moemesh.config.errors import ConfigError
+        from moemesh.planner.shapes.load_shape import load_model
+
+        with suppress(ConfigError):
+            load_model(rest[0])
+            opts["model"] = name = rest.pop(0)
+            message = (
+                f"{name} is the name of a model, which `{ctx.command_path}` takes as an option"
+            )
+            yield _problem("missing", "--model", message, f"--model {name}")
     needed = [one for one in command.params if one.required and one.opts[0] not in options]
     for param in command.params:
         is_option, value = param.opts[0] in options, opts.get(param.name)
@@ -229,7 +220,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     yield from _names(command, opts)
     if rest and isinstance(command, Verb):
         arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
-        given = [str(one) for one in (*arguments, *rest) if isinstance(one, str)]
+        given = [one for one in (*arguments, *rest) if isinstance(one, str)]
         message = f"`{ctx.command_path}` takes fewer arguments than {' '.join(given)}"
         count = "one" if len(rest) == 1 else str(len(rest))
         fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress, table
 from moemesh.trace.strict_json import strict_json
 
@@ -99,7 +98,6 @@ class Placed:
 
 
 @app.command(short_help="Place replicas of experts on GPUs.")
-@options_from(BalanceSettings)
 def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 
@@ -139,6 +137,7 @@ def place(settings: BalanceSettings) -> Placed:
     """Read the files, place the experts, measure. Raises BalanceError."""
     import numpy as np
 
+    from moemesh import balance
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_loads, scaled
@@ -187,33 +186,25 @@ def place(settings: BalanceSettings) -> Placed:
         )
     small = loads.shape[0] * replicas <= FEW_SLOTS and settings.effort in ("fast", "quality")
     with plain_loops() if small else nullcontext():
-        if previous is None:
-            return _anew(loads, replicas, settings)
-        return _from_previous(loads, previous, settings)
-
-
-def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
-    import numpy as np
-
-    from moemesh import balance
-
-    gpus, policy = settings.gpus, settings.policy
-    sizes = (replicas, settings.groups, settings.nodes, gpus)
-    if policy == "published":
-        policy, maps = None, balance.rebalance_published(loads, *sizes)
-    else:
-        effort: Any = settings.effort  # a name, or seconds
-        with suppress(ValueError):
-            effort = float(effort)
-        maps = balance.rebalance_experts(loads, *sizes, effort=effort, policy=policy)
-    mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / gpus, 1e-300)
-    bound = balance.lower_bound(loads, *sizes, policy=policy) / mean
-    return Placed(
-        maps=maps,
-        loads_before=balance.loads_in_order(loads, gpus),
-        loads_after=balance.gpu_loads(loads, maps[0], gpus),
-        bound=np.where(loads.any(axis=1), bound, 1.0),
-    )
+        if previous is not None:
+            return _from_previous(loads, previous, settings)
+        gpus, policy = settings.gpus, settings.policy
+        sizes = (replicas, settings.groups, settings.nodes, gpus)
+        if policy == "published":
+            policy, maps = None, balance.rebalance_published(loads, *sizes)
+        else:
+            effort: Any = settings.effort  # a name, or seconds
+            with suppress(ValueError):
+                effort = float(effort)
+            maps = balance.rebalance_experts(loads, *sizes, effort=effort, policy=policy)
+        mean = np.maximum(loads.mean(axis=1) * experts / gpus, 1e-300)
+        bound = balance.lower_bound(loads, *sizes, policy=policy) / mean
+        return Placed(
+            maps=maps,
+            loads_before=balance.loads_in_order(loads, gpus),
+            loads_after=balance.gpu_loads(loads, maps[0], gpus),
+            bound=np.where(loads.any(axis=1), bound, 1.0),
+        )
 
 
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:
@@ -250,14 +241,14 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
 
 
 def _text(placed: Placed, settings: BalanceSettings) -> str:
-    from moemesh.report.section import plural
+    from moemesh.report.document import plural
     from moemesh.report.svg import clip
 
     (before, after), bound = placed.balance, placed.bound
     physical, _, counts = placed.maps
     (layers, slots), experts = physical.shape, counts.shape[1]
     shown = range(min(layers, MOST_LAYERS))
-    header = ["layer", "before", "after", "bound", "gap", "most replicas"]
+    header = ["layer", "before", "after", "bound", "above bound", "most replicas"]
     rows = [
         [
             str(layer),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moemesh.cli.application import AsJson, checkpoint_app
+from moemesh.cli.application import AsJson, checkpoint_app, print_answer
 from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
@@ -25,10 +25,8 @@ _LINES = 20
 
 Place = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
-    ),
+    "A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
+    "<RUN>",
 ]
 
 
@@ -48,16 +46,21 @@ def find(text: str) -> CheckpointPlace:
     from moemesh.checkpoint.files import COMMITTED, CheckpointError
     from moemesh.checkpoint.remote import place_of
     from moemesh.checkpoint.stored import candidates
+    from moemesh.train.records.run_folder import checkpoints_of
 
     place = place_of(text)
-    if match := COMMITTED.fullmatch(place.name):
-        for folder in _folders(place.parent):
+    match = COMMITTED.fullmatch(place.name)
+    above = place.parent if match else place
+    # Where a run in that place, or the place itself, would have checkpoints.
+    folders = [checkpoints_of(above), above] if isinstance(above, Path) else [above]
+    if match:
+        for folder in folders:
             if (folder / place.name).is_dir():
                 return CheckpointPlace(folder, [int(match[1])])
-        steps = next(filter(None, map(candidates, _folders(place.parent))), [])
+        steps = next(filter(None, map(candidates, folders)), [])
         others = f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
         raise CheckpointError(f"{place}: there is no such checkpoint{others}")
-    for folder in _folders(place):
+    for folder in folders:
         if steps := candidates(folder):
             return CheckpointPlace(folder, steps)
     raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
@@ -100,19 +103,6 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
             holding.release()
 
 
-def _end(content: dict[str, Any], lines: Sequence[str], *, as_json: bool, code: int = 0) -> None:
-    """Print the answer, as JSON or as lines, and end with an exit code."""
-    typer.echo(strict_json(content, indent=1) if as_json else "\n".join(lines))
-    raise typer.Exit(code)
-
-
-def _folders(place: "Folder") -> "list[Folder]":
-    """Where a run in `place`, or `place` itself, would have checkpoints."""
-    from moemesh.train.records.run_folder import checkpoints_of
-
-    return [checkpoints_of(place), place] if isinstance(place, Path) else [place]
-
-
 @checkpoint_app.command(short_help="List steps, sizes and layouts, and which are verified.")
 def ls(place: Place, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Nothing is read but manifests and headers.
@@ -125,6 +115,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     from moemesh.checkpoint.manifest import MANIFEST
     from moemesh.checkpoint.retention import standing
     from moemesh.checkpoint.stored import read_manifest, unfinished
+    from moemesh.trace.memory_profile import format_bytes
 
     found = find(place)
     rows: list[dict[str, Any]] = []
@@ -141,8 +132,25 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": one.problem})
     left = unfinished(found.folder)
-    header = ("step", "size", "tensors", "layout", "verified", "age")
-    lines = [table(header, [_row(row) for row in rows])]
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        if "bytes" not in row:
+            cells.append((str(row["step"]), "-", "-", "-", "damaged", "-"))
+            continue
+        verified = "yes" if row["verified"] else "damaged" if row["problem"] else "no"
+        if row["finite"] is False:
+            verified += ", not finite"
+        seconds = row["age_seconds"]
+        age = f"{seconds:.0f} s"
+        for unit, length in (("min", 60), ("h", 3600), ("d", 86400)):
+            if seconds >= 2 * length:
+                age = f"{seconds / length:.0f} {unit}"
+        layout = f"{row['ranks']} rank(s)"
+        if row["layout"]:
+            layout = " ".join(f"{key}{n}" for key, n in row["layout"].items() if n != 1) or "1 rank"
+        numbers = format_bytes(row["bytes"]), str(row["tensors"])
+        cells.append((str(row["step"]), *numbers, layout, verified, age))
+    lines = [table(("step", "size", "tensors", "layout", "verified", "age"), cells)]
     lines += [
         f"step {row['step']} cannot be used: {row['problem']}" for row in rows if row["problem"]
     ]
@@ -151,40 +159,14 @@ def ls(place: Place, as_json: AsJson = False) -> None:
         for name in left
     ]
     content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
-    _end(content, lines, as_json=as_json)
-
-
-def _row(row: dict[str, Any]) -> list[str]:
-    from moemesh.trace.memory_profile import format_bytes
-
-    if "bytes" not in row:
-        return [str(row["step"]), "-", "-", "-", "damaged", "-"]
-    verified = "yes" if row["verified"] else "damaged" if row["problem"] else "no"
-    if row["finite"] is False:
-        verified += ", not finite"
-    seconds = row["age_seconds"]
-    age = f"{seconds:.0f} s"
-    for unit, length in (("min", 60), ("h", 3600), ("d", 86400)):
-        if seconds >= 2 * length:
-            age = f"{seconds / length:.0f} {unit}"
-    layout = f"{row['ranks']} rank(s)"
-    if row["layout"]:
-        layout = " ".join(f"{key}{n}" for key, n in row["layout"].items() if n != 1) or "1 rank"
-    return [
-        str(row["step"]),
-        format_bytes(row["bytes"]),
-        str(row["tensors"]),
-        layout,
-        verified,
-        age,
-    ]
+    print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
 
 
 @checkpoint_app.command(short_help="Read every byte back; name damaged files and tensors.")
 def verify(
     place: Place,
     all_lines: Annotated[
-        bool, typer.Option("--all", "-v", help="Print every damage, not the first of a file.")
+        bool, "Print every damage, not the first of a file.", {"names": ("--all", "-v")}
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -250,20 +232,13 @@ def by_file(damages: "Sequence[Damage]") -> list[str]:
 
 @checkpoint_app.command(short_help="Delete old checkpoints as a run would.")
 def prune(
-    place: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run, or a folder of checkpoints (its address).")
-    ],
+    place: Annotated[str, "A run, or a folder of checkpoints (its address).", "<RUN>"],
     keep: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Newest verified checkpoints that stay.",
-            show_default="train.checkpoints_kept of the run, or 2",
-        ),
+        "Newest verified checkpoints that stay.",
+        {"min": 1, "show_default": "train.checkpoints_kept of the run, or 2"},
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
-    ] = False,
+    dry_run: Annotated[bool, "Print what would be deleted; delete nothing."] = False,
     as_json: AsJson = False,
 ) -> None:
     """Keep the newest verified checkpoints with finite numbers, delete the older ones.
@@ -309,17 +284,21 @@ def prune(
         lines.append(f"step {one.step}: kept, {why}")
     gone = [*(f"step {step}" for step in plan.doomed), *plan.leftovers]
     lines += [f"{name}: {'would be ' * dry_run}deleted" for name in gone]
-    kept = [one._asdict() for one in plan.kept]
-    content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}
     lines += [] if gone else ["nothing to delete"]
-    _end({**content, "dry_run": dry_run}, lines, as_json=as_json)
+    content = {
+        "kept": [one._asdict() for one in plan.kept],
+        "deleted": plan.doomed,
+        "leftovers": plan.leftovers,
+        "dry_run": dry_run,
+    }
+    print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
 
 
 @checkpoint_app.command(short_help="List tensors that differ in two checkpoints, and by how much.")
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
-    all_lines: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
+    first: Annotated[str, "A run (its newest), or RUN/step-N.", "<A>"],
+    second: Annotated[str, "The same.", "<B>"],
+    all_lines: Annotated[bool, "Print every tensor.", {"names": ("--all",)}] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints by logical names, whatever layouts wrote them.
@@ -388,4 +367,5 @@ def diff(
         f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
         f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
     )
-    _end(content, lines, as_json=as_json, code=int(bool(rows or others or ours ^ theirs)))
+    print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
+    raise typer.Exit(int(bool(rows or others or ours ^ theirs)))

@@ -15,7 +15,7 @@ def config_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
     origin: Annotated[
-        bool, typer.Option("--origin/--no-origin", help="Say where each value came from.")
+        bool, "Say where each value came from.", {"names": ("--origin/--no-origin",)}
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -46,11 +46,9 @@ def config_check(
     overrides: Overrides = None,
     here: Annotated[
         bool,
-        typer.Option(
-            "--here/--elsewhere",
-            help="Look for data, tokenizer, weights, device and memory on this machine, or check "
-            "the settings alone, of a run that is for another one.",
-        ),
+        "Look for data, tokenizer, weights, device and memory on this machine, or check "
+        "the settings alone, of a run that is for another one.",
+        {"names": ("--here/--elsewhere",)},
     ] = True,
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
@@ -99,8 +97,8 @@ def config_schema() -> None:
 
 @config_app.command("diff")
 def config_diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="TOML file, or folder of a run.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Likewise.")],
+    first: Annotated[Path, "TOML file, or folder of a run.", "<A>"],
+    second: Annotated[Path, "Likewise.", "<B>"],
     as_json: AsJson = False,
 ) -> None:
     """Print the keys in which two resolved configurations differ, with where each value is from.
@@ -129,10 +127,8 @@ def config_diff(
 
 @config_app.command("migrate")
 def config_migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a run.")],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the new text; write nothing.")
-    ] = False,
+    file: Annotated[Path, "TOML file of a run.", "<FILE>"],
+    dry_run: Annotated[bool, "Print the new text; write nothing."] = False,
 ) -> None:
     """Rename keys of earlier versions in a file, with its comments kept, and note the version.
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
-from moemesh.cli.options import options_from
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class TokenizeRequest:
 
 
 @app.command(short_help="Tokenize text once, for many runs.")
-@options_from(TokenizeRequest)
 def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
     conversations OUT.mask.bin, which says what carries loss.
@@ -97,12 +95,9 @@ def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
 def data_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 4,
-    step: Annotated[int, typer.Option(min=1, help="Begin with the first sample of this step.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The run's folder, for the cache of long texts."),
-    ] = None,
+    samples: Annotated[int, "Number of samples.", {"min": 1}] = 4,
+    step: Annotated[int, "Begin with the first sample of this step.", {"min": 1}] = 1,
+    out: Annotated[Path | None, "The run's folder, for the cache of long texts.", "DIR"] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the samples that a run reads first, decoded: documents, positions, what carries loss.
@@ -127,8 +122,32 @@ def data_show(
     )
     position = (step - 1) * data.global_batch
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
-    answer = (opened, shown, data.global_batch)
-    typer.echo(strict_json(samples_json(*answer)) if as_json else samples_text(*answer))
+    if not as_json:
+        typer.echo(samples_text(opened, shown, data.global_batch))
+        return
+    answer = {
+        "num_tokens": opened.num_tokens,
+        "num_training": opened.num_training,
+        "seq_len": opened.seq_len,
+        "documents": "mask" if opened.masks_documents else "ignore",
+        "samples": [
+            {
+                "step": one.position // data.global_batch + 1,
+                "position": one.position,
+                "sample": one.sample,
+                "source": one.source,
+                "stream": one.stream,
+                "offset": one.offset,
+                "tokens": one.tokens.tolist(),
+                "targets_with_loss": one.learned.tolist(),
+                "documents": one.documents.tolist(),
+                "positions": one.positions.tolist(),
+                "pieces": [piece._asdict() for piece in one.pieces],
+            }
+            for one in shown
+        ],
+    }
+    typer.echo(strict_json(answer))
 
 
 @contextmanager
@@ -190,60 +209,28 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
             "",
             f"=== step {step}, sequence {place} of {global_batch}: sample {one.sample:,} of "
             f"{one.source}, from token {one.offset:,} on; {with_loss}",
-            *_documents(samples, one, marked, on_terminal),
         ]
+        document = None
+        for piece in one.pieces:
+            if piece.document != document:
+                document = piece.document
+                first = int((one.documents == document).argmax())
+                place = f"--- document {document:,}, position "
+                is_inside = first < samples.seq_len
+                place += f"{one.positions[first]}" if is_inside else "of the last target"
+                if first == 0 and one.continued:
+                    place += f", from its token {one.continued:,} on"
+                lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
+            # What a text holds must not steer the terminal.
+            text = "".join(
+                sign if sign in "\n\t" or sign.isprintable() else f"\\u{ord(sign):04x}"
+                for sign in piece.text
+            )
+            if marked and on_terminal:
+                text = f"{_GREEN if piece.learned else _DIM}{text}{_PLAIN}"
+            elif marked and piece.learned:
+                text = f"{_OPEN}{text}{_CLOSE}"
+            lines[-1] += text
+        if padding := int((one.documents[:-1] < 0).sum()):
+            lines.append(f"--- {padding:,} tokens of padding")
     return "\n".join(lines)
-
-
-def samples_json(samples: "Samples", shown: "Sequence[Preview]", global_batch: int) -> Any:
-    """The same as one object."""
-    return {
-        "num_tokens": samples.num_tokens,
-        "num_training": samples.num_training,
-        "seq_len": samples.seq_len,
-        "documents": "mask" if samples.masks_documents else "ignore",
-        "samples": [
-            {
-                "step": one.position // global_batch + 1,
-                "position": one.position,
-                "sample": one.sample,
-                "source": one.source,
-                "stream": one.stream,
-                "offset": one.offset,
-                "tokens": one.tokens.tolist(),
-                "targets_with_loss": one.learned.tolist(),
-                "documents": one.documents.tolist(),
-                "positions": one.positions.tolist(),
-                "pieces": [piece._asdict() for piece in one.pieces],
-            }
-            for one in shown
-        ],
-    }
-
-
-def _documents(samples: "Samples", one: "Preview", marked: bool, on_terminal: bool) -> "list[str]":
-    lines: list[str] = []
-    document = None
-    for piece in one.pieces:
-        if piece.document != document:
-            document = piece.document
-            first = int((one.documents == document).argmax())
-            place = f"--- document {document:,}, position "
-            place += f"{one.positions[first]}" if first < samples.seq_len else "of the last target"
-            if first == 0 and one.continued:
-                place += f", from its token {one.continued:,} on"
-            lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
-        # What a text holds must not steer the terminal.
-        shown = "".join(
-            one if one in "\n\t" or one.isprintable() else f"\\u{ord(one):04x}"
-            for one in piece.text
-        )
-        if not marked:
-            lines[-1] += shown
-        elif on_terminal:
-            lines[-1] += f"{_GREEN if piece.learned else _DIM}{shown}{_PLAIN}"
-        else:
-            lines[-1] += f"{_OPEN}{shown}{_CLOSE}" if piece.learned else shown
-    if padding := int((one.documents[:-1] < 0).sum()):
-        lines.append(f"--- {padding:,} tokens of padding")
-    return lines

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 from moemesh.trace.strict_json import strict_json
 
@@ -22,29 +21,19 @@ if TYPE_CHECKING:
     from moemesh.trace.run import Run
 
 Cluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="C",
-        autocompletion=completion.clusters,
-        help="Cluster that the planner's price is for; default train.cluster.",
-    ),
+    str | None, "Cluster that the planner's price is for; default train.cluster.", "C"
 ]
 #: Seconds between looks on a terminal, and between lines elsewhere.
 _TERMINAL_SECONDS, _PIPE_SECONDS = 2.0, 30.0
 _POLL_SECONDS = 1.0
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+RunFolder = Annotated[Path, "Folder of a run.", "<RUN>"]
 
 
 @app.command(short_help="Write the HTML page of a run, or of two.")
 def report(
     run: RunFolder,
-    other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="Folder of a run to compare with.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The page, in place of RUN's own.")
-    ] = None,
+    other: Annotated[Path | None, "Folder of a run to compare with.", "<[OTHER]>"] = None,
+    out: Annotated[Path | None, "The page, in place of RUN's own.", "FILE"] = None,
     cluster: Cluster = None,
 ) -> None:
     """Write report.html into the folder of a run and print its path; of two runs, comparison.html:
@@ -56,6 +45,7 @@ def report(
         moemesh report runs/first runs/second --out both.html
     """
     from moemesh.config.errors import UserError
+    from moemesh.report import page
 
     if other is not None and cluster is not None:
         raise UserError("--cluster is for the page of one run: leave it out, or the second run")
@@ -66,13 +56,9 @@ def report(
     gc.disable()  # a tenth of the time, of a process that ends with its page
     try:
         if other is None:
-            from moemesh.report import page
-
             path = page.write(_read(run, cluster), out)
         else:
-            from moemesh.report import comparison
-
-            path = comparison.write(run, other, out)
+            path = page.write_comparison(run, other, out)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
     typer.echo(str(path))
@@ -121,10 +107,8 @@ def _read(folder: Path, cluster: str | None) -> "Run":
 def profile(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps to profile.")] = 3,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the short run.")
-    ] = None,
+    steps: Annotated[int, "Steps to profile.", {"min": 1, "max": 100}] = 3,
+    out: Annotated[Path | None, "Folder of the short run.", "DIR"] = None,
 ) -> None:
     """Take a few steps with torch's profiler on all ranks, write their traces as one file for
     Perfetto, on one clock, and print a verdict, whose shares of a step are those of steps without
@@ -170,11 +154,9 @@ def profile(
 def watch(
     run: RunFolder,
     every: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds between looks; default 2, in a pipe 30.")
+        float | None, "Seconds between looks; default 2, in a pipe 30.", {"min": 0.1}
     ] = None,
-    wait: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for a run to begin.")
-    ] = 60.0,
+    wait: Annotated[float, "Seconds to wait for a run to begin.", {"min": 0.0}] = 60.0,
 ) -> None:
     """Show a run from the files of its folder, here or on a shared disk, until it has ended.
 

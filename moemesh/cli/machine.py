@@ -1,26 +1,28 @@
-"""Verbs on this machine: doctor looks for what stands in the way of a run, bench links measures."""
+"""Verbs of machines: doctor and bench links look at this one, cluster describes any."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moemesh.bench.settings import BenchError, LinksSettings
-from moemesh.cli import completion
-from moemesh.cli.application import AsJson, app, bench_app
-from moemesh.cli.options import options_from
+from moemesh.cli import options
+from moemesh.cli.application import AsJson, app, bench_app, cluster_app
 from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
 
+if TYPE_CHECKING:
+    from moemesh.config.cluster import Cluster
+
 
 @app.command(short_help="Check this machine for what stands in the way of a run.")
 def doctor(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder that runs will be written to.")
-    ] = Path("runs"),
+    out: Annotated[Path, "Folder that runs will be written to.", "DIR"] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Look at versions, devices, disk, locks, shared memory, limits, host name, ports, clock,
@@ -47,14 +49,15 @@ def doctor(
     raise typer.Exit(1 if "fail" in verdicts else 0)
 
 
-@bench_app.command("links", short_help="Collectives over sizes and groups.")
-@options_from(LinksSettings, operations=completion.collectives)
+@bench_app.command(
+    "links",
+    short_help="Collectives over sizes and groups.",
+    completions={"operations": options.collectives},
+)
 def bench_links(
     settings: LinksSettings,
-    name: Annotated[str, typer.Option(help="Name of the cluster in the file.")] = "measured",
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
-    ] = None,
+    name: Annotated[str, "Name of the cluster in the file."] = "measured",
+    out: Annotated[Path | None, "Write a Cluster file.", "CLUSTER.toml"] = None,
     as_json: AsJson = False,
     found: Annotated[Path | None, typer.Option("--found", hidden=True)] = None,
 ) -> None:
@@ -101,3 +104,261 @@ def links_text(found: dict[str, Any]) -> str:
         f"{table((*header, 'α µs', '1/β MB/s', 'error', 'with √S'), rows)}\n"
         f"a device: GFLOP/s {rates}; {device['memory_bandwidth'] / 1e9:.1f} GB/s of memory"
     )
+
+
+#: Latencies that no data sheet prints: typical of NVLink and InfiniBand.
+_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
+#: Kinds of links inside a node and between nodes, each from this rate of one device and direction
+#: on, in bytes/s.
+_INSIDE = (
+    (100e9, "NVLink or NVSwitch, direct from device to device"),
+    (10e9, "PCIe, shared with the host and its cards"),
+    (0.0, "slower than PCIe: through the host's memory or loopback"),
+)
+_BETWEEN = (
+    (100e9, "as fast as NVLink (one domain over several nodes)"),
+    (20e9, "InfiniBand or RoCE with RDMA, a card for each device"),
+    (1e9, "Ethernet, or cards that several devices share"),
+    (0.0, "slow Ethernet: little but a pipeline or rare sums should cross it"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFileRequest:
+    """A file to write, what it starts from, and what differs."""
+
+    out: Annotated[Path, "File to write.", "<CLUSTER.toml>"]
+    preset: Annotated[
+        str | None, "Start from a preset or a file.", {"names": ("--from",), "metavar": "C"}
+    ] = None
+    device: Annotated[str | None, "Start from a device's data sheet: H100-80G, MI300X.", "NAME"] = (
+        None
+    )
+    links: Annotated[
+        Path | None, "File with the output of `moemesh bench links --json`.", "FILE"
+    ] = None
+    nodes: Annotated[int | None, "Nodes.", {"min": 1}] = None
+    gpus_per_node: Annotated[int | None, "Devices of a node.", {"min": 1}] = None
+    name: Annotated[str | None, "Name of the cluster."] = None
+    force: Annotated[bool, "Replace an existing file."] = False
+
+
+@cluster_app.command(
+    "init",
+    short_help="Write a commented cluster file.",
+    completions={"preset": options.clusters},
+)
+def init(request: ClusterFileRequest) -> None:
+    """Write a cluster file with the meaning and unit of every key, to be edited.
+
+    It starts from a preset (by default dgx_h100), from a device's data sheet, or from links that
+    were measured on this machine. Examples:
+
+        moemesh cluster init mine.toml --device H200-141G --nodes 4
+
+        moemesh bench links --json > links.json && moemesh cluster init mine.toml --links links.json
+    """
+    from moemesh.config.errors import UserError
+    from moemesh.report.files import write_texts
+
+    out, name = request.out, request.name or request.out.stem
+    if sum(one is not None for one in (request.preset, request.device, request.links)) > 1:
+        raise typer.BadParameter("give one of --from, --device and --links")
+    if out.exists() and not request.force:
+        raise UserError(f"{out} exists; --force replaces it")
+    if request.links is not None:
+        found, heading = _measured(request.links, name)
+        if request.nodes or request.gpus_per_node:
+            raise typer.BadParameter("--links says how many nodes and devices there are")
+    elif request.device is not None:
+        found, heading = _of_device(request.device, name)
+    else:
+        from moemesh.config.cluster import load_cluster
+
+        source = request.preset or "dgx_h100"
+        found, heading = load_cluster(source), f"Started from {source}."
+    changes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
+    given = {key: value for key, value in changes.items() if value is not None}
+    found = found.model_copy(update={"name": name} | given)
+    origin = heading
+    heading += (
+        "\nBandwidths are those of one device in one direction. Edit what differs, then see"
+        f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
+    )
+    write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
+    typer.echo(f"wrote {out}: {found.num_devices} devices; see `moemesh cluster show {out}`")
+    typer.echo(origin)
+
+
+@cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
+def show(
+    cluster: Annotated[str, "Preset or TOML file.", "<CLUSTER>"], as_json: AsJson = False
+) -> None:
+    """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it.
+
+    Example:
+
+        moemesh cluster show dgx_h100
+    """
+    from moemesh.config.cluster import load_cluster
+
+    found = load_cluster(cluster)
+    typer.echo(strict_json(_facts(found), indent=2) if as_json else cluster_text(found))
+
+
+@cluster_app.command("list", short_help="List packaged clusters, and devices with a data sheet.")
+def list_clusters(as_json: AsJson = False) -> None:
+    """List what --cluster knows by name, and what `cluster init --device` does."""
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.sources import preset_names
+    from moemesh.planner.speed import peak_flops
+    from moemesh.planner.timing.hardware import ACCELERATORS
+
+    found = [load_cluster(name) for name in preset_names("clusters")]
+    if as_json:
+        facts = [_facts(one) for one in found]
+        typer.echo(strict_json({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
+        return
+    header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
+    rows = [
+        (
+            *(one.name, f"{one.gpus_per_node} {one.accelerator or 'processes'}"),
+            *(format_bytes(one.memory_bytes), f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}"),
+            *(_rate(one.intra_node_bandwidth), _rate(one.inter_node_bandwidth)),
+        )
+        for one in found
+    ]
+    typer.echo(table(header, rows, left=2))
+    typer.echo(f"\ndevices for `moemesh cluster init --device`: {', '.join(ACCELERATORS)}")
+
+
+def cluster_text(found: "Cluster") -> str:
+    """The cluster for a person: what each number is, and what it means for a plan."""
+    import textwrap
+
+    from moemesh.planner.speed import device_balance
+    from moemesh.planner.timing.price import pricing
+    from moemesh.report.document import plural
+
+    inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth
+    usable = pricing(found).usable_share
+    rows = [
+        (f"  {dtype}", f"{peak / 1e12:,.4g}", f"{peak / found.memory_bandwidth:,.4g}")
+        for dtype, peak in found.peak_flops.items()
+    ]
+    ratio = inside / across
+    balance = device_balance(found, "bfloat16")
+    told = [
+        f"Between nodes a device sends {ratio:,.3g} times slower than inside one: what exchanges "
+        "in every layer (tp, cp, and ep where it fits) belongs inside a node; data and pipeline "
+        "parallelism cross nodes."
+        if ratio > 1
+        else "Links between nodes are as fast as those inside: groups may span nodes.",
+        f"A product with less than {balance:,.0f} operations a byte in bfloat16 waits for memory, "
+        "one with more for arithmetic; `moemesh estimate` prints the intensities of a layout.",
+    ]
+    if found.links:
+        most = max(curve.ranks for curve in found.links)
+        told.append(f"{len(found.links)} measured collectives of up to {most} ranks replace forms.")
+    if found.constants:
+        told.append(f"{len(found.constants)} constants of the time model are its own.")
+    kinds = [
+        next(kind for least, kind in known if rate >= least)
+        for rate, known in ((inside, _INSIDE), (across, _BETWEEN))
+    ]
+    facts = [
+        ("devices", f"{found.num_devices:,} ({plural(found.nodes, 'node')} of "
+                    f"{found.gpus_per_node})" + (found.accelerator and f", {found.accelerator}")),
+        ("memory", f"{format_bytes(found.memory_bytes)} a device, {usable:.1%} usable, "
+                   f"{_rate(found.memory_bandwidth)}"),
+        ("inside a node", f"{_rate(inside)} a device and direction, "
+                          f"{found.intra_node_latency * 1e6:.3g} us: {kinds[0]}"),
+        ("between nodes", f"{_rate(across)} a device and direction ({across * 8 / 1e9:,.4g} Gb/s), "
+                          f"{found.inter_node_latency * 1e6:.3g} us: {kinds[1]}"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in facts)
+    lines = [found.name]
+    for name, value in facts:
+        start = f"  {name:{width}}  "
+        lines += textwrap.wrap(start + value, 80, subsequent_indent=" " * len(start))
+    header = ("  peak of products", "TFLOP/s", "turns compute bound at FLOP/byte")
+    lines += ["", table(header, rows), ""]
+    for sentence in told:
+        lines += textwrap.wrap(sentence, 80)
+    return "\n".join(lines)
+
+
+def _facts(found: "Cluster") -> dict[str, Any]:
+    """The object that --json prints."""
+    from moemesh.planner.timing.price import pricing
+
+    return found.model_dump(mode="json", exclude={"links", "constants"}) | {
+        "num_devices": found.num_devices,
+        "usable_share": pricing(found).usable_share,
+        "compute_bound_from": {
+            dtype: peak / found.memory_bandwidth for dtype, peak in found.peak_flops.items()
+        },
+        "measured_links": len(found.links),
+    }
+
+
+def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
+    """A node of a device from its data sheet."""
+    from moemesh.config.cluster import Cluster
+    from moemesh.config.errors import ConfigError, Problem
+    from moemesh.config.suggest import nearest_choice
+    from moemesh.planner.timing.hardware import ACCELERATORS, accelerator_of
+
+    found = ACCELERATORS.get(name) or accelerator_of(name)
+    if found is None:
+        message = "no data sheet of a device with this name is packaged"
+        fix = nearest_choice(name, tuple(ACCELERATORS))
+        problem = Problem.of("not-a-choice", "device", name, message, fix)
+        raise ConfigError([problem])
+    half, eight, four = found.peak_flops
+    peaks = {"bfloat16": half}
+    peaks |= {"float8": eight} if eight > half else {}
+    peaks |= {"float4": four} if four > eight else {}
+    cluster = Cluster(
+        name=called,
+        nodes=1,
+        gpus_per_node=found.node_size,
+        memory_bytes=int(found.memory_bytes),
+        memory_bandwidth=found.memory_bandwidth,
+        peak_flops=peaks,
+        intra_node_bandwidth=found.intra_node_bandwidth,
+        intra_node_latency=_INTRA_LATENCY,
+        inter_node_bandwidth=found.inter_node_bandwidth,
+        inter_node_latency=_INTER_LATENCY,
+        accelerator=found.name,
+    )
+    return cluster, f"From the data sheet of {found.name}; latencies are assumptions."
+
+
+def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
+    """What `moemesh bench links --json` measured. Raises UserError for any other file."""
+    from moemesh.bench.link_cluster import cluster_of
+    from moemesh.config.errors import ConfigError, UserError
+
+    try:
+        result = json.loads(links.read_text(encoding="utf-8"))
+        found = cluster_of(result, called)
+    except OSError as error:
+        raise UserError(f"{links}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"{links}: not what `moemesh bench links --json` prints "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if problems := found.check():
+        raise ConfigError(problems)
+    where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
+    return found, f"Measured by `moemesh bench links`: {where}."
+
+
+def _rate(number: float) -> str:
+    """Bytes a second in decimal units, as data sheets print them."""
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.4g} B/s"

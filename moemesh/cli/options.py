@@ -1,78 +1,165 @@
-"""Options of a verb from the fields of a frozen dataclass."""
+"""Options of a verb from its parameters or the fields of its request, and what a shell completes.
+
+Completion (``moemesh --install-completion``) waits for an answer: names are imported when they are
+asked for.
+"""
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, fields
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial, wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from moemesh.cli import completion
-from moemesh.cli.completion import Complete
+Complete = Callable[[str], list[str]]
 
 
-def options_from(
-    settings: type, /, **completions: Complete
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the first parameter of a verb by one option for each field of `settings`.
+def words(load: Callable[[], Iterable[str]]) -> Complete:
+    """Complete one of these names, or the last of several with commas between."""
 
-    An option's field is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in load() if name.startswith(last)]
+
+    return complete
+
+
+def _presets(*folders: str) -> list[str]:
+    """The packaged presets of the folders ("" has the models)."""
+    from moemesh.config.sources import preset_names
+
+    return [name for folder in folders for name in preset_names(folder)]
+
+
+def _choices(key: str, *more: str) -> list[str]:
+    """The choices of a key of [plan], and `more`."""
+    from moemesh.config.plan import Plan
+    from moemesh.config.suggest import choices_of
+
+    return [*more, *choices_of(Plan.model_fields[key].annotation)]
+
+
+def _operations() -> tuple[str, ...]:
+    from moemesh.bench.settings import OPERATIONS
+
+    return ("all", *OPERATIONS)
+
+
+clusters = words(partial(_presets, "clusters"))
+schedules = words(partial(_choices, "schedule"))
+collectives = words(_operations)
+#: Fields of requests that are completed in every verb.
+BY_FIELD: dict[str, Complete] = {
+    "model": words(partial(_presets, "", "shapes")),
+    "cluster": clusters,
+    "plan": words(partial(_presets, "plans")),
+    "routing": words(partial(_presets, "routings")),
+    "dispatcher": words(partial(_choices, "dispatcher")),
+}
+
+
+def settings(incomplete: str) -> list[str]:
+    """Complete a key of the configuration as ``--set`` takes it, and behind "=" its value where it
+    is one of a few names."""
+    from moemesh.config.schema import PRESET_KEY, SECTIONS, all_keys
+    from moemesh.config.suggest import choices_of
+
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in all_keys() if name.startswith(key)]
+    if key == PRESET_KEY:
+        return [f"{key}={name}" for name in _presets("") if name.startswith(value)]
+    section, _, leaf = key.partition(".")
+    fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+    if leaf not in fields:
+        return []
+    kind = fields[leaf].annotation
+    choices = ("true", "false") if kind is bool else choices_of(kind)
+    return [f"{key}={name}" for name in choices if name.startswith(value)]
+
+
+def with_options(
+    verb: Callable[..., None], completions: Mapping[str, Complete]
+) -> Callable[..., None]:
+    """The verb as typer reads it. A first parameter that is a frozen dataclass, the request of the
+    verb, becomes one option for each of its fields; the verb gets an instance.
+
+    A field or parameter is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
     `Annotated[type, help, keywords]`; the metavar of an argument is "<OUT>". Keywords are those of
     `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
     itself), and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it.
-    An option of typer may stand in place of them. Its default is the field's. The verb gets an
-    instance. `completions` complete the values of fields in a shell,
-    :data:`moemesh.cli.completion.BY_FIELD` the others.
+    An option of typer may stand in place of them. `completions` complete values in a shell by the
+    name of the field, :data:`BY_FIELD` the others.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    own, names = list[inspect.Parameter](), [field.name for field in fields(settings)]
-    for field in fields(settings):
-        hint = hints[field.name]
-        if get_origin(hint) is not Annotated:
-            continue
-        kind, text, *more = get_args(hint)
-        if isinstance(text, str):
-            hint = Annotated[kind, _option(field.name, kind, text, *more, completions=completions)]
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
+    signature = inspect.signature(verb)
+    parameters = list(signature.parameters.values())
+    kind, names = parameters[0].annotation if parameters else None, list[str]()
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        names = [one.name for one in fields(kind)]
+        parameters[:1] = [
+            parameters[0].replace(
+                name=one.name,
+                default=inspect.Parameter.empty if one.default is MISSING else one.default,
+                annotation=hints[one.name],
+            )
+            for one in fields(kind)
+            if get_origin(hints[one.name]) is Annotated
+        ]
+    for place, parameter in enumerate(parameters):
+        hint = parameter.annotation
+        if get_origin(hint) is Annotated and isinstance(get_args(hint)[1], str):
+            value, text, *more = get_args(hint)
+            option = _option(parameter.name, value, text, *more, completions=completions)
+            hint = Annotated[value, option]
         way = inspect.Parameter.KEYWORD_ONLY
-        own.append(inspect.Parameter(field.name, way, default=default, annotation=hint))
+        parameters[place] = parameter.replace(kind=way, annotation=hint)
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(verb)
-        _, *others = signature.parameters.values()
+    @wraps(verb)
+    def of_request(**given: Any) -> None:
+        own = {name: given.pop(name) for name in names if name in given}
+        verb(kind(**own), **given)
 
-        @wraps(verb)
-        def call(**given: Any) -> None:
-            asked = {name: given.pop(name) for name in names if name in given}
-            verb(settings(**asked), **given)
-
-        others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
-        # typer reads both, and follows `__wrapped__` to the verb's own if it is there.
-        call.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in (*own, *others)}
-        del call.__wrapped__  # type: ignore[attr-defined]
-        return call
-
-    return decorate
+    call: Any = of_request if names else verb
+    # typer reads both, and follows `__wrapped__` to the verb's own if it is there.
+    call.__signature__ = signature.replace(parameters=parameters)
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    vars(call).pop("__wrapped__", None)
+    return call
 
 
 def _option(
-    name: str, kind: Any, text: str, more: str | dict[str, Any] = "", *, completions: dict[str, Any]
+    name: str,
+    kind: Any,
+    text: str,
+    more: str | dict[str, Any] = "",
+    *,
+    completions: Mapping[str, Complete],
 ) -> Any:
     keywords: dict[str, Any] = {"metavar": more or None} if isinstance(more, str) else dict(more)
     metavar = keywords.get("metavar") or ""
     make = typer.Option
     if metavar.startswith("<"):
-        keywords["metavar"], make = metavar.strip("<>"), typer.Argument
+        keywords["metavar"], make = metavar[1:-1], typer.Argument
     flags = keywords.pop("names", (f"--{name.replace('_', '-')}",) if kind is bool else ())
     if parser := keywords.pop("tokens", False):
         parser = tokens_of_any_sign if parser == "any sign" else tokens
         keywords = {"parser": parser, "metavar": "N"} | keywords
-    if complete := completions.get(name) or completion.BY_FIELD.get(name):
+    if complete := completions.get(name) or BY_FIELD.get(name):
         keywords["autocompletion"] = complete
     return make(*flags, help=text, **keywords)
+
+
+def given(request: Any, *names: str) -> list[str]:
+    """The flags of those of these options of a request that have a value."""
+    values = {name: getattr(request, name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, value in values.items()
+        if value is not None and value is not False
+    ]
 
 
 def tokens(text: str | int) -> int:

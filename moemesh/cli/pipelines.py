@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemesh.cli import completion
+from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
 from moemesh.cli.terminal import progress, table
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
@@ -43,8 +42,11 @@ class ScheduleOptions(ScheduleRequest):
     text: Annotated[bool, "Print only the picture."] = False
 
 
-@app.command("schedule", short_help="Simulate, draw and check a pipeline.")
-@options_from(ScheduleOptions, name=completion.schedules)
+@app.command(
+    "schedule",
+    short_help="Simulate, draw and check a pipeline.",
+    completions={"name": options.schedules},
+)
 def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     """Simulate a pipeline schedule, draw it, and compare it with its formulas.
 
@@ -62,20 +64,37 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     if request.everything:
         if svg is not None or trace is not None or save is not None or request.text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")
-        _compare_all(request, as_json)
+        from moemesh.schedule.answer import compare, comparison_rows
+
+        with progress("comparing schedules", quiet=as_json):
+            compared = compare(request)
+        if as_json:
+            typer.echo(strict_json([one.to_json() for one in compared]))
+            return
+        header = (
+            "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
+        )  # fmt: skip
+        typer.echo(f"{table(header, comparison_rows(compared))}\n\n{_LEGEND}")
+        for line in _wrapped([f"{one.name}: {one.refused}" for one in compared if not one.answer]):
+            typer.echo(line)
         return
     from moemesh.report import timeline_text
-    from moemesh.report.files import check_target, kind_of
+    from moemesh.report.files import check_target, kind_of, write_texts
+    from moemesh.report.timeline_picture import timeline_rows, to_perfetto
     from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved
+    from moemesh.trace.pipeline import activations
 
     with progress(f"schedule {request.name}", quiet=as_json):
         found = answer(request)
     timeline = found.simulation.timeline
-    if svg is not None or trace is not None:
-        from moemesh.report import timeline_files
-
-        timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
+    texts: list[tuple[Path, str]] = []
+    if svg is not None:
+        memory = activations(timeline, held=found.held)
+        texts.append((svg, timeline_rows(timeline, memory=memory, title=found.title) + "\n"))
+    if trace is not None:
+        texts.append((trace, strict_json(to_perfetto(timeline, held=found.held)) + "\n"))
+    write_texts(texts)
     if save is not None:
         content = text.to_csv(found.schedule) if save.suffix == ".csv" else text.MAGIC
         check_target(save, kind_of(content))
@@ -88,24 +107,6 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         typer.echo(schedule_text(found, timeline_text.draw(timeline)))
         if save is not None:
             typer.echo(saved(found.schedule, save))
-
-
-def _compare_all(request: ScheduleRequest, as_json: bool) -> None:
-    from moemesh.schedule.answer import compare, comparison_rows
-
-    with progress("comparing schedules", quiet=as_json):
-        found = compare(request)
-    if as_json:
-        typer.echo(strict_json([one.to_json() for one in found]))
-        return
-    header = (
-        "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
-    )  # fmt: skip
-    typer.echo(table(header, comparison_rows(found)))
-    typer.echo(f"\n{_LEGEND}")
-    for one in found:
-        if one.answer is None:
-            typer.echo("\n".join(_wrapped([f"{one.name}: {one.refused}"])))
 
 
 def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 160) -> str:

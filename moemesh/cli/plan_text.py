@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, count
 from math import floor
-from typing import Any
+from textwrap import indent
 
 from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
@@ -27,8 +27,11 @@ from moemesh.planner.search.command import (
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
 from moemesh.planner.speed import decoding_intensity, layer_intensities
-from moemesh.report.section import Table, plural
-from moemesh.report.svg import COLOURS, DARK
+from moemesh.planner.timing.price import pricing
+from moemesh.planner.worst_routing import worst_routing
+from moemesh.report.bars import StackedBar, stacked_bars
+from moemesh.report.document import Chapter, Document, Table, figures, plural
+from moemesh.report.svg import COLOURS
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
@@ -60,21 +63,23 @@ _PARTS = (
     "dense_weights", "expert_weights", "gradients", "optimizer", "activations", "logits",
     "buffers", "total",
 )  # fmt: skip
-#: A bar: its name, its text, and pieces of (name, size, text).
-_Bar = tuple[str, str, list[tuple[str, float, str]]]
+_LARGE = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
 def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     """One layout: parameters, operations, memory, traffic and seconds; the KV cache of `cache`."""
-    parameters, memory = found.parameters, found.memory
+    memory = found.memory
+    total_parameters, active = (
+        next((f"{n / size:.3f} {unit}" for unit, size in _LARGE if n >= size), str(n))
+        for n in (found.parameters.total, found.parameters.active)
+    )
     causal, full = found.causal.training / 1e9, found.full.training / 1e9
     low, high = map(_size, found.memory_interval)
     blocks = layer_intensities(found.shape, found.layout)
     intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
     each = kv_cache_bytes(found.shape, 1, 1)
     lines = [
-        f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
-        f"({found.shape.name})",
+        f"model       {total_parameters} parameters, {active} active   ({found.shape.name})",
         f"plan        {found.layout.world_size} devices   {found.text or found.layout.key}",
         f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)",
         f"intensity   {intensities} FLOP/byte in a microbatch; the device is bound",
@@ -94,8 +99,20 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         + ("fits" if found.fits(found.peak.needed) else "does NOT fit"),
         f"            80 % interval {low} to {high}; "
         f"{found.pricing.usable_share:.1%} of the device is usable",
-        *_worst_routing(found),
     ]
+    worst = found.worst_routing
+    if worst is not None and worst.rows > worst.balanced_rows:
+        bound, fits = worst.rows_at_once, found.fits(found.crowded_bytes)
+        split = "" if bound is None else f" in {worst.blocks} blocks of at most {bound:,}"
+        lines += [
+            f"            worst routing: {_size(found.crowded_bytes)}, which "
+            + ("fits" if fits else "does NOT fit"),
+            f"            {worst.rows:,} rows of a layer at one rank, {worst.times_mean:.4g} times "
+            f"the mean{split}",
+        ]
+        if worst.dropped_choices:
+            told = f"{worst.dropped_choices:,} choices above the capacity dropped"
+            lines.append(f"            {told}")
     if found.fits(found.peak.needed) and found.memory_interval.high > found.cluster.memory_bytes:
         lines.append(
             "            it may run out of memory: the interval reaches above the device; "
@@ -131,16 +148,16 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     times = found.seconds.items()
     parts = [(name, f"{size:.4g} s") for name, size in times if size and name != "total"]
     lines += [
-        _indented(table(("rank", "first", "last", "worst"), held)),
+        indent(table(("rank", "first", "last", "worst"), held), "  "),
         "",
         f"traffic     of pipeline rank {found.traffic_rank} of {found.layout.pp}, one device, in a "
         "step (--rank shows another)",
-        _indented(table(axes, _axis_rows(found.traffic), left=2)),
+        indent(table(axes, _axis_rows(found.traffic), left=2), "  "),
         "",
         "            by phase and caller",
-        _indented(table(callers, sent, left=4)),
+        indent(table(callers, sent, left=4), "  "),
         "",
-        _indented(table(("step", f"{total:.4g} s"), parts)).lstrip(),
+        indent(table(("step", f"{total:.4g} s"), parts), "  ").lstrip(),
         f"  80 % interval {least:.4g} to {most:.4g} s",
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
         f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
@@ -148,24 +165,6 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         *found.notes,
     ]
     return "\n".join(lines)
-
-
-def _worst_routing(found: Estimate) -> list[str]:
-    """Memory of the fullest rank when the router sends it all rows that it can."""
-    worst = found.worst_routing
-    if worst is None or worst.rows <= worst.balanced_rows:
-        return []
-    bound, fits = worst.rows_at_once, found.fits(found.crowded_bytes)
-    blocks = "" if bound is None else f" in {worst.blocks} blocks of at most {bound:,}"
-    lines = [
-        f"            worst routing: {_size(found.crowded_bytes)}, which "
-        + ("fits" if fits else "does NOT fit"),
-        f"            {worst.rows:,} rows of a layer at one rank, {worst.times_mean:.4g} times "
-        f"the mean{blocks}",
-    ]
-    if worst.dropped_choices:
-        lines.append(f"            {worst.dropped_choices:,} choices above the capacity dropped")
-    return lines
 
 
 def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
@@ -179,17 +178,6 @@ def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
     ]
 
 
-def _large(number: int) -> str:
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return str(number)
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(text, "  ")
-
-
 def _size(number: float) -> str:
     return format_bytes(round(number))
 
@@ -199,36 +187,51 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     `file` the configuration that was written, `explain` adds what the answer rests on."""
     best, cluster = planned.candidates[0], planned.cluster
     capacity = cluster.memory_bytes * planned.pricing.usable_share
-    lines = [
-        *wrapped(f"{heading(planned)}, {batch_words(best)}"),
-        *_rows(planned),
-        "",
-        *wrapped(risk_of_memory(planned)),
-        *wrapped(planned.own_runs),
-        *(line for told in published(planned) for line in wrapped(told)),
-        *wrapped(cheapest(planned)),
-        *wrapped(certified(planned)),
-    ]
+    # Figures of every layout, each above its roles and keys: the first's, and where others differ
+    # from these.
+    heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
+    numbered = [(str(number), *row) for number, row in enumerate(speeds(planned), start=1)]
+    if planned.tokens:  # with costs the line is full without the speed of one device
+        heads = (*heads[:6], "MFU", "days", "GPU-hours")
+        numbered = [(*row[:6], *row[7:]) for row in numbered]
+    top, *rows = table(heads, numbered).split("\n")
+    lines = [*wrapped(", ".join(heading(planned))), top]
+    for row, one in zip(rows, planned.candidates, strict=True):
+        said = keys_text(one.layout, None if one is best else best.layout)
+        roles = f"{', '.join(one.roles)}: " if one.roles else ""
+        alike = f" (+{one.alike} like it)" if one.alike else ""
+        told = f"   {roles}{said}{'' if one is best else ', else as 1'}{alike}"
+        lines += [row, *wrapped(told, "   ")]
+    lines.append("")
+    told = (risk_of_memory(planned), planned.own_runs, *published(planned), cheapest(planned))
+    lines += [line for text in (*told, certified(planned)) for line in wrapped(text)]
     for rival in planned.rivals:
         lines += ["", f"why not {rival.asked}?"]
         for sentence in rival_sentences(rival, best, capacity):
             lines += wrapped(f"  {sentence}", "    ")
-    lines += _handoff(planned, best, file)
+    # The two calls that run the answer, or why there are none.
+    refused, name = not_trained(best.layout, planned.model), shlex.quote(file or "plan.toml")
+    if refused:
+        lines += wrapped(f"this version plans {', '.join(refused)} and does not train it")
+        if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
+            lines.append("the best of what it trains: the same call with --trainable")
+    else:
+        lines.append(f"wrote {name}:" if file else f"the same call with --write {name}, then:")
+        lines += [f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
+        lines += wrapped(f"still to choose in it: {still_to_choose(planned, best)}") if file else []
     if not explain:
         return "\n".join([*lines, "more: --explain, --html FILE, --why PLAN, --headroom, --tokens"])
     memory = best.memory
-    kept = ("states", "activations", "logits", "working")
-    rest = memory.needed - sum(getattr(memory, name) for name in kept)
-    parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
+    parts = memory_parts(best)
     held = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 1)
     free = _size(capacity - memory.needed)
-    rows = [
+    cells = [
         (f"  {name}", f"{seconds:.4g} s", f"{percent:.1f}%", f"  {PARTS.get(name, '')}")
         for name, seconds, percent in step_parts(best.breakdown)
     ]
-    rows.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
-    step = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
-    texts = ["", *(row[3] for row in rows)]
+    cells.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
+    step = table(("a step of the first", "", ""), [row[:3] for row in cells]).split("\n")
+    texts = ["", *(row[3] for row in cells)]
     lines += [
         "",
         *wrapped(
@@ -249,35 +252,35 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
     if planned.advice.why_not:
         lines += ["", "faster than the first, and too large for the memory:"]
         lines += [line for why in planned.advice.why_not for line in wrapped(f"- {why}", "  ")]
-    trains = not not_trained(best.layout, planned.model)
-    left_out, assumed = counted(planned.certificate.rejected), planned.certificate.assumptions
+    proof, floor = planned.certificate, planned.certificate.compute_floor_seconds
     lines += [
         "",
         *wrapped(
-            f"computing alone takes {planned.certificate.compute_floor_seconds:.3f} s a step; left "
-            f"out: {left_out}"
+            f"computing alone takes {floor:.3f} s a step; left out: {counted(proof.rejected)}"
         ),
-        *wrapped(f"assumed: {'; '.join(assumed)}"),
-        *(wrapped(f"still to choose: {still_to_choose(planned, best)}, --out") if trains else ()),
+        *wrapped(f"assumed: {'; '.join(proof.assumptions)}"),
+        *(
+            wrapped(f"still to choose: {still_to_choose(planned, best)}, --out")
+            if not refused
+            else ()
+        ),
         "",
         *command_lines(planned, best, asked),
     ]
     return "\n".join(lines)
 
 
-def heading(planned: PlannedAnswer) -> str:
-    """The model and the machine."""
-    cluster = planned.cluster
+def heading(planned: PlannedAnswer) -> tuple[str, str]:
+    """The model and the machine; the batch of a step."""
+    cluster, layout = planned.cluster, planned.candidates[0].layout
     devices, nodes = plural(cluster.num_devices, "device"), plural(cluster.nodes, "node")
-    return f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})"
+    return (
+        f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})",
+        f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step",
+    )
 
 
-def batch_words(best: Candidate) -> str:
-    """The batch of a step."""
-    return f"{best.layout.global_batch:,} x {best.layout.seq_len:,} tokens a step"
-
-
-def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
+def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
     unit, tokens = memory_unit(planned)[1], planned.tokens
     rows: list[tuple[str, ...]] = []
@@ -299,40 +302,13 @@ def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     return rows
 
 
-def _rows(planned: PlannedAnswer) -> list[str]:
-    """Figures of every layout, each above its roles and keys: the first's, and where others differ
-    from these."""
-    heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
-    numbered = [(str(number), *row) for number, row in enumerate(figures(planned), start=1)]
-    if planned.tokens:  # with costs the line is full without the speed of one device
-        heads = (*heads[:6], "MFU", "days", "GPU-hours")
-        numbered = [(*row[:6], *row[7:]) for row in numbered]
-    top, *lines = table(heads, numbered).split("\n")
-    first, found = plan_keys(planned.candidates[0].layout), [top]
-    for line, one in zip(lines, planned.candidates, strict=True):
-        is_first = one is planned.candidates[0]
-        keys, usual = plan_keys(one.layout), vars(Plan()) if is_first else first
-        said = keys_text({key: x for key, x in keys.items() if x != usual.get(key)})
-        roles = f"{', '.join(one.roles)}: " if one.roles else ""
-        alike = f" (+{one.alike} like it)" if one.alike else ""
-        text = f"{roles}{said}{'' if is_first else ', else as 1'}{alike}"
-        found += [line, *wrapped(f"   {text}", "   ")]
-    return found
-
-
-def keys_text(keys: Mapping[str, Any]) -> str:
-    """Keys of [plan] as a person reads them: "pp=2 dp=8 schedule=zb_v"."""
-    return " ".join(f"{key}={shown(x)}" for key, x in keys.items() if key != "ranks_per_node")
-
-
-def cells(layout: PlannedLayout) -> dict[str, str]:
-    """The values of a layout by key of [plan]; "-" for what has no meaning in it."""
-    keys = plan_keys(layout)
-    found = {name: str(keys[name]) for name in COLUMNS}
-    for key, name in (("pp", "schedule"), ("tp", "attention_exit"), ("ep", "dispatcher")):
-        if keys[key] == 1:
-            found[name] = "-"
-    return found
+def keys_text(layout: PlannedLayout, usual: PlannedLayout | None = None) -> str:
+    """Keys of [plan] that differ from those of `usual`, or from the defaults, as a person reads
+    them: "pp=2 dp=8 schedule=zb_v"."""
+    known = vars(Plan()) if usual is None else plan_keys(usual)
+    keys = plan_keys(layout).items()
+    told = [(key, x) for key, x in keys if x != known.get(key) and key != "ranks_per_node"]
+    return " ".join(f"{key}={shown(x)}" for key, x in told)
 
 
 def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
@@ -377,19 +353,27 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
 
 
 def risk_of_memory(planned: PlannedAnswer) -> str:
-    """Whether the first layout may run out of memory on another software, and what would not."""
+    """Whether the first layout may run out of memory, on another software or under the worst
+    routing, and what would not."""
     first, *others = planned.candidates
+    device = planned.cluster.memory_bytes
     high = _size(planned.memory_interval(first).high)
-    end = f"ends at {high} of a device's {format_bytes(planned.cluster.memory_bytes)}"
+    end = f"ends at {high} of a device's {format_bytes(device)}"
+    # As `moemesh estimate` judges the layout, whatever `headroom` leaves free.
+    usable = pricing(planned.cluster.model_copy(update={"usable_share": None})).usable_share
+    rank = first.memory.rank * first.layout.stage_ranks
+    worst = worst_routing(planned.model, first.layout, _exact_plan(planned), rank=rank)
+    crowded = first.memory.needed + (0.0 if worst is None else worst.more_bytes)
+    crowd = "" if crowded <= usable * device else f"the worst routing needs {_size(crowded)}"
     if planned.is_safe(first):
-        told = f"risk: none seen; the 80 % interval of 1 {end}"
+        told = f"risk: {crowd or 'none seen'}; the 80 % interval of 1 {end}"
         faster = [(n, one) for n, one in enumerate(others, 2) if one.seconds < first.seconds]
         if not faster:
             return told
         number, one = min(faster, key=lambda found: found[1].seconds)
         reaches = _size(planned.memory_interval(one).high)
         return f"{told}; that of {number}, which is faster, ends at {reaches}"
-    told = f"risk: 1 may run out of memory: its 80 % interval {end}"
+    told = f"risk: 1 may run out of memory: its 80 % interval {end}{crowd and f', {crowd}'}"
     for number, one in enumerate(others, start=2):
         if planned.is_safe(one):
             slower = one.seconds / first.seconds - 1
@@ -397,6 +381,14 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
     if planned.has_safe:
         return f"{told}; a larger --top shows the first whose interval fits"
     return f"{told}, and no layout's fits: more --nodes leave more room"
+
+
+def _exact_plan(planned: PlannedAnswer) -> Plan | None:
+    """The plan of the first layout, where `moemesh train` would run it: of weights that do not
+    train the closed forms know, a plan says nothing."""
+    layout = planned.candidates[0].layout
+    is_exact = planned.model.run is None and not untrained(layout, planned.model)
+    return plan_of(layout) if is_exact else None
 
 
 def published(planned: PlannedAnswer) -> list[str]:
@@ -427,11 +419,9 @@ def cheapest(planned: PlannedAnswer) -> str:
         return "cheapest: 1, to one percent: fewer nodes save no GPU-hours"
     hours, first = (planned.speed(one).gpu_hours(tokens) for one in (found, planned.candidates[0]))
     nodes = found.layout.world_size // planned.cluster.gpus_per_node
-    keys = plan_keys(found.layout)
-    said = keys_text({key: x for key, x in keys.items() if x != vars(Plan()).get(key)})
     return (
         f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
-        f"{planned.speed(found).days(tokens):,.1f} days, {said}"
+        f"{planned.speed(found).days(tokens):,.1f} days, {keys_text(found.layout)}"
     )
 
 
@@ -482,21 +472,6 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     return told
 
 
-def _handoff(planned: PlannedAnswer, best: Candidate, file: str) -> list[str]:
-    """The two calls that run the answer, or why there are none."""
-    if refused := not_trained(best.layout, planned.model):
-        lines = wrapped(f"this version plans {', '.join(refused)} and does not train it")
-        if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
-            lines.append("the best of what it trains: the same call with --trainable")
-        return lines
-    name = shlex.quote(file or "plan.toml")
-    calls = [f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
-    if not file:
-        return [f"the same call with --write {name}, then:", *calls]
-    left = wrapped(f"still to choose in it: {still_to_choose(planned, best)}")
-    return [f"wrote {name}:", *calls, *left]
-
-
 def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:
     """The call that trains the layout; of what is not trained, the one that prices it."""
     if not not_trained(best.layout, planned.model):
@@ -524,25 +499,28 @@ def folded(command: str) -> list[str]:
     return lines
 
 
-def plan_html(planned: PlannedAnswer, asked: str) -> str:
-    """The page of a plan, the same bytes for the same plan; `asked` are options that `moemesh
-    estimate` takes, too."""
-    # Its imports take a second, which only a page waits for.
-    from moemesh.report.page import from_template
+def memory_parts(one: Candidate) -> list[tuple[str, float]]:
+    """(part, bytes) of the fullest device; the last one is of device, collectives and kernels."""
+    parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
+    return [*parts, ("libraries", one.memory.needed - sum(size for _, size in parts))]
 
+
+def plan_document(planned: PlannedAnswer, asked: str) -> Document:
+    """The page of a plan; `asked` are options that `moemesh estimate` takes, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
-    rows, unit = figures(planned), memory_unit(planned)[0]
+    (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
     heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
     heads += ["Days", "GPU-hours"] if planned.tokens else []
-    notes = (
-        *filter(None, (risk_of_memory(planned), *published(planned), cheapest(planned))),
-        certified(planned),
-        f"binding: {planned.advice.binding}",
-        *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
-    )
-    choices = [cells(one.layout) for one in planned.candidates]
+    # The values of every layout by key of [plan]; "-" for what has no meaning in it.
+    choices: list[dict[str, str]] = []
+    for one in planned.candidates:
+        keys = plan_keys(one.layout)
+        choices.append({name: str(keys[name]) for name in COLUMNS})
+        for key, name in (("pp", "schedule"), ("tp", "attention_exit"), ("ep", "dispatcher")):
+            if keys[key] == 1:
+                choices[-1][name] = "-"
     same = {key for key in COLUMNS if len({one[key] for one in choices}) == 1}
     alike = ", ".join(f"{key} {choices[0][key]}" for key in COLUMNS if key in same)
     differing = [key for key in COLUMNS if key not in same]
@@ -560,108 +538,120 @@ def plan_html(planned: PlannedAnswer, asked: str) -> str:
         header=("#", *heads),
         rows=[(str(number), *row) for number, row in enumerate(rows, start=1)],
     )
+    legend = [
+        *([f"in every row: {alike}"] if alike else []),
+        f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
+        "and libraries add",
+        INTERVAL,
+        mfu_words(planned),
+    ]
+    notes = (
+        *filter(None, (risk_of_memory(planned), *published(planned), cheapest(planned))),
+        certified(planned),
+        f"binding: {planned.advice.binding}",
+        *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
+    )
     named = [(one.asked, rival_sentences(one, best, capacity)) for one in planned.rivals]
-    near = (line.rpartition(": ") for line in planned.advice.why_not)
-    return from_template(
-        "plan.html",
-        parts=[(colour, DARK.get(colour, colour)) for colour in COLOURS],
-        title=heading(planned),
-        subtitle=batch_words(best),
-        choice=list(cells(best.layout).items()),
-        facts=list(zip(heads, rows[0], strict=True)),
-        tables=[layouts, of_each],
-        legend=[
-            *([f"in every row: {alike}"] if alike else []),
-            f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
-            "and libraries add",
-            INTERVAL,
-            mfu_words(planned),
-        ],
-        charts=[_time_bars(planned), _memory_bars(planned, capacity)],
-        why_not=[*named, *((change, [rest.strip()]) for change, _, rest in near)],
-        traffic=_traffic(planned, best),
-        notes=[f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes],
-        command="\n".join(command_lines(planned, best, asked)),
+    near = [line.rpartition(": ") for line in planned.advice.why_not]
+    priced = estimate(planned.model, best.layout, planned.cluster, _exact_plan(planned))
+    traffic = Table(
+        caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
+        header=(
+            *("Axis", "Operation", "Transfers", "Bytes of one", "Bytes of all", "Share of bytes"),
+        ),
+        rows=_axis_rows(priced.traffic),
+        num_names=2,
+    )
+    chapters = [
+        Chapter(
+            identity="choice",
+            title="The choice",
+            cards=[
+                ("Layout", list(choices[0].items())),
+                ("Figures", list(zip(heads, rows[0], strict=True))),
+            ],
+        ),
+        Chapter(
+            identity="command",
+            title="The command",
+            code=("", "\n".join(command_lines(planned, best, asked))),
+        ),
+        Chapter(
+            identity="alternatives",
+            title="Alternatives",
+            tables=[layouts, of_each],
+            lists=[("", legend)],
+        ),
+        _time_chapter(planned),
+        _memory_chapter(planned, capacity),
+        Chapter(identity="traffic", title="Traffic by axis", tables=[traffic]),
+        Chapter(
+            identity="why-not",
+            title="Why not another layout",
+            lists=[*named, *((change, [rest.strip()]) for change, _, rest in near)],
+        ),
+        Chapter(
+            identity="notes",
+            title="How far to trust it",
+            lists=[("", [f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes])],
+        ),
+    ]
+    return Document(
+        kind="moemesh plan",
+        title=title,
+        lines=[batch],
+        chapters=[one for one in chapters if one.identity != "traffic" or traffic.rows],
+        source="plan",
     )
 
 
-def _chart(title: str, note: str, bars: Sequence[_Bar], limit: float = 0, text: str = "") -> Any:
-    """Bars of one scale; `limit` is a line across them (0: none)."""
-    names = dict.fromkeys(name for _, _, parts in bars for name, _, _ in parts)
-    sums = (sum(size for _, size, _ in parts) for _, _, parts in bars)
-    return {
-        "title": title,
-        "note": note,
-        "bars": bars,
-        "limit": limit,
-        "limit_text": text,
-        "highest": max([limit, *sums]) or 1.0,
-        "colours": {name: index % len(COLOURS) for index, name in enumerate(names)},
-    }
-
-
-def _time_bars(planned: PlannedAnswer) -> Any:
+def _time_chapter(planned: PlannedAnswer) -> Chapter:
     """Seconds of each layout by part; parts beyond the colours there are count as other."""
     shares = [step_parts(one.breakdown) for one in planned.candidates]
     largest: defaultdict[str, float] = defaultdict(float)
     for name, seconds, _ in chain(*shares):
         largest[name] = max(largest[name], seconds)
-    shown = sorted(largest, key=lambda name: (name == "other", -largest[name]))
-    if len(shown) > len(COLOURS):
-        shown = shown[: len(COLOURS) - 1]
-    bars: list[_Bar] = []
+    drawn = sorted(largest, key=lambda name: (name == "other", -largest[name]))
+    if len(drawn) > len(COLOURS):
+        drawn = drawn[: len(COLOURS) - 1]
+    bars: list[StackedBar] = []
     for number, (one, share) in enumerate(zip(planned.candidates, shares, strict=True), start=1):
-        sums = {name: (seconds, percent) for name, seconds, percent in share if name in shown}
-        if rest := [(seconds, percent) for name, seconds, percent in share if name not in shown]:
+        sums = {name: (seconds, percent) for name, seconds, percent in share if name in drawn}
+        if rest := [(seconds, percent) for name, seconds, percent in share if name not in drawn]:
             sums["other"] = (max(sum(x for x, _ in rest), 0.0), sum(x for _, x in rest))
-        parts: list[tuple[str, float, str]] = []
-        for name in dict.fromkeys([*shown, "other"]):
-            seconds, percent = sums.get(name, (-1.0, 0.0))
-            if seconds > 0 or (name == "other" and name in sums):
-                parts.append((name, seconds, f"{seconds:.4g} s ({percent:.1f} %)"))
-        bars.append((f"layout {number}", f"{one.seconds:.4g} s", parts))
-    note = "; ".join(f"{name}: {PARTS[name]}" for name in shown if name in PARTS)
-    return _chart("Seconds of a step, by part", note, bars)
-
-
-def _memory_bars(planned: PlannedAnswer, capacity: float) -> Any:
-    bars: list[_Bar] = []
-    for number, one in enumerate(planned.candidates, start=1):
-        parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
-        parts.append(("libraries", one.memory.needed - sum(size for _, size in parts)))
-        sized = [(name, size, _size(size)) for name, size in parts if size > 0]
-        name = f"layout {number}, pipeline rank {one.memory.rank}"
-        bars.append((name, _size(one.memory.needed), sized))
-    return _chart(
-        f"Memory of the fullest device ({PREDICTED_PEAK}), by part",
-        "states: weights, gradients and optimizer; activations: kept for the backward; "
-        "working: what exists while one layer runs; libraries: of device, collectives, kernels",
-        bars,
-        capacity,
-        f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})",
+        pieces = [(name, *sums[name]) for name in dict.fromkeys([*drawn, "other"]) if name in sums]
+        texts = [(name, x, f"{x:.4g} s ({percent:.1f} %)") for name, x, percent in pieces if x > 0]
+        bars.append(StackedBar(f"layout {number}", texts, f"{one.seconds:.4g} s"))
+    title = "Seconds of a step, by part"
+    picture = stacked_bars(
+        "layout-times", title, f"{title}, of {len(bars)} layouts.", bars, unit="s"
+    )
+    return Chapter(
+        identity="chart-1",
+        title=title,
+        note="; ".join(f"{name}: {PARTS[name]}" for name in drawn if name in PARTS),
+        figures=figures((title, picture)),
     )
 
 
-def _traffic(planned: PlannedAnswer, best: Candidate) -> Table | None:
-    # Of weights that do not train the closed forms know, a plan says nothing.
-    is_exact = planned.model.run is None and not untrained(best.layout, planned.model)
-    plan = plan_of(best.layout) if is_exact else None
-    priced = estimate(planned.model, best.layout, planned.cluster, plan)
-    rows = _axis_rows(priced.traffic)
-    return (
-        None
-        if not rows
-        else Table(
-            caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
-            header=(
-                "Axis",
-                "Operation",
-                "Transfers",
-                "Bytes of one",
-                "Bytes of all",
-                "Share of bytes",
-            ),
-            rows=rows,
-            num_names=2,
+def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
+    """Bytes of the fullest device of each layout by part, beside what is usable."""
+    bars = [
+        StackedBar(
+            f"layout {number}, pipeline rank {one.memory.rank}",
+            [(name, size, _size(size)) for name, size in memory_parts(one) if size > 0],
+            _size(one.memory.needed),
+            capacity,
         )
+        for number, one in enumerate(planned.candidates, start=1)
+    ]
+    title = f"Memory of the fullest device ({PREDICTED_PEAK}), by part"
+    usable = f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})"
+    picture = stacked_bars("layout-memory", title, f"{title}; {usable}.", bars, mark=usable)
+    return Chapter(
+        identity="chart-2",
+        title=title,
+        note="states: weights, gradients and optimizer; activations: kept for the backward; "
+        "working: what exists while one layer runs; libraries: of device, collectives, kernels",
+        figures=figures((title, picture)),
     )

@@ -1,24 +1,26 @@
-"""Verbs of the planner: estimate and plan."""
+"""Verbs of the planner: estimate, plan and partition."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moemesh.cli import completion
+from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.options import options_from
-from moemesh.cli.terminal import progress
-from moemesh.planner.requests import EstimateRequest, PlanRequest
+from moemesh.cli.options import given
+from moemesh.cli.terminal import interval, progress, table
+from moemesh.planner.requests import EstimateRequest, PartitionRequest, PlanRequest
 from moemesh.trace.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from moemesh.planner.stages.answer import Partition
 
 
 @app.command(short_help="Price one layout, without running it.")
-@options_from(EstimateRequest)
 def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
 
@@ -32,11 +34,10 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     from moemesh.planner import estimate as planner
     from moemesh.planner.memory import read_cache_size
 
-    model, plan, chosen = request.model, request.plan, ("model", "plan", "seq_len", "global_batch")
+    model, plan = request.model, request.plan
     if request.config is not None:
         # What a configuration says may not be said a second time.
-        given = [name for name in chosen if getattr(request, name) is not None]
-        if twice := ", ".join(f"--{name.replace('_', '-')}" for name in given):
+        if twice := ", ".join(given(request, "model", "plan", "seq_len", "global_batch")):
             raise typer.BadParameter(f"--config says it already: leave out {twice}")
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
@@ -55,10 +56,10 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     cache = None if request.cache is None else read_cache_size(request.cache)
     if as_json:
         typer.echo(strict_json(found.to_json(cache), indent=2))
-        return
-    from moemesh.cli.plan_text import estimate_text
+    else:
+        from moemesh.cli.plan_text import estimate_text
 
-    typer.echo(estimate_text(found, cache))
+        typer.echo(estimate_text(found, cache))
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ class PlanOptions(PlanRequest):
     explain: Annotated[bool, "Also parts of time and memory, limits, assumptions."] = False
 
 
-@app.command(short_help="Find the best layouts of a model on a cluster.")
-@options_from(PlanOptions, settings=completion.settings)
+@app.command(
+    short_help="Find the best layouts of a model on a cluster.",
+    completions={"settings": options.settings},
+)
 def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
@@ -95,12 +98,12 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     with progress("searching layouts", quiet=as_json) as tell:
         found = plan_named(request, tell)
     names = ("model", "cluster", "seq_len", "global_batch")
-    given = [(f"--{name.replace('_', '-')}", str(getattr(request, name))) for name in names]
-    asked = shlex.join(word for pair in given for word in pair)
+    values = (str(getattr(request, name)) for name in names)
+    asked = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
     if html is not None:
-        from moemesh.cli.plan_text import plan_html
+        from moemesh.cli.plan_text import plan_document
 
-        write_texts([(html, plan_html(found, asked))])
+        write_texts([(html, plan_document(found, asked).to_html())])
     answer = to_json(found)
     is_written = write is not None and not answer["plans"][0]["not_trained"]
     if write is not None and is_written:
@@ -118,3 +121,112 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
 
         refused = ", ".join(answer["plans"][0]["not_trained"])
         raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
+
+
+#: Operators that are named where a plan differs; --json has all.
+_MOST_NAMES = 4
+
+
+@app.command(short_help="Cut a model into stages and operator strategies.")
+def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
+    """Cut a model into pipeline stages and lay out the operators of each.
+
+    Example:
+
+        moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
+    """
+    from moemesh.planner.stages.partition import compare
+
+    with progress("cutting the model", quiet=as_json):
+        found = compare(request)
+    if as_json:
+        rows = {"methods": [one.summary() for one in found]} if request.method == "all" else {}
+        typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))
+    else:
+        typer.echo(_text(found[0]))
+        if len(found) > 1:
+            heads = ("method", "seconds", "gap", "evaluations", "wall")
+            compared = [
+                (
+                    *(one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}"),
+                    *(f"{one.evaluations:,}", f"{one.wall_seconds:.3g} s"),
+                )
+                for one in found
+            ]
+            typer.echo(f"\n{table(heads, compared)}")
+
+
+def _text(found: "Partition") -> str:
+    """A readable answer."""
+    from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
+
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+    lines = [
+        f"{found.model} on {found.num_devices} devices of {found.cluster}, "
+        f"{found.global_batch} a step in {found.microbatches} "
+        f"microbatch{'es' * (found.microbatches != 1)}; "
+        f"mesh of a stage: {mesh}",
+        f"{found.method}: {found.seconds:.6g} s a step, {found.gap:.2%} above the optimum, "
+        f"{found.evaluations:,} evaluations",
+        "",
+    ]
+    rows = [
+        (
+            str(number),
+            interval(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
+            interval(stage.ranks),
+            f"{stage.seconds:.6g}",
+            format_bytes(round(stage.memory_bytes)),
+            f"{stage.in_flight:g}",
+            str(stage.assignment),
+        )
+        for number, stage in enumerate(found.stages)
+    ]
+    of_stage = "layers" if found.implied or not found.stages[0].operators else "operators"
+    heads = ("stage", of_stage, "ranks", "seconds", "held", "in flight", "assignment")
+    lines.append(table(heads, rows, left=3))
+    for number, assignment in enumerate(found.assignments):
+        if all(stage.assignment != number for stage in found.stages):
+            continue
+        nodes = [
+            (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
+            for one in assignment.operators
+        ]
+        edges = [
+            (
+                *(one.group, f"{one.source} -> {one.target}", f"{one.before} -> {one.after}"),
+                f"{one.seconds:.4g}",
+            )
+            for one in assignment.edges
+            if one.seconds > 0
+        ]
+        heads = ("group", "operator", "strategy", "layers", "node seconds")
+        lines += ["", f"assignment {number}", table(heads, nodes, left=3)]
+        if edges:
+            heads = ("group", "edge", "change of layout", "edge seconds")
+            lines += ["", table(heads, edges, left=3)]
+    lines.append("")
+    implied = found.implied
+    if found.cut_seconds is not None:
+        lines.append(f"every operator cut over all devices instead: {found.cut_seconds:.6g} s")
+    elif implied is None:
+        lines.append("plan: no legal plan has these stages")
+    else:
+        lines += [
+            f"plan: {', '.join(f'{key}={value}' for key, value in implied.keys().items())}",
+            f"  carries out {implied.agreement:.0%} of the operator time as above",
+            f"  the {found.seconds:.6g} s above count operators at the peak rates of the device; "
+            "`moemesh estimate`, with launches, the optimizer",
+            f"  and the rates that are reached, gives {implied.seconds:.6g} s and "
+            f"{format_bytes(round(implied.memory_bytes))} ({PREDICTED_PEAK})"
+            + ("" if implied.fits else ", which does not fit"),
+        ]
+        if implied.differing:
+            shown = ", ".join(implied.differing[:_MOST_NAMES])
+            more = len(implied.differing) - _MOST_NAMES
+            rest = f" and {more} more" if more > 0 else ""
+            lines.append(f"  laid out otherwise: {shown}{rest}")
+        if implied.not_trained:
+            lines.append(f"  not trained by this version: {', '.join(implied.not_trained)}")
+        lines += ["", implied.command] if implied.command else []
+    return "\n".join(lines)

@@ -20,29 +20,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         if sum(widths) + 2 * (len(widths) - 1) > columns:
-            return _wrapped(lines, columns, left)
+            # rich takes a tenth of a second: only a table that does not fit waits for it.
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+
+            drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for number, name in enumerate(header):
+                drawn.add_column(Text(name), justify="left" if number < left else "right")
+            for line in lines[1:]:
+                drawn.add_row(*map(Text, line))  # Text: a cell such as "[red]" is no markup
+            console = Console(width=columns, color_system=None)
+            with console.capture() as captured:
+                console.print(drawn)
+            return "\n".join(line.rstrip() for line in captured.get().splitlines())
     sides = [str.ljust if number < left else str.rjust for number in range(len(widths))]
     return "\n".join(
         "  ".join(side(*cell) for side, *cell in zip(sides, line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def _wrapped(lines: Sequence[Sequence[str]], columns: int, left: int) -> str:
-    # rich takes a tenth of a second: only a table that does not fit waits for it.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(lines[0]):
-        drawn.add_column(Text(name), justify="left" if number < left else "right")
-    for line in lines[1:]:
-        drawn.add_row(*map(Text, line))  # Text: a cell such as "[red]" is no markup
-    console = Console(width=columns, color_system=None)
-    with console.capture() as captured:
-        console.print(drawn)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def beside(table: str, texts: Iterable[str]) -> str:

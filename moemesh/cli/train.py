@@ -1,23 +1,24 @@
-"""The verb that trains."""
+"""Verbs that train: train, launch, and replay and repro, which repeat steps."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from moemesh.cli.application import ConfigFile, Overrides, app, load
-from moemesh.cli.options import options_from
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.config.data import DataConfig
     from moemesh.train.preparation import Preparation
-
 
 #: Files of every run; docs/run-folder.md says what is in them.
 FILES = (
@@ -64,7 +65,6 @@ class TrainOptions:
 
 
 @app.command(short_help="Train a model on the ranks of a plan.")
-@options_from(TrainOptions)
 def train(options: TrainOptions) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
@@ -139,6 +139,7 @@ def preparation_text(prepared: "Preparation") -> str:
         predicted_memory,
         warnings_before_ranks,
     )
+    from moemesh.train.records.kept_schedules import has_name
 
     config, folder, need = prepared.request.config, prepared.folder, prepared.disk
     plan, train, data = config.plan, config.train, config.data
@@ -157,6 +158,24 @@ def preparation_text(prepared: "Preparation") -> str:
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
+    found: list[str] = []
+    if (samples := prepared.samples) is not None:  # what the data makes, where it was read
+        drawn = train.steps * data.global_batch
+        times = max(samples.epochs(drawn)) if train.epochs is None else train.epochs
+        text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
+        found.append(f"{text}; {samples.num_validation:,} for validation")
+        if (learned := samples.num_learned) is not None:
+            found.append(f"chat     conversations by the template of {data.tokenizer}")
+            found.append(f"         {learned:,} tokens bear loss")
+        found += prepared.notes
+    files = [*FILES, *([] if has_name(plan) else ["schedule.txt"])]
+    checkpoints, last = f"{train.checkpoints_kept} kept", train.steps
+    if train.epochs is None:
+        saved = min(train.checkpoint_every or last, last)
+        more = f" and further ones, {checkpoints}" if saved < last else ""
+        files.append(f"checkpoints/step-{saved}{more}")
+    else:
+        files.append(f"checkpoints/step-N, {checkpoints}")
     lines = [
         f"plan     {plan.world_size} rank(s)  {degrees}  ep={plan.ep}  etp={plan.etp}  "
         f"edp={plan.edp}",
@@ -167,13 +186,13 @@ def preparation_text(prepared: "Preparation") -> str:
         f"disk     {format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with "
         f"{train.checkpoints_kept} kept and one being written; {format_bytes(need.free)} free",
         *_data(data),
-        *_samples(prepared),
+        *found,
         f"tokens   by {data.tokenizer}",
         *([f"weights  {config.model_path}"] if config.model_path is not None else []),
         *([f"adapters {config.lora.path}"] if config.lora.path is not None else []),
         f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
-        f"writes   {folder.path}: {', '.join(_files(prepared))}",
+        f"writes   {folder.path}: {', '.join(files)}",
         *(f"note: {warning}" for warning in warnings_before_ranks(kept)),
         *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
@@ -202,33 +221,161 @@ def _data(data: "DataConfig") -> Iterator[str]:
         yield f"{title} {name_of(source)}: {found}"
 
 
-def _samples(prepared: "Preparation") -> Iterator[str]:
-    """How many samples the data makes, where it was read."""
-    samples, config = prepared.samples, prepared.request.config
-    if samples is None:
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """A run, what starts it, and the words of schedulers."""
+
+    config: ConfigFile = None
+    overrides: Overrides = None
+    out: Annotated[Path | None, "Folder of the run, on shared disk.", "DIR"] = None
+    local: Annotated[bool, "This machine: train here."] = False
+    torchrun: Annotated[bool, "A script that is started on every node."] = False
+    slurm: Annotated[bool, "A batch script for Slurm."] = False
+    k8s: Annotated[bool, "A job for Kubernetes."] = False
+    sky: Annotated[bool, "A task for SkyPilot."] = False
+    ranks_per_node: Annotated[
+        int | None, "Ranks of a node. [default: that of the plan, or 8]", {"min": 1}
+    ] = None
+    hours: Annotated[float, "Slurm: time limit.", {"min": 0.1}] = 24.0
+    partition: Annotated[str | None, "Slurm."] = None
+    account: Annotated[str | None, "Slurm."] = None
+    image: Annotated[str | None, "Kubernetes: image with moemesh."] = None
+    accelerator: Annotated[str | None, "SkyPilot: such as H100."] = None
+    file: Annotated[Path | None, "File to write.", "FILE"] = None
+    dry_run: Annotated[bool, "Print it; write and start nothing."] = False
+
+
+@app.command(short_help="Start a run here, or write the file that starts it on a cluster.")
+def launch(request: LaunchRequest) -> None:
+    """Write a commented file that starts a run on a cluster, checked as train would check it.
+
+    Nothing is submitted. The same file goes on with a run that was stopped. Example:
+
+        moemesh launch --set plan.dp=16 --set plan.ep=8 --out /shared/runs/first --slurm
+    """
+    from moemesh.config.errors import ConfigError
+    from moemesh.config.jobs import FILES, ClusterJob, Launcher
+    from moemesh.config.trainable import refusals
+
+    config, overrides = request.config, request.overrides or []
+    asked = [name for name in get_args(Launcher) if getattr(request, name)]
+    if len(asked) != 1:
+        fix = " or ".join(f"--{name}" for name in asked or ("local", "slurm"))
+        one = "give one of --local, --torchrun, --slurm, --k8s, --sky"
+        raise typer.BadParameter(f"{one}; fix: {fix}")
+    (launcher,) = asked
+    resolved = load(config, overrides)
+    run = resolved.config
+    if problems := refusals(run):
+        raise ConfigError(problems)
+    name = config.stem if config else run.model_preset
+    folder = (request.out or Path("runs") / name).expanduser().absolute()
+    arguments = ["train", *([str(config.absolute())] if config else [])]
+    arguments += [word for override in overrides for word in ("--set", override)]
+    words = ("hours", "partition", "account", "image", "accelerator")
+    job = ClusterJob.of(
+        run,
+        [*arguments, "--out", str(folder)],
+        folder,
+        run.plan.world_size if launcher == "local" else request.ranks_per_node,
+        **{word: getattr(request, word) for word in words},
+        programs=str(Path(sys.executable).parent),
+        directory=str(Path.cwd()),
+    )
+    text = job.text(launcher)
+    if request.dry_run:
+        typer.echo(text, nl=False)
         return
-    drawn = config.train.steps * config.data.global_batch
-    times = max(samples.epochs(drawn)) if config.train.epochs is None else config.train.epochs
-    text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
-    yield f"{text}; {samples.num_validation:,} for validation"
-    if (learned := samples.num_learned) is not None:
-        yield f"chat     conversations by the template of {config.data.tokenizer}"
-        yield f"         {learned:,} tokens bear loss"
-    yield from prepared.notes
+    if launcher == "local":
+        from moemesh.train.preparation import RunRequest, prepare
 
+        own = RunRequest(resolved=resolved, config_file=config, overrides=overrides, out=folder)
+        prepared = prepare(own)  # before torch is imported
+        from moemesh.train import command
 
-def _files(prepared: "Preparation") -> Iterator[str]:
-    from moemesh.train.records.kept_schedules import has_name
+        raise typer.Exit(command.train(own, prepared))
+    from moemesh.report.files import write_texts
 
-    config = prepared.request.config
-    yield from FILES
-    if not has_name(config.plan):
-        yield "schedule.txt"
-    if config.train.epochs is None:
-        every, last = config.train.checkpoint_every, config.train.steps
-        saved = last if not every else min(every, last)
-        yield f"checkpoints/step-{saved}" + (
-            f" and further ones, {config.train.checkpoints_kept} kept" if saved < last else ""
+    target = request.file or Path(FILES[launcher])
+    if target.is_file() and target.read_text(encoding="utf-8", errors="replace") != text:
+        from moemesh.config.errors import UserError
+
+        raise UserError(
+            f"{target} is there and is not what would be written, perhaps with changes of yours: "
+            "name another with --file, or remove it"
         )
+    write_texts([(target, text)])
+    nodes = f"{job.nodes} node(s) of {job.ranks_per_node} ranks"
+    typer.echo(f"{nodes}: wrote {shlex.quote(str(target))}; its first lines say how to start it")
+    if run.data.path is None and not run.data.sources:
+        typer.echo(
+            "note: data.path is not set: the job would train on Python's own library sources, by "
+            f"bytes; set data.path and data.tokenizer{f' in {config}' if config else ''}"
+        )
+
+
+@app.command(short_help="Repeat a step whose numbers were not finite, and find the first of them.")
+def replay(
+    bundle: Annotated[Path, "A folder of failures/ in a run, such as step-12.", "<BUNDLE>"],
+    alone: Annotated[bool, "Replay on one rank, whatever the plan of the run was."] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the forward and backward of one step again, from a replay bundle.
+
+    A run writes a bundle when the loss or a gradient of a step is not finite. Example:
+
+        moemesh replay runs/tiny/failures/step-12
+
+    It prints where the first value that is not finite comes from: rank, microbatch, layer, expert,
+    parameter and samples.
+    """
+    from moemesh.train.numerics.repro_bundle import replay as run
+
+    raise typer.Exit(run(bundle, overrides or (), alone=alone, as_json=as_json))
+
+
+@app.command(short_help="Repeat the first steps of a run and compare the losses bit by bit.")
+def repro(
+    run: Annotated[Path, "Folder of a run.", "<RUN>"],
+    steps: Annotated[int, "Number of steps.", {"min": 1}] = 20,
+    out: Annotated[Path | None, "Folder of the second run; default: RUN-repro.", "DIR"] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the first steps of a run again, from the files of its folder, and compare.
+
+    Exit code 0: equal to the bit; 1: something differs, and what differs between the two runs is
+    named; 2: the run cannot be repeated. Example:
+
+        moemesh repro runs/first --steps 20
+    """
+    import sys
+
+    from moemesh.train.repro import repro as repeat
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    found, causes, folder = repeat(run, out, steps, say, shows_steps=not as_json)
+    if as_json:
+        result = {**asdict(found), "differences": causes, "folder": str(folder)}
+        typer.echo(strict_json(result, indent=1))
     else:
-        yield f"checkpoints/step-N, {config.train.checkpoints_kept} kept"
+        lines = ["", f"equal to the bit: losses and gradient norms of {found.steps} steps"]
+        if found.first_step is not None:
+            lines[1:] = [
+                f"different: step {found.first_step} is the first, {found.key} {found.before!r} "
+                f"then, {found.after!r} now",
+                f"{found.num_different} of {found.steps} steps differ, losses by at most "
+                f"{found.largest:.3g}",
+            ]
+        if causes:
+            lines += ["what differs between the two runs:", *(f"  {cause}" for cause in causes)]
+        elif found.first_step is not None:
+            lines.append(
+                "no difference of packages, hardware, git, data or environment is recorded: "
+                "another process on the machine cannot be the reason, a change of the library or "
+                "of files in place can"
+            )
+        typer.echo("\n".join([*lines, f"second run: {folder}"]))
+    raise typer.Exit(0 if found.first_step is None else 1)

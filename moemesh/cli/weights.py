@@ -9,11 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, app, esft_app
-from moemesh.cli.options import options_from
+from moemesh.cli.options import given
 
-_Source = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
-]
+_Source = Annotated[Path, "A run, or a folder of transformers.", "<RUN_OR_FOLDER>"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +57,8 @@ class ConvertRequest:
     delta: Annotated[bool, "Write only the tensors that a run has trained."] = False
     apply: Annotated[Path | None, "Put such tensors onto the folder IN.", "DELTA"] = None
 
-    def refuse(self, *names: str, told: str) -> None:
-        """Raise BadParameter for the first of these options that is given."""
-        for name in names:
-            if getattr(self, name) not in (None, False):
-                flag = f"--{name.replace('_', '-')}"
-                raise typer.BadParameter(told.format(flag), param_hint=flag)
-
 
 @app.command(short_help="Write a run's weights for transformers, or start a run from such.")
-@options_from(ConvertRequest)
 def convert(request: ConvertRequest) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
@@ -92,13 +82,15 @@ def convert(request: ConvertRequest) -> None:
     if parts:
         others = (*parts[1:], "to", "like", "expert_layout", "upcycle")
         others += ("dtype",) if request.apply is not None else ()
-        request.refuse(*others, told=f"does not go with --{parts[0]}")
+        for flag in given(request, *others):
+            raise typer.BadParameter(f"does not go with --{parts[0]}", param_hint=flag)
         weight_sources.check_weights(source)
         if request.apply is not None:
             weight_sources.check_folder(request.apply)
         kind = "adapter" if request.adapter else "delta" if request.delta else "folder"
     elif request.upcycle is not None:
-        request.refuse("like", "expert_layout", told="{} does not go with --upcycle")
+        for flag in given(request, "like", "expert_layout"):
+            raise typer.BadParameter(f"{flag} does not go with --upcycle", param_hint=flag)
         recipe = weight_sources.read_recipe(request.upcycle)
         weight_sources.check_weights(source)
         kind = "run" if to == "moemesh" else "folder"
@@ -142,7 +134,6 @@ class EvaluateRequest:
 
 
 @app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
-@options_from(EvaluateRequest)
 def evaluate(request: EvaluateRequest) -> None:
     """Mean loss (nats a token or byte) and perplexity over windows of a text, in any plan.
 
@@ -198,7 +189,6 @@ class GenerateRequest:
 
 
 @app.command(short_help="Continue a text with a run or a folder of transformers.")
-@options_from(GenerateRequest)
 def generate(request: GenerateRequest) -> None:
     """Continue a text, token by token, with kept keys and values: to try a model out, no server.
 
@@ -228,17 +218,17 @@ def generate(request: GenerateRequest) -> None:
     ):
         if is_wrong:
             raise typer.BadParameter(message, param_hint=option)
-    given = vars(request) | {
+    asked = vars(request) | {
         "overrides": request.overrides or [],
         "temperature": request.temperature or 0.0,
     }
-    _check(request.source, given["overrides"])
+    _check(request.source, asked["overrides"])
     if request.temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
     from moemesh.train.inference.generation import generate as run
 
-    raise typer.Exit(run(**given))
+    raise typer.Exit(run(**asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +263,7 @@ class ScoresRequest:
 
 
 @esft_app.command(short_help="Write a table of the experts that the data of a task uses.")
-@options_from(ScoresRequest)
-def scores(given: ScoresRequest) -> None:
+def scores(asked: ScoresRequest) -> None:
     """Score every expert on the data of a task, and choose those to train (ESFT, arXiv:2407.01906).
 
     Windows are read in order, in any plan (--set plan.ep=4). Example:
@@ -287,11 +276,11 @@ def scores(given: ScoresRequest) -> None:
     from moemesh.train.inference.esft_request import EsftRequest
     from moemesh.train.weights.weight_sources import check_weights, config_of
 
-    source, overrides = given.source, given.overrides or []
-    own = {field.name: getattr(given, field.name) for field in fields(EsftRequest)}
+    source, overrides = asked.source, asked.overrides or []
+    own = {field.name: getattr(asked, field.name) for field in fields(EsftRequest)}
     request = EsftRequest(**own)
     # Before torch, which takes seconds, is imported, and before any work.
-    for path, kind in ((given.out, '{\n "model"'), (given.svg, "<svg")):
+    for path, kind in ((asked.out, '{\n "model"'), (asked.svg, "<svg")):
         if path is not None and path.exists():
             check_target(path, kind)
     request = request.checked(config_of(source, overrides))

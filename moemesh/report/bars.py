@@ -1,13 +1,224 @@
-"""Bars of bytes: traffic of all ranks by axis and phase, memory of each rank by what it holds."""
+"""Bytes and seconds, predicted beside measured: rows of tables, and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from moemesh.report import svg
-from moemesh.report.beside import by_axis_and_phase
+from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory_profile import PARTS, MemoryProfiles, format_bytes
+from moemesh.trace.memory_profile import (
+    ACTIVATION_KINDS,
+    PARTS,
+    MemoryProfile,
+    MemoryProfiles,
+    format_bytes,
+)
+from moemesh.trace.run import PlannedStep, Run
+from moemesh.trace.timeline import Timeline
+
+#: Spans of a step that stand beside the operations of the pipeline, as their records are named.
+_SPANS = ("data", "reduce", "optimizer")
+
+
+class Traffic(NamedTuple):
+    """One (axis, op, phase), per step: on the rank with most of it, and over all ranks.
+
+    Bytes as in `moemesh.trace.ledger`; an average over several steps need not be whole.
+    """
+
+    axis: str
+    op: str
+    phase: str
+    max_count: float
+    max_payload_bytes: float
+    max_wire_bytes: float
+    max_received_bytes: float
+    sum_wire_bytes: float
+
+
+def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traffic]:
+    """Traffic of all ranks by (axis, op, phase) a step, the most bytes sent first."""
+    totals: defaultdict[tuple[str, str, str], defaultdict[int, Counter[str]]]
+    totals = defaultdict(lambda: defaultdict(Counter))
+    for rank, ledger in ledgers.items():
+        for entry in ledger.entries():
+            totals[entry.axis, entry.op, entry.phase][rank].update(
+                count=entry.count,
+                payload=entry.payload_bytes,
+                wire=entry.wire_bytes,
+                received=entry.received_bytes,
+            )
+    rows: list[Traffic] = []
+    for key, ranks in totals.items():
+        count, payload, wire, received = (
+            max(amounts[name] for amounts in ranks.values()) / steps
+            for name in ("count", "payload", "wire", "received")
+        )
+        total = sum(own["wire"] for own in ranks.values()) / steps
+        rows.append(Traffic(*key, count, payload, wire, received, total))
+    return sorted(rows, key=lambda row: (-row.sum_wire_bytes, row.axis, row.op, row.phase))
+
+
+def by_axis_and_phase(
+    ledgers: Mapping[int, Ledger], *, steps: int = 1
+) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for row in traffic_rows(ledgers, steps=steps):
+        found[row.axis, row.phase] += row.sum_wire_bytes
+    return dict(found)
+
+
+def sent_in_training(run: Run) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step, by its training alone."""
+    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
+    return {key: size for key, size in found.items() if key[1] not in ("evaluate", "control")}
+
+
+def _beside(
+    names: Sequence[str],
+    predicted: float | None,
+    measured: float,
+    form: Callable[[float], str],
+    *,
+    absent: str = "",
+    total: float = 0.0,
+) -> tuple[str, ...]:
+    """(names, predicted or `absent`, measured, difference, and the share of a `total`)."""
+    share = (f"{measured / total:.1%}",) if total else ()
+    if predicted is None:
+        return *names, absent, form(measured), "", *share
+    return *names, form(predicted), form(measured), difference(predicted, measured), *share
+
+
+def memory_rows(
+    predicted: Sequence[MemoryProfile], measured: Sequence[MemoryProfile]
+) -> list[tuple[str, ...]]:
+    """(rank, class, predicted, measured, difference): every class that a rank has bytes of, and the
+    kinds of its activations."""
+    expected_by = {profile.rank: profile for profile in predicted}
+    rows: list[tuple[str, ...]] = []
+    for found in measured:
+        if (expected := expected_by.get(found.rank)) is None:
+            continue
+        pairs = [(name.replace("_", " "), expected.parts()[name], found.parts()[name])
+                 for name in PARTS]  # fmt: skip
+        place = PARTS.index("activations") + 1
+        kinds = (expected.activation_kinds, found.activation_kinds)
+        pairs[place:place] = [
+            (f"· {kind}", kinds[0].get(kind, 0), kinds[1].get(kind, 0)) for kind in ACTIVATION_KINDS
+        ]
+        rows += [
+            _beside((str(found.rank), name), before, after, format_bytes)
+            for name, before, after in pairs
+            if before or after
+        ]
+    return rows
+
+
+def traffic_by_axis(
+    predicted: Mapping[int, Ledger], measured: Mapping[int, Ledger], *, steps: int
+) -> list[tuple[str, ...]]:
+    """(axis, phase, predicted, measured, difference, share of what was measured) in bytes sent a
+    step by all ranks, the most first; what no prediction covers says so."""
+    expected, found = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
+    total = sum(found.values()) or 1.0
+    rows: list[tuple[str, ...]] = []
+    for key in sorted(expected.keys() | found.keys(), key=lambda key: (-found.get(key, 0), key)):
+        names, before, sent = [svg.clip(one, 40) for one in key], expected.get(key), found.get(key)
+        told = _beside(
+            names, before, sent or 0.0, format_bytes, absent="not predicted", total=total
+        )
+        rows.append(told)
+    return rows
+
+
+def step_parts(timeline: Timeline) -> dict[str, float]:
+    """Mean seconds (or ticks) of a rank by part of its last step, which add up to its span.
+
+    Waiting is for messages of other stages: exposed communication of the pipeline, and its bubble.
+    """
+    last, ranks = timeline.last_step(), max(len(timeline.ranks), 1)
+    parts = dict.fromkeys(("data", "forward and backward", "waiting", "reduce", "optimizer"), 0.0)
+    seen: set[tuple[int, float, float]] = set()
+    for record in last.records:
+        if record.kind in KINDS:
+            # The operations of a block share its time.
+            moment = record.rank, record.start, record.end
+            if moment not in seen:
+                seen.add(moment)
+                parts["forward and backward"] += record.duration / ranks
+                parts["waiting"] += record.wait / ranks
+        elif record.name in _SPANS:
+            parts[record.name] += record.duration / ranks
+    spans = sum(rank.span for rank in last.statistics()) / ranks
+    rest = spans - sum(parts.values())
+    if last.source == "simulated":
+        parts["waiting"], rest = parts["waiting"] + rest, 0.0
+    return {**parts, "rest": max(rest, 0.0)}
+
+
+#: Parts of a planned step that are transfers which no computation hides.
+EXPOSED = ("tensor", "context", "experts", "pipeline", "data")
+
+
+def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> list[tuple[str, ...]]:
+    """(part, planned, share of the planned step, measured, share of the measured one): exposed
+    communication by what sends, in milliseconds. `waited`: seconds of a step of so many that a rank
+    waited for others, bubbles of the pipeline included (None: not measured)."""
+    parts = {name: planned.parts.get(name, 0.0) for name in EXPOSED}
+    together, bubble = sum(parts.values()), planned.parts.get("bubble", 0.0)
+    rows = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
+    found = [
+        (name, *_of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
+    ]
+    total = _of_step(together + bubble, planned.seconds)
+    measured = ("not measured", "") if waited is None else _of_step(waited, step)
+    return [*found, ("waiting for other ranks", *total, *measured)]
+
+
+def _of_step(seconds: float, step: float) -> tuple[str, str]:
+    return _milliseconds(seconds), f"{seconds / step:.1%}" if step else ""
+
+
+def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:
+    """Share of `ranks` x the span of their pipeline operations in which none of them ran."""
+    records = tuple(r for r in timeline.records if r.kind in KINDS and r.rank in ranks)
+    own = [record.rank for record in records]
+    pipeline = replace(timeline, ranks=tuple(rank for rank in ranks if rank in own),
+                       records=records)  # fmt: skip
+    capacity = len(pipeline.ranks) * (pipeline.end - pipeline.start)
+    if not capacity:
+        return 0.0
+    return 1.0 - sum(rank.busy for rank in pipeline.statistics()) / capacity
+
+
+def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str, ...]]:
+    """(part, simulated, measured, difference, share of what was measured) in milliseconds; what no
+    simulation says is empty."""
+    found = step_parts(measured)
+    expected = step_parts(simulated) if simulated is not None else {}
+    total = sum(found.values()) or 1.0
+    return [
+        _beside([name], expected.get(name) or None, seconds, _milliseconds, total=total)
+        for name, seconds in found.items()
+    ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"
+
+
+def difference(predicted: float, measured: float) -> str:
+    """Of the prediction from the measurement: "0 %" means equal."""
+    if predicted == measured:
+        return "0 %"
+    return f"{predicted / measured - 1:+.2%}".replace("%", " %") if measured else "not measured"
+
 
 #: Neighbours differ in lightness, so that they stay apart in a grey print.
 MEMORY_COLOURS: dict[str, str] = {
@@ -22,73 +233,101 @@ MEMORY_COLOURS: dict[str, str] = {
     "snapshots": "#7a7f85",
 }
 #: Bars that are drawn, and their distance.
-_MAX_TRAFFIC, _TRAFFIC_ROW = 24, 22
-_MAX_RANKS, _RANK_ROW = 32, 24
+_MAX_TRAFFIC, _MAX_RANKS, _STACKED_ROW = 24, 32, 24
 
 
-def _grid(
-    highest: float, count: int, left: float, right: float, top: float, bottom: float
-) -> list[str]:
-    """Lines at about `count` round numbers of bytes, in the unit that fits `highest`."""
-    parts, unit = list[str](), 1.0
-    while highest / unit >= 1024:
-        unit *= 1024
-    for value in (tick * unit for tick in svg.ticks(0, highest / unit, count)):
+class StackedBar(NamedTuple):
+    """A row of a figure: its name, pieces (part, size, text of the size), what stands behind them,
+    and the place of a line across it (None: no line)."""
+
+    name: str
+    pieces: Sequence[tuple[str, float, str]]
+    text: str
+    mark: float | None = None
+
+
+def stacked_bars(
+    identity: str,
+    title: str,
+    description: str,
+    bars: Sequence[StackedBar],
+    *,
+    colours: Mapping[str, str] | None = None,
+    mark: str = "",
+    unit: str = "bytes",
+) -> str:
+    """A figure of rows on one scale, a piece of each in the colour of its part (by default the next
+    of the palette); `mark` is what the lines across them are called."""
+    if colours is None:
+        parts = dict.fromkeys(part for bar in bars for part, _, _ in bar.pieces)
+        colours = dict(zip(parts, svg.COLOURS, strict=False))
+    marks = [(f"{mark} (line)", svg.INK)] if mark else []
+    key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
+    left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))
+    behind = max(svg.text_width(bar.text, 11) for bar in bars) + 16
+    top, right = used + 26, svg.WIDTH - max(130.0, behind)
+    highest = max(
+        max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
+    ) or 1.0  # fmt: skip
+    bottom = top + len(bars) * _STACKED_ROW
+    body, scale = [key], 1.0
+    while unit == "bytes" and highest / scale >= 1024:
+        scale *= 1024
+    for value in (tick * scale for tick in svg.ticks(0, highest / scale, 6)):
         x = left + value / highest * (right - left)
-        label = svg.text(x, top - 6, format_bytes(value), anchor="middle", fill=svg.MUTED, size=11)
-        parts += [svg.line(x, top, x, bottom, svg.GRID), label]
-    return parts
+        name = format_bytes(value) if unit == "bytes" else f"{svg.short(value)} {unit}"
+        body.append(svg.line(x, top, x, bottom, svg.GRID))
+        body.append(svg.text(x, top - 6, name, anchor="middle", fill=svg.MUTED, size=11))
+    for index, bar in enumerate(bars):
+        y, x = top + index * _STACKED_ROW, left
+        body.append(svg.text(left - 8, y + 16, bar.name, anchor="end"))
+        for part, size, said in bar.pieces:
+            width = size / highest * (right - left)
+            if width >= 0.05:
+                hint = f"{bar.name}, {part}: {said}"
+                edge = f' stroke="{svg.INK}" stroke-width="0.5"'
+                height, fill = _STACKED_ROW - 8, colours[part]
+                body.append(svg.rectangle(x, y + 4, width, height, fill, title=hint, more=edge))
+            x += width
+        if bar.mark is not None:
+            place = left + bar.mark / highest * (right - left)
+            body.append(svg.line(place, y + 1, place, y + _STACKED_ROW - 1, svg.INK, 2.5))
+            x = max(x, place)
+        body.append(svg.text(x + 8, y + 16, bar.text, fill=svg.MUTED, size=11))
+    body.append(svg.line(left, top, left, bottom, svg.INK))
+    return svg.figure(identity, title, description, bottom + 8, body)
 
 
 def traffic_bars(
     ledgers: Mapping[int, Ledger], predicted: Mapping[int, Ledger] | None = None, *, steps: int = 1
 ) -> str:
-    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, and a thin
-    one under it for the prediction. "" when there is no traffic.
-    """
+    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, with a line
+    where the prediction is. "" when there is no traffic."""
     measured = by_axis_and_phase(ledgers, steps=steps)
-    expected_by = by_axis_and_phase(predicted or {})
-    sent = {
-        key: max(measured.get(key, 0.0), expected_by.get(key, 0.0))
-        for key in measured | expected_by
-    }
+    expected = by_axis_and_phase(predicted or {})
+    sent = {key: max(measured.get(key, 0.0), expected.get(key, 0.0)) for key in measured | expected}
     keys = sorted((key for key in sent if sent[key] > 0), key=lambda key: (-sent[key], key))
     if not keys:
         return ""
     shown = keys[:_MAX_TRAFFIC]
-    axes = sorted({axis for axis, _ in keys})
-    colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
-    entries = [*colours.items(), *([("predicted", svg.MUTED)] if expected_by else [])]
-    key, used = svg.legend(entries, left=0, top=4)
-    left, top, right = 170.0, used + 26, svg.WIDTH - 250.0
-    highest = sent[shown[0]]
-    bottom = top + len(shown) * _TRAFFIC_ROW
-    body = [key, *_grid(highest, 4, left, right, top, bottom)]
-    for index, (axis, phase) in enumerate(shown):
-        y, name = top + index * _TRAFFIC_ROW, f"{axis} · {phase}"
-        width = measured.get((axis, phase), 0.0) / highest * (right - left)
-        values = format_bytes(measured.get((axis, phase), 0.0))
-        expected = expected_by.get((axis, phase))
-        end = width
-        body.append(svg.text(left - 8, y + 15, svg.clip(name, 26), anchor="end"))
-        if expected is not None:
-            values += f", predicted {format_bytes(expected)}"
-            thin = max(expected / highest * (right - left), 1)
-            body.append(svg.rectangle(left, y + 15, thin, 3, svg.MUTED))
-            end = max(width, thin)
-        title = f"{name}: {values}"
-        body += [
-            svg.rectangle(left, y + 3, max(width, 1), 11, colours[axis], title=title),
-            svg.text(left + end + 6, y + 15, values, fill=svg.MUTED, size=11),
-        ]
-    body.append(svg.line(left, top, left, bottom, svg.INK))
+    bars: list[StackedBar] = []
+    for axis, phase in shown:
+        size, before = measured.get((axis, phase), 0.0), expected.get((axis, phase))
+        text = format_bytes(size)
+        text += "" if before is None else f", predicted {format_bytes(before)}"
+        name = svg.clip(f"{axis} · {phase}", 26)
+        bars.append(StackedBar(name, [(axis, size, format_bytes(size))], text, before))
     rest = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
     axis, phase = shown[0]
     description = (
         f"Bytes sent in one step by all ranks, by axis and phase; most: {axis} · {phase}, "
         f"{format_bytes(sent[shown[0]])}.{rest}"
     )
-    return svg.figure("traffic", "Traffic of all ranks per step", description, bottom + 8, body)
+    axes = sorted({axis for axis, _ in keys})
+    colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
+    mark = "predicted" if expected else ""
+    title = "Traffic of all ranks per step"
+    return stacked_bars("traffic", title, description, bars, colours=colours, mark=mark)
 
 
 def memory_bars(profiles: MemoryProfiles) -> str:
@@ -97,37 +336,22 @@ def memory_bars(profiles: MemoryProfiles) -> str:
         return ""
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
     shown = sorted(fullest[:_MAX_RANKS], key=lambda profile: profile.rank)
-    names = [(name.replace("_", " "), MEMORY_COLOURS[name]) for name in PARTS]
-    key, used = svg.legend([*names, ("peak (line)", svg.INK)], left=0, top=4)
-    left, top, right = 66.0, used + 26, svg.WIDTH - 130.0
-    highest = max(max(profile.total, profile.peak) for profile in shown) or 1
-    bottom = top + len(shown) * _RANK_ROW
-    body = [key, *_grid(highest, 6, left, right, top, bottom)]
-    for index, profile in enumerate(shown):
-        y, x = top + index * _RANK_ROW, left
-        body.append(svg.text(left - 8, y + 16, f"rank {profile.rank}", anchor="end"))
-        for name, size in profile.parts().items():
-            width = size / highest * (right - left)
-            if width >= 0.05:
-                title = f"rank {profile.rank}, {name.replace('_', ' ')}: {format_bytes(size)}"
-                edge = f' stroke="{svg.INK}" stroke-width="0.5"'
-                height = _RANK_ROW - 8
-                body.append(
-                    svg.rectangle(
-                        x, y + 4, width, height, MEMORY_COLOURS[name], title=title, more=edge
-                    )
-                )
-            x += width
-        peak = left + profile.peak / highest * (right - left)
-        body.append(svg.line(peak, y + 1, peak, y + _RANK_ROW - 1, svg.INK, 2.5))
-        after = max(x, peak) + 8
-        body.append(
-            svg.text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=svg.MUTED, size=11)
-        )
-    body.append(svg.line(left, top, left, bottom, svg.INK))
     which = f"the {len(shown)} fullest of " if len(shown) < len(profiles.ranks) else ""
     description = (
         f"Memory of {which}{len(profiles.ranks)} ranks by what it holds; "
         f"highest peak {format_bytes(profiles.peak)} on rank {fullest[0].rank}."
     )
-    return svg.figure("memory", "Memory per rank", description, bottom + 8, body)
+    names = {name: name.replace("_", " ") for name in PARTS}
+    bars = [
+        StackedBar(
+            f"rank {one.rank}",
+            [(names[part], size, format_bytes(size)) for part, size in one.parts().items()],
+            f"peak {format_bytes(one.peak)}",
+            one.peak,
+        )
+        for one in shown
+    ]
+    colours = {names[part]: MEMORY_COLOURS[part] for part in PARTS}
+    return stacked_bars(
+        "memory", "Memory per rank", description, bars, colours=colours, mark="peak"
+    )

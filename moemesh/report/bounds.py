@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from moemesh.report.beside import by_axis_and_phase, sent_in_training, step_parts
-from moemesh.report.boxes import KINDS
+from moemesh.report.bars import by_axis_and_phase, sent_in_training, step_parts
+from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
@@ -81,7 +81,7 @@ def evidence_of(run: Run) -> Evidence:
             facts[key] = statistics.median(values), "metrics.jsonl"
     if run.timeline is not None and run.timeline.records:
         _from_timeline(run, run.timeline.last_step(), shares, facts)
-    elif "communication" in shares or ("data" in shares and _num_ranks(run) == 1):
+    elif "communication" in shares or ("data" in shares and run.plan.get("world_size") == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
     loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
     newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
@@ -109,11 +109,6 @@ def evidence_of(run: Run) -> Evidence:
             facts["held bytes predicted"] = float(predicted[fullest.rank]), "memory.json"
             facts["held bytes measured"] = float(fullest.total), "memory.json"
     return Evidence(run=run, seconds=seconds, shares=shares, facts=facts)
-
-
-def _num_ranks(run: Run) -> int | None:
-    found = run.plan.get("world_size")
-    return found if isinstance(found, int) else None
 
 
 def _from_timeline(
@@ -162,7 +157,7 @@ def _from_timeline(
     # Of all waiting for other ranks, what is neither of these happens inside the passes.
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
     # Of a run on one rank the same span holds its own sums of gradients, with nobody else.
-    shares["communication"] = 0.0 if _num_ranks(run) == 1 else exposed + max(inside, 0.0)
+    shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
     again = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
     if again:
@@ -170,20 +165,6 @@ def _from_timeline(
     shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - again / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
         facts[f"{name} share"] = parts[name] / span, file
-
-
-def busiest_axis(evidence: Evidence) -> tuple[str, float] | None:
-    """The axis that most bytes of a step cross, and its share of them."""
-    sizes = {
-        name.removeprefix("bytes over "): size
-        for name, (size, _) in evidence.facts.items()
-        if name.startswith("bytes over ")
-    }
-    total = sum(sizes.values())
-    if not total:
-        return None
-    axis = max(sizes, key=lambda name: (sizes[name], name))
-    return axis, sizes[axis] / total
 
 
 @dataclass(frozen=True)
@@ -199,32 +180,22 @@ def _share(evidence: Evidence, name: str) -> str:
     return f"{evidence.shares[name]:.0%} of a step"
 
 
-def small_products(evidence: Evidence) -> str:
-    """Why products are too small for the device, where the shape tells; "" where they are not."""
-    model, data = evidence.run.section("model"), evidence.run.section("data")
-    hidden, experts = model.get("hidden_size"), model.get("num_experts")
-    numbers = [data.get("global_batch"), data.get("seq_len"), model.get("experts_per_token")]
-    choices = [number for number in numbers if isinstance(number, int)]
-    found: list[str] = []
-    if isinstance(experts, int) and experts >= 1 and len(choices) == len(numbers):
-        copies = evidence.degree("edp") * evidence.degree("dispatch_chunks")
-        # Rows of one product of an expert with uniform routing.
-        rows = prod(choices) / (experts * copies * evidence.degree("microbatches"))
-        if rows < ENOUGH_ROWS:
-            found.append(
-                f"an expert multiplies {rows:,.0f} rows at once (enough are {ENOUGH_ROWS})"
-            )
-    if isinstance(hidden, int) and hidden < ENOUGH_COLUMNS:
-        found.append(f"a row has {hidden:,} columns (enough are {ENOUGH_COLUMNS:,})")
-    return " and ".join(found)
+def _data(evidence: Evidence) -> Judgement:
+    text = f"Rank 0 waits for its data in {_share(evidence, 'data')}."
+    return text, [("data.cache=/tmp/moemesh-tokens",)]
 
 
 def _communication(evidence: Evidence) -> Judgement:
     text = f"Ranks wait for communication with others in {_share(evidence, 'communication')}"
-    axis = ""
-    if (busiest := busiest_axis(evidence)) is not None:
-        axis, share = busiest
-        size = format_bytes(evidence.facts[f"bytes over {axis}"][0])
+    axis, before = "", "bytes over "
+    sizes = {
+        name.removeprefix(before): size
+        for name, (size, _) in evidence.facts.items()
+        if name.startswith(before)
+    }
+    if total := sum(sizes.values()):
+        axis = max(sizes, key=lambda name: (sizes[name], name))
+        size, share = format_bytes(sizes[axis]), sizes[axis] / total
         text += f"; most bytes cross the axis {axis} ({size} a step of all ranks, {share:.0%})"
         if axis in GRADIENT_AXES:
             text += ", once a step: a larger data.global_batch needs fewer, and learns otherwise"
@@ -286,10 +257,25 @@ def _memory(evidence: Evidence) -> Judgement:
 def _compute(evidence: Evidence) -> Judgement:
     text = f"Forward and backward passes take {_share(evidence, 'compute')}"
     mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
-    small = small_products(evidence) if mfu is not None and mfu < _LOW_MFU else ""
+    small: list[str] = []  # why products are too small for the device, where the shape tells
+    if mfu is not None and mfu < _LOW_MFU:
+        model, data = evidence.run.section("model"), evidence.run.section("data")
+        hidden, experts = model.get("hidden_size"), model.get("num_experts")
+        numbers = [data.get("global_batch"), data.get("seq_len"), model.get("experts_per_token")]
+        choices = [number for number in numbers if isinstance(number, int)]
+        if isinstance(experts, int) and experts >= 1 and len(choices) == len(numbers):
+            copies = evidence.degree("edp") * evidence.degree("dispatch_chunks")
+            # Rows of one product of an expert with uniform routing.
+            rows = prod(choices) / (experts * copies * evidence.degree("microbatches"))
+            if rows < ENOUGH_ROWS:
+                small.append(
+                    f"an expert multiplies {rows:,.0f} rows at once (enough are {ENOUGH_ROWS})"
+                )
+        if isinstance(hidden, int) and hidden < ENOUGH_COLUMNS:
+            small.append(f"a row has {hidden:,} columns (enough are {ENOUGH_COLUMNS:,})")
     if mfu is not None:
         text += f", at {mfu:.1%} of the device's peak (MFU)"
-        text += f": its products are small, {small}" if small else ""
+        text += f": its products are small, {' and '.join(small)}" if small else ""
     elif rate is not None:
         text += f", at {flop_rate(rate)} a rank"
     inside = [axis for axis in ("tp", "cp", "ep") if evidence.degree(axis) > 1]
@@ -301,18 +287,9 @@ def _compute(evidence: Evidence) -> Judgement:
 
 
 BOUNDS: tuple[Bound, ...] = (
+    Bound("data", "Keep the data and its token cache on a disk of the machine.", _data),
     Bound(
-        "data",
-        "Keep the data and its token cache on a disk of the machine.",
-        lambda evidence: (
-            f"Rank 0 waits for its data in {_share(evidence, 'data')}.",
-            [("data.cache=/tmp/moemesh-tokens",)],
-        ),
-    ),
-    Bound(
-        "communication",
-        "Send less over that axis, or hide it behind computation.",
-        _communication,
+        "communication", "Send less over that axis, or hide it behind computation.", _communication
     ),
     Bound(
         "bubble",

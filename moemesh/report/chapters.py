@@ -8,11 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from moemesh.report import bars, beside, curves, heat_maps
+from moemesh.config.changes import flat
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import config_values
+from moemesh.config.plan import Plan
+from moemesh.config.schema import SCHEMA_KEY
+from moemesh.config.toml import format_value
+from moemesh.report import bars, curves, heat_maps
 from moemesh.report import timeline_picture as pictures
-from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.configuration import changes
-from moemesh.report.section import (
+from moemesh.report.document import (
     MAX_TABLE_ROWS,
     Chapter,
     Table,
@@ -23,8 +27,10 @@ from moemesh.report.section import (
     spread,
 )
 from moemesh.report.svg import clip, short
+from moemesh.report.timeline_picture import KINDS, LONG_NAMES
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import Event, Run
+from moemesh.trace.run import Event, Run, median_of
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 #: Rows of the table of memory: as many as those of the classes of as many ranks.
@@ -32,16 +38,101 @@ _MAX_COMPARED_ROWS = 512
 #: Kinds of events that every run has; the others say that something was decided or went wrong.
 _ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT = 400
+_MAX_VALUE = 300
+
+
+def configuration(run: Run) -> Chapter:
+    """Keys that the user set, and folded away all others."""
+    if not run.config:
+        return Chapter(missing="No config.toml.")
+    # Those that differ from the defaults of the model's preset, or of the model in a folder, whose
+    # own keys follow from the folder.
+    values = flat({key: value for key, value in run.config.items() if key != SCHEMA_KEY})
+    path, preset = values.get("model.path"), values.get("model.preset")
+    defaults = _defaults(preset if isinstance(preset, str) else None)
+    found = [
+        (key, value, defaults.get(key))
+        for key, value in sorted(values.items())
+        if value != defaults.get(key)
+    ]
+    baseline = "the defaults"
+    if path is not None:
+        names = ("model.path", "model.preset")
+        found = [item for item in found if not item[0].startswith("model.") or item[0] in names]
+        baseline = "the defaults and the model's folder"
+    elif isinstance(preset, str):
+        # The preset's own keys follow from its name, which is itself a choice.
+        usual = _defaults(None).get("model.preset")
+        if preset != usual:
+            found.insert(0, ("model.preset", preset, usual))
+        baseline = "the defaults and the preset"
+    tables: list[Table] = []
+    if len(run.plans) > 1:  # every plan that the run has had, with its steps and its speed
+        plan = Plan().model_dump(mode="json")
+        rows: list[tuple[str, ...]] = []
+        for number, steps in enumerate(run.plans, start=1):
+            chosen = [f"{key} = {toml_text(value)}" for key, value in steps.record.items()
+                      if value != plan.get(key)]  # fmt: skip
+            own = [row for row in run.metrics if steps.first <= row.step <= steps.last]
+            speed = median_of(own[1:] or own, "tokens_per_second")
+            shown = "" if speed is None else short(speed)
+            rows.append((str(number), ", ".join(chosen) or "the defaults", steps.words, shown))
+        tables.append(
+            Table(
+                caption="Plans of the run; speed, memory and traffic on this page are those of the "
+                "last",
+                header=("Plan", "Keys that differ from the defaults", "Steps", "Tokens/s, median"),
+                rows=rows[-MAX_TABLE_ROWS:],
+                num_names=3,
+            )
+        )
+    if found:
+        tables.append(
+            Table(
+                caption=f"Keys that differ from {baseline}",
+                header=("Key", "Value", "Default"),
+                rows=[
+                    (clip(key, 60), toml_text(value), toml_text(default))
+                    for key, value, default in found[:MAX_TABLE_ROWS]
+                ],
+                num_names=3,
+            )
+        )
+    changed = {key for key, _, _ in found}
+    rest = [(key, value) for key, value in flat(run.config).items() if key not in changed]
+    if rest:
+        rows = [(clip(key, 60), toml_text(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]]
+        caption = f"The other {len(rest)} keys"
+        tables.append(
+            Table(caption=caption, header=("Key", "Value"), rows=rows, num_names=2, folded=True)
+        )
+    note = "" if found else f"No key differs from {baseline}."
+    return Chapter(tables=tables, note=note + left_out(len(found), "keys"))
+
+
+def toml_text(value: object, longest: int = _MAX_VALUE) -> str:
+    """A value as in a TOML file, in at most so many characters."""
+    return "unset" if value is None else clip(format_value(value), longest)
+
+
+def _defaults(preset: str | None) -> dict[str, object]:
+    """Of every key, as TOML has it; of an unknown preset (an older run's) those of no preset."""
+    chosen = [] if preset is None else [f"model.preset={format_value(preset)}"]
+    try:
+        found = load_run([], chosen, environ={}).config
+    except ConfigError:
+        found = load_run([], [], environ={}).config
+    values = flat(config_values(found)).items()
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in values}
 
 
 def training(run: Run) -> Chapter:
     """Curves over all steps, and the numbers of some of them (`metrics.jsonl`)."""
-    chapter = Chapter(identity="training", title="Training")
     if not run.metrics:
         text = missing(run, "metrics.jsonl")
         if (run.folder / "metrics.jsonl").is_file():
             text = "No step is finished yet."
-        return replace(chapter, missing=text)
+        return Chapter(missing=text)
     rows, unigram = run.metrics, run.summary.get("unigram_loss")
     known = unigram if isinstance(unigram, float) else None
     marks, unit = run.marks, run.loss_unit
@@ -71,14 +162,14 @@ def training(run: Run) -> Chapter:
         ("Learning rate", *curve("lr", "Learning rate")),
         ("Throughput", *curve("tokens_per_second", "Throughput", y_label=speed)),
     )
-    return replace(chapter, figures=drawn, tables=[table])
+    return Chapter(figures=drawn, tables=[table])
 
 
 def timeline(run: Run) -> Chapter:
     """Time of a step: `timeline.json` (the last step), and the medians of `metrics.jsonl`."""
-    chapter = Chapter(identity="timeline-section", title="Time of a step", tables=_medians(run))
+    medians = _medians(run)
     if run.timeline is None or not run.timeline.records:
-        return replace(chapter, missing=missing(run, "timeline.json"))
+        return Chapter(missing=missing(run, "timeline.json"), tables=medians)
     last = run.timeline.last_step()
     unit = "ticks" if last.unit == "ticks" else "milliseconds"
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
@@ -86,7 +177,7 @@ def timeline(run: Run) -> Chapter:
     longest = last.span or 1.0
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
     if run.simulated is not None and run.simulated.records:
-        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
+        bubble = bars.pipeline_bubble(last, run.simulated.ranks)
         note += (
             f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
             f"{bubble:.1%} measured."
@@ -106,7 +197,7 @@ def timeline(run: Run) -> Chapter:
         caption="Parts of the last step, mean rank, in milliseconds: the pipeline "
         "simulated with the median time of each operation, and measured",
         header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
-        rows=beside.time_rows(run.simulated, last),
+        rows=bars.time_rows(run.simulated, last),
     )
     columns = ("Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span")
     of_ranks = Table(
@@ -121,13 +212,12 @@ def timeline(run: Run) -> Chapter:
             for one in ranks[:MAX_TABLE_ROWS]
         ],
     )
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
-        tables=[parts, *chapter.tables, of_ranks, _by_name(last, factor, unit)],
+        tables=[parts, *medians, of_ranks, _by_name(last, factor, unit)],
         note=note + left_out(len(ranks), "ranks"),
     )
 
@@ -160,7 +250,7 @@ def _medians(run: Run) -> list[Table]:
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=beside.exposed_rows(run.planned, found.get("exposed communication"), step),
+                rows=bars.exposed_rows(run.planned, found.get("exposed communication"), step),
             )
         )
     return tables
@@ -194,11 +284,10 @@ def _by_name(last: Timeline, factor: float, unit: str) -> Table:
 
 def traffic(run: Run) -> Chapter:
     """Bytes between ranks, from the ledgers of the run and of the planner."""
-    chapter = Chapter(identity="traffic-section", title="Traffic")
-    rows = beside.traffic_rows(run.ledgers, steps=run.ledger_steps)
+    rows = bars.traffic_rows(run.ledgers, steps=run.ledger_steps)
     if not rows:
         empty = "No rank sent anything to another."
-        return replace(chapter, missing=empty if run.ledgers else missing(run, "ledger.json"))
+        return Chapter(missing=empty if run.ledgers else missing(run, "ledger.json"))
     steps = plural(run.ledger_steps, "step")
     covered = f", averaged over {steps}" if run.ledger_steps > 1 else ""
     by_operation = Table(
@@ -223,14 +312,13 @@ def traffic(run: Run) -> Chapter:
     by_axis = Table(
         caption="Bytes sent in one step by all ranks, predicted before it and measured",
         header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
-        rows=beside.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
+        rows=bars.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
             :MAX_TABLE_ROWS
         ],
         num_names=2,
     )
     drawn = bars.traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
         tables=[by_axis, by_operation],
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
@@ -241,20 +329,19 @@ def traffic(run: Run) -> Chapter:
 
 def memory(run: Run) -> Chapter:
     """Memory of every rank, predicted beside measured (`memory.json`)."""
-    chapter = Chapter(identity="memory-section", title="Memory")
     if run.memory is None or not run.memory.ranks:
-        return replace(chapter, missing=missing(run, "memory.json"))
+        return Chapter(missing=missing(run, "memory.json"))
     ranks, predicted = run.memory.ranks, run.memory.predicted
     tables: list[Table] = []
     header = ("Rank", "Class", "Predicted", "Measured", "Difference")
     fullest = max(ranks, key=lambda profile: (profile.total, -profile.rank))
-    if rows := beside.memory_rows(predicted, [fullest]):
+    if rows := bars.memory_rows(predicted, [fullest]):
         caption = (
             f"Memory of rank {fullest.rank}, which holds most: {PREDICTED_HELD} before the run "
             f"for uniform routing, and {MEASURED_HELD}"
         )
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2))
-    if len(ranks) > 1 and (rows := beside.memory_rows(predicted, ranks)):
+    if len(ranks) > 1 and (rows := bars.memory_rows(predicted, ranks)):
         rows = rows[:_MAX_COMPARED_ROWS]
         caption = f"Memory of each rank: {PREDICTED_HELD}, and {MEASURED_HELD}"
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2, folded=True))
@@ -270,8 +357,7 @@ def memory(run: Run) -> Chapter:
             folded=bool(tables),
         )
     )
-    return replace(
-        chapter,
+    return Chapter(
         figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
         tables=tables,
         note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
@@ -282,9 +368,8 @@ def memory(run: Run) -> Chapter:
 
 def loads(run: Run) -> Chapter:
     """Loads of experts (`loads.jsonl`)."""
-    chapter = Chapter(identity="loads", title="Expert load")
     if not run.loads:
-        return replace(chapter, missing=missing(run, "loads.jsonl"))
+        return Chapter(missing=missing(run, "loads.jsonl"))
     layers = heat_maps.by_layer(run.loads)
     fullest = "Fullest expert / mean"
     table = Table(
@@ -315,14 +400,13 @@ def loads(run: Run) -> Chapter:
         ("Load of each expert over its layer's mean, whole run", whole),
     )
     note = f"{plural(len(layers), 'layer')} with experts." + left_out(len(layers), "layers")
-    return replace(chapter, figures=drawn, tables=[table], note=note)
+    return Chapter(figures=drawn, tables=[table], note=note)
 
 
 def events(run: Run) -> Chapter:
     """Events besides steps: alarms and decisions first, in the order of time (`events.jsonl`)."""
-    chapter = Chapter(identity="events", title="Events")
     if not run.events:
-        return replace(chapter, missing=missing(run, "events.jsonl"))
+        return Chapter(missing=missing(run, "events.jsonl"))
     groups: dict[bool, list[Event]] = {False: [], True: []}
     for event in run.events:
         groups[event.kind in _ORDINARY].append(event)
@@ -351,10 +435,16 @@ def events(run: Run) -> Chapter:
                 )
             )
     note = "" if groups[False] else "No alarm and no warning."
-    return replace(chapter, tables=tables, note=note)
+    return Chapter(tables=tables, note=note)
 
 
-#: In the order of the page.
-CHAPTERS: tuple[Callable[[Run], Chapter], ...] = (
-    *(changes, training, timeline, traffic, memory, loads, events),
+#: Identity, title and maker of each chapter, in the order of the page.
+CHAPTERS: tuple[tuple[str, str, Callable[[Run], Chapter]], ...] = (
+    ("configuration", "Configuration", configuration),
+    ("training", "Training", training),
+    ("timeline-section", "Time of a step", timeline),
+    ("traffic-section", "Traffic", traffic),
+    ("memory-section", "Memory", memory),
+    ("loads", "Expert load", loads),
+    ("events", "Events", events),
 )

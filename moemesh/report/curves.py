@@ -1,9 +1,9 @@
-"""Curves over the steps of a run: loss, throughput, gradient norm."""
+"""Charts: curves over the steps of a run, and dots of predictions over measurements."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -116,9 +116,27 @@ def line_chart(
         colour = len(svg.COLOURS) - 1 - index % len(svg.COLOURS)
         names.append((f"{svg.clip(name, 40)} {value:.4g}", colour))
     key, rows = _legend(names, y_label, width) if len(names) > 1 else ("", 0)
-    frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
-    frame = frame._replace(width=width, top=_TOP + rows * _LEGEND_ROW)
-    body = [_axes(frame, x_label, y_label), *(_mark(frame, *mark) for mark in marks)]
+    xs = [x for item in drawn for x, _ in item.points]
+    ys = [y for item in drawn for _, y in item.points if math.isfinite(y)]
+    ys += [value for _, value in levels]
+    low, high = min(ys), max(ys)
+    if log := log and low > 0:
+        low, high = low / 1.1, high * 1.1
+    else:
+        low = min(low, 0.0) if from_zero else low
+        room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        low, high = low if low == 0 and from_zero else low - room, high + room
+    frame = Frame(min(xs), max(xs), low, high, log, width, _TOP + rows * _LEGEND_ROW)
+    body = [_axes(frame, x_label, y_label)]
+    for value, name in marks:  # a named vertical line, where it lies inside of the plotting area
+        if frame.left < value < frame.right:
+            x = frame.x(value)
+            side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
+            place = x + side, frame.top + 10
+            body += [
+                svg.line(x, frame.top, x, _HEIGHT - _BOTTOM, svg.MUTED),
+                svg.text(*place, name, anchor=anchor, fill=svg.MUTED, size=11),
+            ]
     for index, item in enumerate(drawn):
         body.append(_path(item.points, item.colour, index, frame))
         if item.dots and len(item.points) <= _NUM_BUCKETS:
@@ -141,22 +159,6 @@ def line_charts(identity: str, title: str, series: Sequence[Series], **look: Any
     return (
         line_chart(identity, title, thinned, **look),
         line_chart(f"{identity}-narrow", title, thinned, **look, width=NARROW),
-    )
-
-
-def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, log: bool) -> Frame:
-    xs = [x for item in series for x, _ in item.points]
-    ys = [y for item in series for _, y in item.points if math.isfinite(y)] + levels
-    if log and min(ys) <= 0:
-        log = False
-    low, high = min(ys), max(ys)
-    if log:
-        return Frame(min(xs), max(xs), low / 1.1, high * 1.1, True)
-    if from_zero:
-        low = min(low, 0.0)
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return Frame(
-        min(xs), max(xs), low if low == 0 and from_zero else low - room, high + room, False
     )
 
 
@@ -186,16 +188,6 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
         ]
     parts.append(svg.text(right, _HEIGHT - 6, x_label, anchor="end", fill=svg.MUTED))
     return "".join(parts)
-
-
-def _mark(frame: Frame, value: float, name: str) -> str:
-    """A named vertical line at `value`, where that lies inside of the plotting area."""
-    if not frame.left < value < frame.right:
-        return ""
-    x = frame.x(value)
-    side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
-    label = svg.text(x + side, frame.top + 10, name, anchor=anchor, fill=svg.MUTED, size=11)
-    return svg.line(x, frame.top, x, _HEIGHT - _BOTTOM, svg.MUTED) + label
 
 
 def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
@@ -352,3 +344,77 @@ def _range_text(what: str, points: Sequence[Point]) -> str:
         return f"{what}: no finite value."
     ends = f"from {svg.short(finite[0])} to {svg.short(finite[-1])}"
     return f"{what} {ends}, median {svg.short(finite[len(finite) // 2])}, over {len(points)} steps."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """One run: a name for the pointer, the series it belongs to, both values (above 0)."""
+
+    name: str
+    series: str
+    measured: float
+    predicted: float
+
+
+def agreement_chart(
+    identity: str, title: str, points: Sequence[Agreement], *, unit: str, band: float = 0.1
+) -> str:
+    """One dot a run on logarithmic axes, predicted over measured, with the diagonal; the shaded
+    band is ± `band` around equality.
+
+    Series are coloured by size, the smallest ones share a grey. "" when there is nothing to draw.
+    """
+    drawn = [
+        point
+        for point in points
+        if all(math.isfinite(value) and value > 0 for value in (point.measured, point.predicted))
+    ]
+    if not drawn:
+        return ""
+    values = [value for point in drawn for value in (point.measured, point.predicted)]
+    low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
+    left, right, top, bottom, side = 70, svg.WIDTH - 20, 20, 540, 520
+
+    def x(value: float) -> float:
+        return left + (math.log10(value) - low) / (high - low) * (right - left)
+
+    def y(value: float) -> float:
+        return bottom - (math.log10(value) - low) / (high - low) * side
+
+    counts = Counter(point.series for point in drawn)
+    names = sorted(counts, key=lambda name: (-counts[name], name))
+    colours = {name: svg.COLOURS[place] for place, name in enumerate(names[: len(svg.COLOURS) - 1])}
+    first, last = 10**low, 10**high
+    corners = [(first, 1 + band), (last, 1 + band), (last, 1 - band), (first, 1 - band)]
+    places = [(svg.coordinate(x(end)), svg.coordinate(y(end * share))) for end, share in corners]
+    path = " ".join(map(",".join, places))
+    body = [
+        f'<polygon points="{path}" fill="{svg.GRID}" fill-opacity="0.6"/>',
+        svg.line(x(first), y(first), x(last), y(last), stroke=svg.INK),
+    ]
+    for tick in (10.0**power for power in range(math.ceil(low), math.floor(high) + 1)):
+        body.append(svg.line(x(tick), top, x(tick), bottom))
+        body.append(svg.line(left, y(tick), right, y(tick)))
+        body.append(svg.text(x(tick), bottom + 16, svg.short(tick), anchor="middle"))
+        body.append(svg.text(left - 6, y(tick) + 4, svg.short(tick), anchor="end"))
+    middle = (left + svg.WIDTH) / 2
+    body.append(svg.text(middle, bottom + 36, f"measured {unit}", anchor="middle"))
+    body.append(svg.text(left, top - 6, f"predicted {unit}"))
+    for point in drawn:
+        colour = colours.get(point.series, svg.MUTED)
+        error = point.predicted / point.measured - 1
+        label = f"{point.name}: {svg.short(point.measured)} measured, {error:+.1%} predicted"
+        body.append(
+            f'<circle cx="{svg.coordinate(x(point.measured))}" '
+            f'cy="{svg.coordinate(y(point.predicted))}" r="3" fill="{colour}" '
+            f'fill-opacity="0.75"><title>{svg.escape(label)}</title></circle>'
+        )
+    entries = [(name, colours[name]) for name in names if name in colours]
+    if len(names) > len(colours):
+        entries.append((f"{len(names) - len(colours)} others", svg.MUTED))
+    keys, height = svg.legend(entries, left=left, top=bottom + 48)
+    description = (
+        f"{len(drawn)} runs, predicted over measured {unit} on logarithmic axes with the diagonal "
+        f"and a band of {band:.0%} around it."
+    )
+    return svg.figure(identity, title, description, bottom + height + 56, [*body, keys])

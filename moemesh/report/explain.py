@@ -19,9 +19,9 @@ from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
-from moemesh.report.bounds import BOUNDS, Bound, Evidence, evidence_of
-from moemesh.report.page import command_of
-from moemesh.report.section import plural
+from moemesh.report.bounds import BOUNDS, Evidence, evidence_of
+from moemesh.report.document import plural
+from moemesh.report.page import NO_STEP, command_of
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
@@ -216,14 +216,6 @@ _STATES: dict[State, str] = {
     "interrupted": "ended after {step} without a word (it was killed, or the machine went down),",
     "failed": "failed after {step},",
 }
-_WITHOUT_STEPS: dict[State, str] = {
-    "finished": "The run finished without a step.",
-    "running": "The run is at work and has finished no step so far.",
-    "stopped": "The run was stopped before its first step was finished.",
-    "interrupted": "The run ended before its first step was finished, without a word: it was "
-    "killed, or the machine went down; logs/ holds what its ranks wrote.",
-    "failed": "The run failed before its first step was finished.",
-}
 #: Causes that take less than this share of a step are not spoken of beside the first one.
 _MINOR = 0.1
 
@@ -290,7 +282,13 @@ def explain(run: Run) -> Explanation:
     evidence = evidence_of(run)
     if run.failure is not None:
         return _failed(run, evidence, run.failure)
-    bounds = _ranked(evidence.shares)
+    # Causes with a share of the step, the largest first; none unless compute is known, too: a
+    # small share of the known ones would say nothing about the rest.
+    shares = evidence.shares
+    bounds = sorted((one for one in BOUNDS if one.name in shares), key=lambda b: -shares[b.name])
+    if bounds and "compute" not in shares and shares[bounds[0].name] < 0.5:
+        bounds = []
+    bounds = [one for one in bounds if one is bounds[0] or shares[one.name] >= _MINOR]
     cause = bounds[0].name if bounds else "unknown"
     if run.metrics:
         row = run.metrics[-1]
@@ -298,7 +296,7 @@ def explain(run: Run) -> Explanation:
         verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
         progress = f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
     else:
-        progress = _WITHOUT_STEPS[state]
+        progress = NO_STEP[state]
     sentences, command = [progress], ""
     losses = losses_of(run)
     if state == "interrupted":
@@ -376,15 +374,6 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
                 figures.append(f"{words}: {format_bytes(size)}")
         found.append(("memory", "; ".join(figures)))
     return tuple(found[:_MOST_LINES])
-
-
-def _ranked(shares: Mapping[str, float]) -> list[Bound]:
-    """Causes with a share of the step, the largest first; none unless compute is known, too: a
-    small share of the known ones would say nothing about the rest."""
-    known = sorted((one for one in BOUNDS if one.name in shares), key=lambda b: -shares[b.name])
-    if not known or ("compute" not in shares and shares[known[0].name] < 0.5):
-        return []
-    return [known[0], *(bound for bound in known[1:] if shares[bound.name] >= _MINOR)]
 
 
 def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:

@@ -1,34 +1,47 @@
-"""The report of a run: one HTML file that needs nothing else, no network and no script."""
+"""The pages of a run and of two runs: HTML files that need nothing else, no network, no script."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from moemesh.report import boxes, svg, timeline_picture
-from moemesh.report.chapters import CHAPTERS
+from moemesh.config.changes import compare
+from moemesh.report import curves, svg
+from moemesh.report.bars import by_axis_and_phase, sent_in_training
+from moemesh.report.chapters import CHAPTERS, toml_text
+from moemesh.report.document import (
+    MAX_TABLE_ROWS,
+    Box,
+    Chapter,
+    Document,
+    Table,
+    figures,
+    left_out,
+)
 from moemesh.report.files import replace_file
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter
-from moemesh.trace.memory_profile import format_bytes
+from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
 
-NAME = "report.html"
+NAME, COMPARISON = "report.html", "comparison.html"
 
 #: What is longer is cut, so that the page keeps its size whatever the run.
 _MAX_TEXT = 64_000
-_MAX_VALUE = 300
+_MAX_VALUE, _MAX_SHOWN = 300, 200
 _DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
-_HERE = Path(__file__).parent
-_NO_STEP: dict[State, str] = {
+#: A run that has not finished a step.
+NO_STEP: dict[State, str] = {
+    "finished": "The run finished without a step.",
     "running": "The run is at work and has finished no step so far.",
-    "failed": "The run failed before its first step was finished.",
     "stopped": "The run was stopped before its first step was finished.",
-    "finished": "The run holds no step.",
-    "interrupted": "The run ended before its first step was finished.",
+    "interrupted": "The run ended before its first step was finished, without a word: it was "
+    "killed, or the machine went down; logs/ holds what its ranks wrote.",
+    "failed": "The run failed before its first step was finished.",
 }
 
 
@@ -39,13 +52,12 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    return replace_file(out or run.folder / NAME, render(run))
+    return replace_file(out or run.folder / NAME, document(run).to_html())
 
 
-def render(run: Run) -> str:
-    """The page as a text, the same bytes for the same run."""
+def document(run: Run) -> Document:
+    """Everything that the folder of `run` tells."""
     state = state_of(run)
-    sections = [make(run) for make in CHAPTERS]
     # When, where and by which command the run was started, as far as its folder tells.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]
@@ -65,6 +77,13 @@ def render(run: Run) -> str:
         lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
     if command := command_of(run):
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
+    # Degrees that are not said are 1; the number of ranks follows where they are numbers.
+    plan = run.plan or run.section("plan")
+    values = [plan.get(name, 1) for name in _DEGREES] if plan else []
+    degrees = [(name, _cut(str(n), 20)) for name, n in zip(_DEGREES, values, strict=False)]
+    ranks = [n for n in values[:4] if isinstance(n, int) and n is not True and 0 < n < 10**9]
+    if len(ranks) == 4:
+        degrees.insert(0, ("ranks", str(prod(ranks))))
     # The numbers that one looks for first.
     facts: list[tuple[str, str]] = [("State", state)]
     rows, unit = run.metrics, run.loss_unit
@@ -90,63 +109,37 @@ def render(run: Run) -> str:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    failure = None
-    if run.failure is not None:  # texts are cut to a readable length
-        items = list(run.failure.items())[:MAX_TABLE_ROWS]
-        failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
-    return from_template(
-        "page.html",
-        name=run.folder.resolve().name,
-        origin=lines,
-        degrees=_degrees(run),
-        facts=facts,
-        failure=failure,
-        warnings=run.warnings,
-        has_no_step=_NO_STEP[state] if not run.metrics else "",
-        links=[*links_to(sections), ("file", "config.toml")],
-        sections=sections,
-        config_text=_cut(run.config_text, _MAX_TEXT),
+    failure = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
+    told = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in failure]
+    unread = "Not everything could be read"
+    text = _cut(run.config_text, _MAX_TEXT)
+    configuration = Chapter(
+        identity="file",
+        title="config.toml",
+        missing="" if text else "No config.toml.",
+        code=("The configuration as resolved", text) if text else ("", ""),
     )
-
-
-def links_to(sections: Sequence[Chapter]) -> list[tuple[str, str]]:
-    """(identity, title) of each section, for the contents of a page."""
-    return [(section.identity, section.title) for section in sections]
-
-
-def from_template(template: str, **values: Any) -> str:
-    """A page of the report from one of its templates, in both colour schemes."""
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return Document(
+        kind="moemesh run",
+        title=run.folder.resolve().name,
+        lines=lines,
+        cards=[("Parallel degrees", degrees), ("Results", facts)],
+        boxes=[
+            Box("failure", "This run failed", told or [("", "")] * (run.failure is not None), True),
+            Box("warnings", unread, [("", warning) for warning in run.warnings]),
+            Box("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
+        ],
+        chapters=[
+            *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
+            configuration,
+        ],
     )
-    colours = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
-    values |= {"ground": svg.DARK_GROUND, "colours": colours.items()}
-    return environment.get_template(template).render(**values)
 
 
 def command_of(run: Run) -> str:
     """The command of the newest start; "" where the folder does not tell."""
     argv = run.starts[-1].get("argv") if run.starts else None
     return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
-
-
-def _degrees(run: Run) -> list[tuple[str, str]]:
-    """Parallel degrees, those that are not said being 1, and the number of ranks."""
-    plan = run.plan or run.section("plan")
-    if not plan:
-        return []
-    degrees = [(name, plan.get(name, 1)) for name in _DEGREES]
-    shown = [(name, _cut(str(value), 20)) for name, value in degrees]
-    world = 1
-    for _, value in degrees[:4]:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**9:
-            return shown
-        world *= value
-    return [("ranks", str(world)), *shown]
 
 
 def _cut(value: str, length: int) -> str:
@@ -161,3 +154,230 @@ def _clock(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def write_comparison(first: Path | str, second: Path | str, out: Path | None = None) -> Path:
+    """Write the comparison of two run folders to `out`, by default `comparison.html` in the first.
+
+    Raises RunError (a ValueError) when a folder holds no run.
+    """
+    runs = Run.load(first), Run.load(second)
+    return replace_file(out or runs[0].folder / COMPARISON, comparison(*runs).to_html())
+
+
+def comparison(*runs: Run) -> Document:
+    """Everything that differs between two runs."""
+    # Names of the folders, with what lies above them where both have the same name.
+    folders = [run.folder.resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    if names[0] == names[1]:
+        names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    if names[0] == names[1]:
+        names = [
+            f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
+        ]
+    names = [svg.clip(name, 40) for name in names]
+    return Document(
+        kind="Two moemesh runs",
+        title=" and ".join(names),
+        lines=[str(folder) for folder in folders],
+        boxes=[
+            Box(
+                "warnings",
+                "Not everything could be read",
+                [
+                    (name, line)
+                    for name, run in zip(names, runs, strict=True)
+                    for line in run.warnings
+                ],
+            )
+        ],
+        chapters=[
+            replace(make(runs, names), identity=title.lower(), title=title)
+            for title, make in (
+                ("Configuration", _configuration),
+                ("Results", _results),
+                ("Training", _training),
+                ("Traffic", _traffic),
+                ("Memory", _memory),
+            )
+        ],
+    )
+
+
+def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    if not all(run.config for run in runs):
+        return Chapter(missing="A run has no config.toml, so nothing can be compared.")
+    found = compare(*(run.config_text for run in runs))
+    if not found:
+        return Chapter(note="Every key has the same value.")
+    table = Table(
+        caption="Keys whose values differ",
+        header=("Key", *names),
+        rows=[
+            (svg.clip(one.key, 60), *(toml_text(value, _MAX_SHOWN) for value in (one.old, one.new)))
+            for one in found[:MAX_TABLE_ROWS]
+        ],
+        num_names=3,
+    )
+    return Chapter(tables=[table], note=left_out(len(found), "keys"))
+
+
+#: Lines of the table of results: name, which value (:func:`_value`), its key in a row, its form.
+_LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("Steps", "last", "step", "{:,.0f}".format),
+    ("Tokens", "total", "tokens", svg.short),
+    ("Training loss, mean of the last tenth", "end", "loss", "{:.4f}".format),
+    ("Last validation loss", "last", "validation_loss", "{:.4f}".format),
+    ("Tokens per second, median", "median", "tokens_per_second", svg.short),
+    ("Seconds of a step, median", "median", "seconds", "{:.4g}".format),
+    ("Time in steps, seconds", "total", "seconds", "{:,.1f}".format),
+    ("MFU, median", "median", "mfu", "{:.2%}".format),
+    ("Waiting for data in a step, seconds", "median", "data_seconds", "{:.3g}".format),
+    ("Exposed communication, seconds", "median", "communication_seconds", "{:.3g}".format),
+    (f"Memory: {MEASURED_PEAKS['']}", "peak", "", format_bytes),
+    ("Sent in a step of training, all ranks", "sent", "", format_bytes),
+)
+
+
+def _value(run: Run, which: str, key: str) -> float | None:
+    """A number of a run; None where it is not known."""
+    if which == "peak":
+        return run.memory and (run.memory.peak or None)
+    if which == "sent":
+        return sum(sent_in_training(run).values()) if run.ledgers else None
+    if which == "median":
+        return median_of(run.current, key)
+    values = [value for row in run.metrics if (value := getattr(row, key)) is not None]
+    if not values or which == "last":
+        return values[-1] if values else None
+    if which == "total":
+        return sum(values)
+    # One step's loss is noise: the mean of the last tenth of the steps, 100 at most.
+    return statistics.fmean(values[-max(1, min(len(values) // 10, 100)) :])
+
+
+def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    rows: list[tuple[str, ...]] = [("State", *(state_of(run) for run in runs), "")]
+    for label, which, key, form in _LINES:
+        values = [_value(run, which, key) for run in runs]
+        if any(value is not None for value in values):
+            shown = ("" if value is None else form(value) for value in values)
+            rows.append((label, *shown, _change(*values)))
+    units = [run.loss_unit for run in runs]
+    note = f"Losses in {units[0]}."
+    if units[0] != units[1]:
+        note = f"Losses of {names[0]} in {units[0]}, of {names[1]} in {units[1]}: not comparable."
+    for name, run in zip(names, runs, strict=True):
+        if run.of_steps:
+            note += (
+                f" Of {name}, which has had {len(run.plans)} plans, medians, memory and traffic "
+                f"are those of the last one{run.of_steps}."
+            )
+    table = Table(
+        caption="Results, speed, memory and traffic", header=("", *names, "Change"), rows=rows
+    )
+    return Chapter(tables=[table], note=note)
+
+
+def _change(first: float | None, second: float | None) -> str:
+    """From the first run to the second."""
+    if first is None or second is None:
+        return ""
+    if first == second:
+        return "none"
+    return f"{second / first - 1:+.1%}".replace("%", " %") if first else ""
+
+
+def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    if not any(run.metrics for run in runs):
+        return Chapter(missing="Neither run has finished a step.")
+    unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
+    marks = [
+        (place, f"{svg.clip(name, 20)}: {plan}")
+        for name, run in zip(names, runs, strict=True)
+        for place, plan in run.marks
+    ]
+    # Seconds in steps up to each of them.
+    clocks = [list(accumulate(row.seconds for row in run.metrics)) for run in runs]
+
+    def chart(
+        title: str, key: str, y_label: str, *, over_time: bool = False
+    ) -> tuple[str, str, str]:
+        series: list[curves.Series] = []
+        for number, (name, run, clock) in enumerate(zip(names, runs, clocks, strict=True)):
+            pairs = zip(clock, run.metrics, strict=True)
+            found = [(s if over_time else row.step, getattr(row, key)) for s, row in pairs]
+            points = [point for point in found if point[1] is not None]
+            dots = len(points) < 30
+            if points:
+                series.append(curves.Series(name=name, points=points, colour=number, dots=dots))
+        counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
+        pictures = curves.line_charts(
+            title.lower().replace(" ", "-"),
+            title,
+            series,
+            y_label=y_label,
+            x_label="seconds" if over_time else "step",
+            description=f"{title}: {counts or 'no values'}.",
+            marks=() if over_time else marks,
+        )
+        return ("Loss over the time in steps" if over_time else title), *pictures
+
+    drawn = figures(
+        chart("Loss", "loss", unit),
+        chart("Loss over time", "loss", unit, over_time=True),
+        chart("Validation loss", "validation_loss", unit),
+        chart("Gradient norm", "grad_norm", "gradient norm"),
+        chart("Learning rate", "lr", "learning rate"),
+        chart("Throughput", "tokens_per_second", "tokens per second"),
+    )
+    return Chapter(figures=drawn)
+
+
+def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
+    keys = sorted(found[0].keys() | found[1].keys())
+    if not keys:
+        return Chapter(missing="Neither run has a ledger.json.")
+    rows = [
+        (
+            *(svg.clip(name, 40) for name in key),
+            *(format_bytes(sent.get(key, 0.0)) for sent in found),
+            _change(*(sent.get(key, 0.0) for sent in found)),
+        )
+        for key in keys[:MAX_TABLE_ROWS]
+    ]
+    table = Table(
+        caption="Bytes sent in one step by all ranks",
+        header=("Axis", "Phase", *names, "Change"),
+        rows=rows,
+        num_names=2,
+    )
+    return Chapter(tables=[table])
+
+
+def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    profiles = [run.memory.ranks if run.memory else () for run in runs]
+    if not any(profiles):
+        return Chapter(missing="Neither run has a memory.json.")
+    highest = [
+        {name: max((p.parts()[name] for p in ranks), default=0) for name in PARTS}
+        | {"peak": max((p.peak for p in ranks), default=0)}
+        for ranks in profiles
+    ]
+    rows = [
+        (
+            name.replace("_", " "),
+            *(format_bytes(found[name]) for found in highest),
+            _change(*(float(found[name]) for found in highest)),
+        )
+        for name in (*PARTS, "peak")
+        if any(found[name] for found in highest)
+    ]
+    table = Table(
+        caption=f"Memory of the rank that holds most of each class ({MEASURED_HELD})",
+        header=("Class", *names, "Change"),
+        rows=rows,
+    )
+    return Chapter(tables=[table])

@@ -1,27 +1,120 @@
-"""A timeline as rows of boxes: one row a rank, one colour a kind, idle time shaded."""
+"""A timeline as rows of boxes: one row a rank, one colour a kind, idle time shaded.
+
+Overlapping records lie in lanes, equal intervals share one box. A trace for Perfetto has the same
+records, to be looked at beside a profiler's of the same step.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from moemesh.report import svg
-from moemesh.report.boxes import KINDS as KINDS
-from moemesh.report.boxes import Rectangle, colours_of, legend_entries
-from moemesh.report.boxes import boxes_of as boxes_of
-from moemesh.trace.pipeline import Steps
-from moemesh.trace.timeline import MICROSECONDS, Timeline
+from moemesh.trace.pipeline import Steps, activations, backlog, flows, places
+from moemesh.trace.timeline import MICROSECONDS, Timeline, WorkRecord
 
+#: Colours of well-known kinds, apart in hue and in lightness.
+KINDS: dict[str, str] = {"F": "#1d4f91", "B": "#f0a030", "I": "#b84f16", "W": "#a3d495"}
+#: How much white the tint of a second chunk or pipe holds.
+_TINT = 0.5
 _WAITING = "#e3b1b1"
 #: Neighbours of different colours that are too narrow to be drawn one by one.
 _MIXED = "#8b95a3"
 _MEMORY = "#6d5a9c"
-#: As :data:`moemesh.report.svg.DARK`.
-DARK: dict[str, str] = {_WAITING: "#7d4a4a", _MEMORY: "#a797d8"}
+#: Colours on a dark ground, as :data:`moemesh.report.svg.DARK`; of the kinds those that carry white
+#: text, and their tints, which stay apart from them.
+DARK: dict[str, str] = {
+    KINDS["F"]: "#7fb4f0",
+    KINDS["I"]: "#ff9f6b",
+    svg.tint(KINDS["F"], _TINT): "#c9defa",
+    svg.tint(KINDS["I"], _TINT): "#ffd3b8",
+    _WAITING: "#7d4a4a",
+    _MEMORY: "#a797d8",
+}
+#: Names and kinds that mean the same as a pipeline kind, for its colour.
+SAME: dict[str, str] = {"forward": "F", "backward": "B"}
+LONG_NAMES: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+_MAX_LANES = 4
 _MAX_ROWS = 32
 _MAX_BOXES = 5000
 _MAX_KEYS = 12
 _LEFT, _RIGHT = 66, 12
 _STRIP = 14.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangle:
+    """A record's place in its rank's row: `lane` downwards, and which `part` of `parts` of it.
+
+    `place` counts the rank's chunks and pipes from 0; every other one is tinted. `sliced` says that
+    its microbatch runs in slices.
+    """
+
+    record: WorkRecord
+    lane: int
+    part: int = 0
+    parts: int = 1
+    place: int = 0
+    sliced: bool = False
+
+    @property
+    def tinted(self) -> bool:
+        return self.place % 2 == 1
+
+    @property
+    def label(self) -> str:
+        """The microbatch with its slice, or the name of other work."""
+        record = self.record
+        if record.microbatch is None:
+            return record.name
+        return f"{record.microbatch}.{record.slice}" if self.sliced else str(record.microbatch)
+
+    def colour(self, colours: dict[str, str]) -> str:
+        """The kind's colour or its tint."""
+        colour = colours[key_of(self.record)]
+        return svg.tint(colour, _TINT) if self.tinted else colour
+
+
+def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
+    """Lay out one rank's records: overlapping ones in lanes, equal intervals as one block.
+
+    `records` in the timeline's order (start, longest first).
+    """
+    blocks: defaultdict[tuple[float, float], list[WorkRecord]] = defaultdict(list)
+    for record in records:
+        blocks[record.start, record.end].append(record)
+    place_of = places(records)
+    sliced = any(record.slice for record in records)
+    ends: list[float] = []
+    placed: list[Rectangle] = []
+    for (start, end), block in blocks.items():
+        free = (lane for lane, busy_until in enumerate(ends) if busy_until <= start)
+        lane = next(free, len(ends))
+        if lane == len(ends):
+            ends.append(end)
+        ends[lane] = end
+        lane = min(lane, _MAX_LANES - 1)
+        # The forward on top, whatever its stage.
+        for part, record in enumerate(sorted(block, key=lambda r: r.kind != "F")):
+            place = record.pipe
+            if record.stage is not None:
+                place = place_of[record.pipe, record.stage]
+            share = {"lane": lane, "part": part, "parts": len(block)}
+            placed.append(Rectangle(record=record, place=place, sliced=sliced, **share))
+    return placed
+
+
+def key_of(record: WorkRecord) -> str:
+    """The key of a record's colour: its kind, or its name when it has none."""
+    word = record.kind or record.name
+    return SAME.get(word, word)
 
 
 def timeline_rows(
@@ -71,7 +164,15 @@ def timelines_stacked(
     # Instants have no length: any scale will do.
     pixels = (svg.WIDTH - _LEFT - _RIGHT) / (longest or 1)
     boxes = [box for panel in panels for box in panel.boxes]
-    colours, rows, y = colours_of(boxes), list[str](), 0.0
+    # The pipeline kinds first, then the others by their busy time, so that the eleventh kind of
+    # helper does not take a colour away.
+    busy: defaultdict[str, float] = defaultdict(float)
+    for box in boxes:
+        busy[key_of(box.record)] += box.record.duration
+    others = sorted(busy.keys() - KINDS.keys(), key=lambda key: (-busy[key], key))
+    palette = (*svg.COLOURS[1:], *(svg.tint(colour) for colour in svg.COLOURS))
+    colours = KINDS | {key: palette[i % len(palette)] for i, key in enumerate(others)}
+    rows, y = list[str](), 0.0
     for panel, factor in zip(panels, factors, strict=True):
         if len(panels) > 1:
             heading = panel.timeline.source
@@ -98,7 +199,12 @@ def timelines_stacked(
         ("memory held", _MEMORY),
         ("idle", svg.IDLE),
     )
-    entries = legend_entries(boxes, colours)[:_MAX_KEYS]
+    second = "pipe 1" if any(box.record.pipe for box in boxes) else "odd chunk"
+    tints = {key_of(box.record): box.colour(colours) for box in boxes if box.tinted}
+    named = [(LONG_NAMES.get(key, key), key) for key in colours]
+    entries = [(name, colours[key]) for name, key in named if key in busy]
+    entries += [(f"{name}, {second}", tints[key]) for name, key in named if key in tints]
+    entries = entries[:_MAX_KEYS]
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
     key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
@@ -234,3 +340,63 @@ def _axis_unit(length: float, timeline: Timeline) -> tuple[float, str]:
 def _duration(length: float, timeline: Timeline) -> str:
     factor, unit = _axis_unit(length, timeline)
     return f"{length * factor:.4g} {unit}"
+
+
+def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
+    """One process a timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
+
+    Each record is a complete event, each message between ranks a flow from its producer to its
+    consumer, and counters follow what a rank holds: activations (see
+    :func:`moemesh.trace.pipeline.activations` for `held`) and weight gradients put off.
+    """
+    events: list[dict[str, Any]] = []
+    number = 0
+    for process, timeline in enumerate(timelines):
+        scale, origin = MICROSECONDS[timeline.unit], timeline.start
+        named = {"ph": "M", "pid": process, "tid": 0}
+        title = f"pipeline, {timeline.source}"
+        events.append({"name": "process_name", **named, "args": {"name": title}})
+        for rank in timeline.ranks:
+            named = {"ph": "M", "pid": process, "tid": rank}
+            events.append({"name": "thread_name", **named, "args": {"name": f"rank {rank}"}})
+            events.append({"name": "thread_sort_index", **named, "args": {"sort_index": rank}})
+        for record in timeline.records:
+            details = record.to_json()
+            for name in ("rank", "start", "end", "name", "kind"):
+                details.pop(name, None)
+            if record.wait:
+                details["wait"] = record.wait * scale
+            events.append(
+                {
+                    "name": record.name,
+                    "cat": record.kind or "work",
+                    "ph": "X",
+                    "ts": (record.start - origin) * scale,
+                    "dur": record.duration * scale,
+                    "pid": process,
+                    "tid": record.rank,
+                    "args": details,
+                }
+            )
+        # A message is an arrow from the end of one record to the start of another.
+        for producer, consumer in ((flow.producer, flow.consumer) for flow in flows(timeline)):
+            number += 1
+            common = {"name": "message", "cat": "message", "id": number, "pid": process}
+            # A flow belongs to the record that encloses its time, and an interval excludes its end.
+            left = (producer.end - origin) * scale - producer.duration * scale / 1024
+            right = (consumer.start - origin) * scale
+            events += [
+                {**common, "ph": "s", "ts": left, "tid": producer.rank},
+                {**common, "ph": "f", "bp": "e", "ts": right, "tid": consumer.rank},
+            ]
+        for name, counts in (
+            ("activations", activations(timeline, held=held)),
+            ("weight gradients put off", backlog(timeline)),
+        ):
+            for rank, steps in counts.items():
+                named = {"name": f"{name}, rank {rank}", "ph": "C", "pid": process}
+                events += [
+                    {**named, "ts": (time - origin) * scale, "args": {"value": value}}
+                    for time, value in steps
+                ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

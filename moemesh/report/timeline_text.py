@@ -6,7 +6,7 @@ import math
 import re
 from fractions import Fraction
 
-from moemesh.report.boxes import LONG_NAMES, boxes_of
+from moemesh.report.timeline_picture import LONG_NAMES, boxes_of
 from moemesh.trace.timeline import Timeline
 
 #: A tick that would need more columns than this is no common measure, only an accident.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.section import plural
+from moemesh.report.document import plural
+from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
 from moemesh.trace.timeline import WorkRecord
 
@@ -61,7 +61,19 @@ def verdict(profile: Profile) -> list[str]:
                 found[name] += record.duration * 1e6 / len(own)
     lines.append("phases      " + _shares(dict(found), whole) + "  (mean rank)")
     pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
-    lines.append("waits       " + _waits(profile, pauses, step * steps))
+    # Divided among axes as the pauses of the profiled steps are; of those alone where nothing else
+    # was measured.
+    by_axis: defaultdict[str, float] = defaultdict(float)
+    for pause in pauses:
+        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
+    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
+        share = statistics.fmean(waited)
+        shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0) or f"{share:.1%}"
+        lines.append(f"waits       {shares}  (for other ranks, divided by axis as pauses are)")
+    else:
+        shares = _shares(by_axis, step * steps) or "none above 0.1 ms"
+        how = "with the profiler: pauses behind a collective, by its axis"
+        lines.append(f"waits       {shares}  ({how})")
     lines += _longest_operations(profile, steps)
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
         milliseconds = pause.microseconds / 1e3
@@ -99,20 +111,6 @@ def _span(phases: Sequence[WorkRecord]) -> float:
     return (max(record.end for record in phases) - start) * 1e6
 
 
-def _waits(profile: Profile, pauses: Sequence[Pause], whole: float) -> str:
-    """The share of a step that ranks wait, divided among axes as the pauses of the profiled steps,
-    which took `whole` microseconds, are; of those alone where nothing else was measured."""
-    by_axis: defaultdict[str, float] = defaultdict(float)
-    for pause in pauses:
-        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
-    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
-        share = statistics.fmean(waited)
-        shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0)
-        return f"{shares or f'{share:.1%}'}  (for other ranks, divided by axis as pauses are)"
-    shares = _shares(by_axis, whole) or "none above 0.1 ms"
-    return f"{shares}  (with the profiler: pauses behind a collective, by its axis)"
-
-
 def _shares(parts: dict[str, float], whole: float) -> str:
     named = sorted(parts.items(), key=lambda item: -item[1])
     return "  ".join(
@@ -123,8 +121,8 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 def pauses_of(one: RankProfile) -> list[Pause]:
     """Pauses above 0.1 ms between operations of a thread, behind a mark of a collective and inside
     the phases of a step that compute."""
-    passes = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.kind in KINDS]
-    sums = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.name == "reduce"]
+    computing = [r for r in one.phases if r.kind in KINDS or r.name == "reduce"]
+    spans = [(record.start * 1e6, record.end * 1e6, record) for record in computing]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
     for event in one.events:
         name, kind = str(event["name"]), event.get("cat")
@@ -142,15 +140,12 @@ def pauses_of(one: RankProfile) -> list[Pause]:
             length = end - begin
             if length < _PAUSE_MICROSECONDS or not place:
                 continue
-            is_in_pass = _encloses(passes, begin, end)
-            if is_in_pass or _encloses(sums, begin, end):
+            around = [record.kind in KINDS for start, stop, record in spans
+                      if start <= begin and end <= stop]  # fmt: skip
+            if around:
                 name = str(marks[place - 1]["name"]).removeprefix(MARK)
-                found.append(Pause(one.rank, length, name, is_in_pass))
+                found.append(Pause(one.rank, length, name, any(around)))
     return found
-
-
-def _encloses(spans: Sequence[tuple[float, float]], begin: float, end: float) -> bool:
-    return any(start <= begin and end <= stop for start, stop in spans)
 
 
 def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:

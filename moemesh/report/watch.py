@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -272,34 +273,30 @@ class Watched:
         if self._last_kind in _ENDS:
             how = "has come to its end" if self._last_kind == "finished" else "has been stopped"
             return True, f"the run {how}"
-        if self._holder() is not False:
+        # Whether the process that holds the lease lives; None where that cannot be known.
+        lives: bool | None = None
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
+            body: Any = json.loads(raw)
+            counter, now = body.get("counter"), time.monotonic()
+            if body.get("held") is False:
+                lives = False
+            elif body["host"] == socket.gethostname():
+                try:
+                    os.kill(int(body["pid"]), 0)
+                    lives = True
+                except (ProcessLookupError, PermissionError) as error:
+                    lives = isinstance(error, PermissionError)
+            elif counter is None:
+                lives = None if self._failure() is None else False
+            else:
+                if counter != self._beat[0]:
+                    self._beat = counter, now
+                lives = None if now - self._beat[1] < _BEAT_SECONDS else False
+        if lives is not False:
             return None
         reason = self._failure()
         return False, f"the run has failed: {reason}" if reason else "the run is no longer at work"
-
-    def _holder(self) -> bool | None:
-        """Whether the process that holds the lease lives; None where that cannot be known."""
-        try:
-            raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
-            body: Any = json.loads(raw)
-            if body.get("held") is False:
-                return False
-            if body["host"] != socket.gethostname():
-                counter = body.get("counter")
-                now = time.monotonic()
-                if counter is None:
-                    return None if self._failure() is None else False
-                if counter != self._beat[0]:
-                    self._beat = counter, now
-                return None if now - self._beat[1] < _BEAT_SECONDS else False
-            os.kill(int(body["pid"]), 0)
-            return True
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
 
     def _failure(self) -> str | None:
         try:

@@ -325,8 +325,10 @@ def preflight_warnings(
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
+        times = train.lr / usual
+        shown = f"{times:,.0f}" if times < 1e6 else f"{times:.3g}"
         yield (
-            f"train.lr = {train.lr:g} is {train.lr / usual:,.0f} times {usual:g}, the default for "
+            f"train.lr = {train.lr:g} is {shown} times {usual:g}, the default for "
             f"{whose}: the loss will probably rise"
         )
     if (parts := plan.dp * plan.microbatches) > data.global_batch:

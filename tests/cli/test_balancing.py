@@ -100,7 +100,7 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[2].startswith(
         "most loaded GPU / mean GPU, worst layer: 2.381 (layer 1) -> 1.242 ("
     )
-    assert lines[3].split()[:5] == ["layer", "before", "after", "bound", "gap"]
+    assert lines[3].split()[:6] == ["layer", "before", "after", "bound", "above", "bound"]
     assert lines[4].split()[:3] == ["0", "1.851", "1.169"]
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())

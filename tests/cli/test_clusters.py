@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.bench.settings import LinksSettings
-from moemesh.cli.clusters import cluster_text
+from moemesh.cli.machine import cluster_text
 from moemesh.config.cluster import KEYS, Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import preset_names

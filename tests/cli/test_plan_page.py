@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.cli.plan_text import plan_html
+from moemesh.cli.plan_text import plan_document
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.trace.memory_profile import PREDICTED_PEAK
@@ -27,10 +27,10 @@ def planned() -> PlannedAnswer:
 
 
 def test_the_page_needs_nothing_else(planned: PlannedAnswer) -> None:
-    page = plan_html(planned, "--model m")
+    page = plan_document(planned, "--model m").to_html()
     document = Document(page)
     assert len(page.encode()) < 1.5e6
-    assert not re.search(r"https?://", page)
+    assert set(re.findall(r"https?://[^\"' )]+", page)) == {"http://www.w3.org/2000/svg"}
     assert not document.of("script") and not document.of("link") and not document.of("img")
     assert "prefers-color-scheme: dark" in page
     (viewport,) = [one for one in document.of("meta") if one.get("name") == "viewport"]
@@ -40,7 +40,7 @@ def test_the_page_needs_nothing_else(planned: PlannedAnswer) -> None:
 
 
 def test_the_page_says_the_choice_the_rivals_and_the_command(planned: PlannedAnswer) -> None:
-    page = plan_html(planned, "--model m")
+    page = plan_document(planned, "--model m").to_html()
     text = " ".join(Document(page).texts)
     best = planned.candidates[0]
     assert f"{planned.speed(best).mfu:.1%}" in text
@@ -60,16 +60,22 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: PlannedAns
 
 
 def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
-    page = plan_html(planned, "--model m")
-    tracks = re.findall(r'<div class="track".*?</div>(?=\n</div>)', page, flags=re.DOTALL)
-    assert len(tracks) == 2 * len(planned.candidates)
-    sums = [sum(map(float, re.findall(r'style="width:([\d.]+)%', track))) for track in tracks]
-    times = [found.seconds for found in planned.candidates]
-    for width, seconds in zip(sums, times, strict=False):
-        assert width == pytest.approx(100 * seconds / max(times), abs=0.2)
+    page = plan_document(planned, "--model m").to_html()
+    pieces = re.findall(r'width="([\d.]+)"[^>]*><title>layout (\d)[^:]*: ([^<]*)</title>', page)
     capacity = planned.cluster.memory_bytes * planned.usable_share
-    for width, found in zip(sums[len(times) :], planned.candidates, strict=True):
-        assert width == pytest.approx(100 * found.memory.needed / capacity, abs=0.2)
+    widths: dict[tuple[str, bool], float] = {}
+    for width, number, said in pieces:
+        of_bar = number, " s (" in said
+        widths[of_bar] = widths.get(of_bar, 0.0) + float(width)
+    assert len(widths) == 2 * len(planned.candidates)
+    first = planned.candidates[0]
+    for number, found in enumerate(planned.candidates, start=1):
+        seconds = widths[f"{number}", True] / widths["1", True]
+        assert seconds == pytest.approx(found.seconds / first.seconds, abs=0.01)
+        needed = widths[f"{number}", False] / widths["1", False]
+        assert needed == pytest.approx(found.memory.needed / first.memory.needed, abs=0.01)
+    assert "usable: " in page and f"{planned.usable_share:.1%}" in page
+    assert first.memory.needed <= capacity
 
 
 def test_the_verb_writes_the_page(tmp_path: Path, invoke: Invoke) -> None:

@@ -13,7 +13,8 @@ from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.cli.plan_text import plan_text, published, risk_of_memory
 from moemesh.config.cluster import load_cluster
-from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.estimate import estimate
+from moemesh.planner.layout_sources import from_plan, plan_of
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import (
     PLAN_FILE,
@@ -73,7 +74,7 @@ def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Plann
         PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="33GiB")
     )
     assert tight.memory_interval(tight.candidates[0]).high > 47 * 2**30
-    assert risk_of_memory(tight).startswith("risk: none seen")
+    assert risk_of_memory(tight).startswith("risk: the worst routing needs 209.7 GiB; the 80 %")
     # A first that is not the fastest says what speaks against the faster one.
     number, fastest = min(enumerate(planned.candidates, 1), key=lambda found: found[1].seconds)
     high = format_bytes(round(planned.memory_interval(fastest).high))
@@ -87,6 +88,16 @@ def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Plann
     tiny = planned.cluster.model_copy(update={"memory_bytes": 36 * 2**30})
     none = plan_named(PlanRequest("qwen3-30b-a3b", tiny, 4096, 256, top=5))
     assert "no layout's fits" in risk_of_memory(none) and not none.has_safe
+
+
+def test_the_risk_names_the_worst_routing_as_estimate_does(planned: PlannedAnswer) -> None:
+    best = planned.candidates[0]
+    priced = estimate(planned.model, best.layout, planned.cluster, plan_of(best.layout))
+    assert not priced.fits(priced.crowded_bytes) and planned.is_safe(best)
+    told = f"the worst routing needs {format_bytes(round(priced.crowded_bytes))}"
+    assert risk_of_memory(planned).startswith(f"risk: {told}; the 80 % interval of 1 ends at ")
+    small = plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8))
+    assert risk_of_memory(small).startswith("risk: none seen; ")
 
 
 @pytest.mark.parametrize("tokens", [None, "1B"])

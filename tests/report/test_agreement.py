@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
-from moemesh.report.agreement import Agreement, agreement_chart
+from moemesh.report.curves import Agreement, agreement_chart
 
 
 def points():

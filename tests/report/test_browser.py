@@ -2,10 +2,10 @@
 
 import pytest
 
-from moemesh.cli.plan_text import plan_html
+from moemesh.cli.plan_text import plan_document
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_named
-from moemesh.report import comparison, page
+from moemesh.report import page
 from moemesh.report.svg import luminance
 from tests.report import browser
 from tests.report.fake_run import write_fake_run
@@ -70,7 +70,7 @@ def pages(tmp_path_factory):
         '{"kind": "Killed", "message": "by signal 9 ' + "x" * 400 + '"}'
     )
     other = write_fake_run(folder / "other", num_steps=40)
-    return [page.write(run), comparison.write(run, other)]
+    return [page.write(run), page.write_comparison(run, other)]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_the_table_of_layouts_fits_a_window_and_the_shadow_is_dark(chromium, tmp
         PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 512, nodes=2, tokens="14.8T")
     )
     path = tmp_path / "plan.html"
-    path.write_text(plan_html(planned, "--model m"))
+    path.write_text(plan_document(planned, "--model m").to_html())
     chromium.open(path, width=1200, scheme="dark")
     cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
     assert chromium.evaluate(f"{cut}.length") == 0

@@ -6,7 +6,7 @@ import pytest
 
 from moemesh.cli import insight
 from moemesh.config.errors import UserError
-from moemesh.report import comparison
+from moemesh.report import page
 from moemesh.trace.run import RunError
 from tests.report.fake_run import CONFIG, write_fake_run
 from tests.report.test_page import Document, read, tables
@@ -26,7 +26,7 @@ def words(table: str) -> str:
 
 
 def test_what_differs_comes_first(runs):
-    found = tables(read(comparison.write(*runs)))
+    found = tables(read(page.write_comparison(*runs)))
     assert next(iter(found)) == "Keys whose values differ"
     # A key that one file does not have stands for its default: schedule is 1f1b in both.
     rows = words(found["Keys whose values differ"])
@@ -37,7 +37,7 @@ def test_results_curves_traffic_and_memory(runs):
     first, second = runs
     ledgers = json.loads((second / "ledger.json").read_text()) | {"steps": 2}
     (second / "ledger.json").write_text(json.dumps(ledgers))
-    text = read(comparison.write(first, second))
+    text = read(page.write_comparison(first, second))
     document = Document(text)
     found = tables(text)
     results = words(found["Results, speed, memory and traffic"])
@@ -58,17 +58,17 @@ def test_runs_with_little_in_them(tmp_path, runs):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.toml").write_text(CONFIG)
-    Document(read(comparison.write(runs[0], empty)))
-    text = read(comparison.write(empty, empty))
+    Document(read(page.write_comparison(runs[0], empty)))
+    text = read(page.write_comparison(empty, empty))
     assert "Every key has the same value." in text and "Neither run has" in text
     with pytest.raises(RunError):
-        comparison.write(runs[0], tmp_path / "none")
+        page.write_comparison(runs[0], tmp_path / "none")
 
 
 def test_out(tmp_path, runs, capsys):
     insight.report(runs[0], runs[1], tmp_path / "both.html")
     assert capsys.readouterr().out.strip() == str(tmp_path / "both.html")
-    assert not (runs[0] / comparison.NAME).exists()
+    assert not (runs[0] / page.COMPARISON).exists()
     insight.report(runs[0], None, tmp_path / "one.html")
     assert "first" in read(tmp_path / "one.html")
     for wrong in (tmp_path / "none" / "x.html", tmp_path):

@@ -18,7 +18,7 @@ from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.planner.estimate import estimate_run
 from moemesh.report import page
-from moemesh.report.beside import EXPOSED
+from moemesh.report.bars import EXPOSED
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import explain, lower_rate
 from moemesh.sharding.load_run import load_run

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moemesh.report import bars, beside, boxes, curves, svg, timeline_picture
+from moemesh.report import bars, curves, svg, timeline_picture
 from moemesh.report.bars import memory_bars
 from moemesh.report.curves import imbalance_curve
 from moemesh.report.heat_maps import (
@@ -106,7 +106,7 @@ def test_colours_have_contrast():
         assert svg.contrast(svg.ink_on(colour), colour) >= 4.5, colour
         tinted = svg.tint(colour)
         assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
-    dark = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
+    dark = {**svg.DARK, **timeline_picture.DARK}
     for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
         assert svg.contrast(dark[colour], svg.DARK_GROUND) >= 4.5, colour
     tints = [svg.tint(colour, 0.5) for colour in timeline_picture.KINDS.values()]
@@ -165,7 +165,7 @@ class TestTraffic:
                 books[rank].record(
                     **fake_run.entry("ep", "all_to_all", "forward", caller, *amounts)
                 )
-        (row,) = beside.traffic_rows(books, steps=2)
+        (row,) = bars.traffic_rows(books, steps=2)
         assert (row.max_count, row.max_payload_bytes) == (1.5, 600)
         assert (row.max_wire_bytes, row.sum_wire_bytes) == (450, 600)
         assert row.max_received_bytes == 300

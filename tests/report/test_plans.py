@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.report import comparison, page
+from moemesh.report import page
 from moemesh.report.bounds import evidence_of
 from moemesh.report.explain import explain
 from moemesh.trace.run import MetricsRow, Run, read_metrics
@@ -61,7 +61,10 @@ def test_steps_done_again_belong_to_the_later_plan_and_a_plan_may_have_none(tmp_
     run = two_plans(tmp_path / "none", first=301, last=300)
     assert run.current == () and run.plans[-1].words == "steps 301 on, none of which has ended"
     assert "tokens/s" not in explain(run).text
-    page.render(run), comparison.render(run, run)  # the page of a run that has just begun again
+    (
+        page.document(run).to_html(),
+        page.comparison(run, run).to_html(),
+    )  # the page of a run that has just begun again
 
 
 def test_explain_tells_the_speed_of_the_current_plan(tmp_path: Path) -> None:
@@ -83,34 +86,39 @@ def test_loads_of_ranks_are_those_of_the_current_plan(tmp_path: Path) -> None:
 
 
 def test_the_page_names_plans_and_marks_where_they_change(tmp_path: Path) -> None:
-    text = page.render(two_plans(tmp_path / "run"))
+    text = page.document(two_plans(tmp_path / "run")).to_html()
     assert "Tokens per second, median, steps 301 to 400" in text and ">204.8k<" in text
     assert "steps 1 to 300" in text and "pp = 2, tp = 2, ep = 2, microbatches = 4" in text
     assert "Median over all steps but the first, steps 301 to 400" in text
     # Losses, rate, norm and speed, wide and narrow, and the balance of experts.
     assert text.count(">plan 2</text>") == 12
-    assert "plan 2" not in page.render(Run.load(write_fake_run(tmp_path / "one")))
+    assert "plan 2" not in page.document(Run.load(write_fake_run(tmp_path / "one"))).to_html()
 
 
 def test_the_page_tells_starts_apart_from_what_was_said_at_them(tmp_path: Path) -> None:
     run = two_plans(tmp_path / "run")
-    assert "Started 2026-11-22 11:36:02 UTC, again 2026-11-22 12:00 UTC." in page.render(run)
+    assert (
+        "Started 2026-11-22 11:36:02 UTC, again 2026-11-22 12:00 UTC."
+        in page.document(run).to_html()
+    )
     start = next(event for event in run.events if event.kind == "start")
     once = replace(run, starts=run.starts[:1], events=(start, start))
-    assert "Started 2026-11-22 11:36:02 UTC." in page.render(once)
+    assert "Started 2026-11-22 11:36:02 UTC." in page.document(once).to_html()
 
 
 def test_the_comparison_is_of_the_current_plans(tmp_path: Path) -> None:
     run, one = two_plans(tmp_path / "run"), Run.load(write_fake_run(tmp_path / "one"))
-    text = comparison.render(one, run)
+    text = page.comparison(one, run).to_html()
     assert ">204.8k<" in text and "run: plan 2" in text
     assert "Of run, which has had 2 plans, medians, memory and traffic" in text
 
 
 def test_bytes_of_validation_are_no_bytes_of_a_step(tmp_path: Path) -> None:
     run = Run.load(write_fake_run(tmp_path / "run"))
-    before = comparison.render(run, run).split("Sent in a step of training")[1][:200]
+    before = page.comparison(run, run).to_html().split("Sent in a step of training")[1][:200]
     for ledger in run.ledgers.values():
         size = 2**30
         ledger.record(**entry("tp", "all_gather", "evaluate", "attention", 1, size, size, size))
-    assert comparison.render(run, run).split("Sent in a step of training")[1][:200] == before
+    assert (
+        page.comparison(run, run).to_html().split("Sent in a step of training")[1][:200] == before
+    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from moemesh.report import boxes, svg, timeline_files, timeline_text
+from moemesh.report import svg, timeline_picture, timeline_text
 from moemesh.report.timeline_picture import timeline_rows, timelines_stacked
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
@@ -53,21 +52,21 @@ def test_every_operation_is_a_cell_on_its_rank(name: str) -> None:
 
 class TestColours:
     def test_kinds_differ_in_lightness(self) -> None:
-        light = sorted(svg.luminance(colour) for colour in boxes.KINDS.values())
+        light = sorted(svg.luminance(colour) for colour in timeline_picture.KINDS.values())
         assert all(b / a > 1.2 for a, b in pairwise(light))
 
     def test_chunks_and_pipes_have_two_tints(self) -> None:
         for name, first, second in (("zb_v", "0F0", "7F0"), ("chimera", "0F0", "3F0p1")):
             drawn = cells(timeline_rows(simulate(build(name, 4, 8)).timeline))
             # Both stand on rank 0.
-            assert drawn[first]["fill"] == boxes.KINDS["F"]
-            assert drawn[second]["fill"] == svg.tint(boxes.KINDS["F"], 0.5)
+            assert drawn[first]["fill"] == timeline_picture.KINDS["F"]
+            assert drawn[second]["fill"] == svg.tint(timeline_picture.KINDS["F"], 0.5)
         picture = timeline_rows(simulate(build("zb_v", 4, 8)).timeline)
         assert "forward, odd chunk" in picture and "pipe 1" not in picture
         assert "forward, pipe 1" in timeline_rows(simulate(build("dualpipe", 4, 8)).timeline)
 
     def test_numbers_can_be_read_on_every_cell(self) -> None:
-        for colour in boxes.KINDS.values():
+        for colour in timeline_picture.KINDS.values():
             for shade in (colour, svg.tint(colour, 0.5)):
                 assert svg.contrast(svg.ink_on(shade), shade) >= 4.5
 
@@ -176,18 +175,6 @@ class TestText:
         assert timeline_text.draw(timeline) == ""
 
 
-class TestFiles:
-    def test_picture_and_trace(self, tmp_path: Path) -> None:
-        timeline = simulate(build("zb_v", 4, 8)).timeline
-        paths = {"svg": tmp_path / "a.svg", "trace": tmp_path / "a.json"}
-        timeline_files.write(timeline, **paths, title="zb_v & <co>")
-        assert "zb_v &amp; &lt;co&gt;" in paths["svg"].read_text()
-        assert paths["trace"].read_text().startswith('{"traceEvents"')
-
-    def test_nothing_is_written_when_one_cannot_be(self, tmp_path: Path) -> None:
-        timeline = simulate(build("zb_v", 4, 8)).timeline
-        good = tmp_path / "a.svg"
-        for bad in (tmp_path / "no" / "a.json", tmp_path):
-            with pytest.raises(ValueError, match="cannot be written"):
-                timeline_files.write(timeline, svg=good, trace=bad, title="t")
-            assert not good.exists()
+def test_a_title_is_escaped() -> None:
+    timeline = simulate(build("zb_v", 4, 8)).timeline
+    assert "zb_v &amp; &lt;co&gt;" in timeline_rows(timeline, title="zb_v & <co>")

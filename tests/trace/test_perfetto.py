@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from moemesh.report.timeline_files import to_perfetto
+from moemesh.report.timeline_picture import to_perfetto
 from moemesh.schedule.action import messages
 from moemesh.schedule.build import build
 from moemesh.schedule.simulate import simulate

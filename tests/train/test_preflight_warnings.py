@@ -141,6 +141,8 @@ def test_a_rate_far_above_the_usual_one_is_named(
     (remark,) = said(*given, f"train.lr={float(high) * 2}")
     times = "2,000" if "sgd" in str(given) else "20"
     assert f"is {times} times {float(usual):g}, the default for" in remark
+    (remark,) = said(*given, f"train.lr={float(usual) * 1e30}")
+    assert " is 1e+30 times " in remark
 
 
 def test_parts_of_a_step_without_a_sequence_are_counted() -> None:

@@ -1,8 +1,8 @@
-"""The two meshes of a plan as a picture: which rank sits where, beside which others."""
+"""Pictures of ranks: where each sits in the meshes of a plan, and who sends how much to whom."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from math import prod
 
 from moemesh.config.layout import Layout, shard_range
@@ -23,14 +23,21 @@ _VIEWS = (
 )
 
 
-def draw(layout: Layout, num_experts: int = 0) -> str:
+def draw_meshes(layout: Layout, num_experts: int = 0) -> str:
     """An SVG of both meshes side by side, ranks in their order. On the left ranks of one colour
     have the same sequences, on the right the same experts, named where `num_experts` is known."""
     nodes = layout.ranks_per_node or layout.world_size
     parts: list[str] = []
     height = max(_panel(parts, layout, *view, nodes) for view in _VIEWS) + 10
-    for size, name in ((layout.dp, "dp"), (layout.ep, "ep")):
-        drawn, used = svg.legend(_names(size, name, num_experts), left=0, top=height)
+    for size, axis in ((layout.dp, "dp"), (layout.ep, "ep")):
+        names: list[tuple[str, str]] = []
+        for index in range(min(size, len(svg.COLOURS))):
+            own = shard_range(num_experts, size, index) if axis == "ep" else range(0)
+            held = f": experts {own[0]}-{own[-1]}" if own else ""
+            names.append((f"{axis} {index}{held}", _colour(index, axis)))
+        if size > len(svg.COLOURS):  # colours repeat
+            names.append((f"... {axis} {size - 1}, colours again", "#ffffff"))
+        drawn, used = svg.legend(names, left=0, top=height)
         parts.append(drawn)
         height += used + 6
     title = f"The meshes of {layout.world_size} ranks"
@@ -39,20 +46,6 @@ def draw(layout: Layout, num_experts: int = 0) -> str:
         f"{layout.edp}, ep {layout.ep}, etp {layout.etp}. Each box is a rank."
     )
     return svg.figure("meshes", title, description, height, parts)
-
-
-def _names(size: int, axis: str, num_experts: int) -> Iterator[tuple[str, str]]:
-    """The legend of an axis: colours repeat where it is long."""
-    for index in range(min(size, len(svg.COLOURS))):
-        colour = _colour(index, axis)
-        if axis == "dp":
-            name = f"dp {index}"
-        else:
-            own = shard_range(num_experts, size, index)
-            name = f"ep {index}" + (f": experts {own[0]}-{own[-1]}" if own else "")
-        yield name, colour
-    if size > len(svg.COLOURS):
-        yield f"... {axis} {size - 1}, colours again", "#ffffff"
 
 
 def _colour(index: int, axis: str) -> str:
@@ -114,3 +107,50 @@ def _panel(
         parts.append(svg.text(left, y + 14, rest))
         y += 18
     return y
+
+
+#: Name of the dispatcher, what is exchanged, rows [from][to].
+Pairs = tuple[str, str, Sequence[Sequence[int]]]
+#: Classes of colour between no rows and the most of any pair.
+_SHADES = tuple(svg.tint(svg.COLOURS[0], share) for share in (0.85, 0.65, 0.45, 0.25, 0.0))
+
+
+def draw_pairs(panels: Sequence[Pairs]) -> str:
+    """An SVG with one matrix for each of `panels`, senders as lines and receivers as columns; what
+    a rank keeps has a frame instead of a colour."""
+    above, before, gap = 40, 44, 40
+    most = max((n for *_, rows in panels for line in rows for n in line), default=0)
+    ranks = max((len(rows) for *_, rows in panels), default=1)
+    cell = max(12.0, min(30.0, (svg.WIDTH / 2 - before - gap) / ranks))
+    width = max(before + ranks * cell + gap, svg.WIDTH / 2)
+    columns = max(1, int(svg.WIDTH // width))
+    height = above + ranks * cell + gap
+    parts: list[str] = []
+    for number, (name, title, rows) in enumerate(panels):
+        left, top = number % columns * width, number // columns * height
+        parts.append(svg.text(left, top + 14, name, weight="bold"))
+        parts.append(svg.text(left, top + 28, title, fill=svg.MUTED, size=10))
+        left, top = left + before, top + above
+        for sender, line in enumerate(rows):
+            y = top + sender * cell
+            middle, who = y + cell / 2 + 4, f"from {sender}"
+            parts.append(svg.text(left - 6, middle, who, anchor="end", size=9, fill=svg.MUTED))
+            for receiver, count in enumerate(line):
+                x = left + receiver * cell
+                shade = (count - 1) * len(_SHADES) // max(most, 1)
+                fill = _SHADES[min(len(_SHADES) - 1, shade)] if count else "#f4f6f8"
+                fill = "#ffffff" if receiver == sender else fill
+                frame = f' stroke="{svg.INK}" stroke-width="0.7"' if receiver == sender else ""
+                hint, side = f"{count} rows from {sender} to {receiver}", cell - 2
+                parts.append(svg.rectangle(x + 1, y + 1, side, side, fill, title=hint, more=frame))
+                if cell >= 8 + 5 * len(str(count)):
+                    ink, place = svg.ink_on(fill), x + cell / 2
+                    parts.append(svg.text(place, middle, count, anchor="middle", size=10, fill=ink))
+        for receiver in range(len(rows)):
+            if cell >= 16 or receiver in (0, len(rows) - 1):
+                x, below = left + (receiver + 0.5) * cell, top + len(rows) * cell + 12
+                parts.append(svg.text(x, below, receiver, anchor="middle", size=9, fill=svg.MUTED))
+    lines = -(-len(panels) // columns)
+    description = f"Rows that each rank (line) sends to each rank (column); at most {most}."
+    title = "Rows between ranks"
+    return svg.figure("pairs", title, description, lines * height, parts)
