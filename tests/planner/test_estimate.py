@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from moemesh.cli.plan_text import estimate_text
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import read_plan
-from tests.waiting import PATIENCE
+from tests.test_cli import Invoke
 
 PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
 
@@ -157,25 +155,12 @@ def test_bad_clusters(tmp_path: Path, line: str, word: str) -> None:
         estimated(cluster=str(tmp_path / "cluster.toml"))
 
 
-def test_the_verb_without_torch() -> None:
-    code = (
-        "import sys; from moemesh.planner.estimate import estimate_named; "
-        "estimate_named('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
-
-
-def test_the_command_line() -> None:
-    arguments = ["--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32"]
-    run = [sys.executable, "-m", "moemesh", "estimate", *arguments]
-    done = subprocess.run(
-        [*run, "--global-batch", "8", "--json"], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["model"] == "tiny"
-    refused = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE)
-    assert refused.returncode == 2
-    assert "global_batch" in refused.stderr and "Traceback" not in refused.stderr
+def test_the_command_line(invoke: Invoke) -> None:
+    words = ("--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32")
+    code, out, _ = invoke("estimate", *words, "--global-batch", "8", "--json")
+    assert code == 0 and json.loads(out)["model"] == "tiny"
+    code, _, err = invoke("estimate", *words)
+    assert code == 2 and "global_batch" in err
 
 
 def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> None:
