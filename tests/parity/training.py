@@ -6,7 +6,7 @@ import ast
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -55,8 +55,8 @@ def shape_of(words: str) -> Shape:
     return Shape(*sizes, padding="padded" in words, packed="packed" in words)
 
 
-def plan_of(words: str) -> dict[str, Any]:
-    """The keys of a plan in words: ``dp=2 schedule=zb_h1 layers_per_stage=(7,1)``."""
+def keys_of(words: str) -> dict[str, Any]:
+    """The keys of a section in words: ``dp=2 schedule=zb_h1 layers_per_stage=(7,1)``."""
     found: dict[str, Any] = {}
     for word in words.split():
         key, _, value = word.partition("=")
@@ -67,51 +67,35 @@ def plan_of(words: str) -> dict[str, Any]:
     return found
 
 
-#: Keys of a model, a plan and a train section by name, plan, and data.
-Row = tuple[str, dict[str, Any], Shape]
-
-
-def rows(table: str, models: Iterable[str] = ()) -> list[Any]:
-    """Cases of a table with lines ``models | plan | shape``: see `plan_of` and `shape_of`.
-
-    Several models, and values like ``context=ring/all_gather``, make a case each; ``...`` are all
-    other `models`. A model with a star runs by default, the others are slow. A case that stands
-    twice counts where it stands first; lines that begin with # are comments.
-    """
-    cases: dict[str, Any] = {}
+def lines(table: str) -> Iterator[tuple[str, list[str], str]]:
+    """Model, plans and data of each line of a table ``model | plan | data``; the plan with values
+    like ``context=ring/all_gather`` is several. Lines that begin with # are comments."""
     for line in filter(None, (line.partition("#")[0].strip() for line in table.splitlines())):
-        names, plan, shape, *_ = (*line.split("|"), "", "")
-        given = names.replace("*", "").split()
-        others = [name for name in models if name not in given] if "..." in given else []
+        model, plan, data, *_ = (" ".join(cell.split()) for cell in (line + "||").split("|"))
         words = [
             [f"{key}={value}" for value in values.split("/")]
             for key, _, values in (word.partition("=") for word in plan.split())
         ]
+        yield model, [" ".join(choice) for choice in itertools.product(*words)], data
+
+
+def rows(table: str, models: Iterable[str] = ()) -> list[Any]:
+    """Cases (model, keys of the plan, shape) of a table: see `lines`, `keys_of` and `shape_of`.
+
+    Several models make a case each; ``...`` are all other `models`. A model with a star runs by
+    default, the others are slow. A case that stands twice counts where it stands first.
+    """
+    cases: dict[str, Any] = {}
+    for names, plans, data in lines(table):
+        given = names.replace("*", "").split()
+        others = [name for name in models if name not in given] if "..." in given else []
         for name in [*names.replace("...", "").split(), *others]:
-            for choice in itertools.product(*words):
-                row: Row = (name.strip("*"), plan_of(" ".join(choice)), shape_of(shape))
-                text = f"{row[0]} | {' '.join(choice)} | {' '.join(shape.split())}".strip(" |")
+            for plan in plans:
+                text = f"{name.strip('*')} | {plan} | {data}".strip(" |")
                 marks = () if name.startswith("*") else (pytest.mark.slow,)
-                cases.setdefault(text, pytest.param(*row, id=text, marks=marks))
+                values = name.strip("*"), keys_of(plan), shape_of(data)
+                cases.setdefault(text, pytest.param(*values, id=text, marks=marks))
     return list(cases.values())
-
-
-def name_of(value: object) -> str:
-    """The id of a case, from its model, plan and shape: ``key=value`` of all keys of the plan."""
-    match value:
-        case dict():
-            return "-".join(f"{key}={item}" for key, item in value.items())
-        case Shape():
-            names = {
-                "lonely": value.global_batch == 1,
-                "padded": value.padding,
-                "packed": value.packed,
-            }
-            return "-".join(name for name, holds in names.items() if holds)
-        case tuple():
-            return "-".join(name for part in value if (name := name_of(part)))
-        case _:
-            return str(value)
 
 
 class Trained(NamedTuple):
