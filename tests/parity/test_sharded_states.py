@@ -20,7 +20,7 @@ from tests.parity.test_asynchronous import DEEP as DEEP_MODEL
 from tests.parity.test_asynchronous import SHAPE as EIGHT
 from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
-from tests.parity.training import Shape, assert_equals_one_device, name_of, rows, train
+from tests.parity.training import Shape, assert_equals_one_device, rows, train
 
 STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
@@ -108,9 +108,9 @@ def test_sharded_states_equal_one_device(model: str, plan: dict[str, Any], shape
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
+@pytest.mark.parametrize(("workload", "plan", "_"), MOVES)
 def test_experts_move_with_their_sharded_states(
-    workload: str, plan: dict[str, Any], data: str
+    workload: str, plan: dict[str, Any], _: Shape, data: str
 ) -> None:
     _skip_refused(plan, data)
     keys = ADAM | {"steps": 7, "rebalance_every": 3}
@@ -142,9 +142,9 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
+@pytest.mark.parametrize(("workload", "plan", "_"), REPLICAS)
 def test_replicas_of_experts_with_sharded_states(
-    workload: str, plan: dict[str, Any], data: str
+    workload: str, plan: dict[str, Any], _: Shape, data: str
 ) -> None:
     _skip_refused(plan, data)
     expected = balancing.train(balancing.Case(SKEWED, {}, TRAIN, workload=workload))
