@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_cli import invoke as invoke
-
 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from moemesh.trace.timeline import Timeline
 from moemesh.train.preparation import untrainable
 from tests import commands
 from tests.parallel.pipelining import SYNCHRONOUS
-from tests.test_cli import run
+from tests.test_cli import Invoke
 from tests.train import runs
 from tests.train.runs import losses, metrics, train
 from tests.waiting import PATIENCE
@@ -107,11 +107,9 @@ def test_conditions_of_a_schedule_are_told_before_anything_starts(
     tmp_path: Path,
     keys: dict[str, Any],
     words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    invoke: Invoke,
 ) -> None:
-    arguments = runs.arguments(tmp_path / "run", **(DEEP | keys))
-    code, _, err = run(capsys, monkeypatch, *arguments)
+    code, _, err = invoke(*runs.arguments(tmp_path / "run", **(DEEP | keys)))
     assert code == 2
     assert all(word in err for word in words), err
     assert not (tmp_path / "run").exists()
@@ -120,14 +118,15 @@ def test_conditions_of_a_schedule_are_told_before_anything_starts(
 def test_a_searched_schedule_trains_from_the_command_line(
     tmp_path: Path,
     one_device: list[dict[str, Any]],
+    invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`schedule search --save`, then `train` with the file: by a relative path, resumed when the
     file has changed, and when it is gone."""
     monkeypatch.chdir(tmp_path)
     words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
-    saved = runs.moemesh(*words, "--save", "s.txt")
-    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved.stdout
+    _, saved, _ = invoke(*words, "--save", "s.txt")
+    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
     keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
     keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
     out = tmp_path / "run"
@@ -137,7 +136,7 @@ def test_a_searched_schedule_trains_from_the_command_line(
     assert simulated.digest == digest(load(out / "schedule.txt"))
 
     shutil.rmtree(out / "checkpoints" / "step-4")
-    runs.moemesh("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
     again = runs.moemesh(*runs.arguments(out, **keys))
     assert "changed since the last call: the schedule s.txt: digest" in again.stdout
     assert load(out / "schedule.txt").name == "dualpipe_v"
@@ -406,6 +405,7 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
         ("validation", "none.jsonl", "none.jsonl: No such file"),
     ],
 )
-def test_config_check_looks_at_the_data(tmp_path: Path, key: str, value: str, told: str) -> None:
-    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"text"))
-    assert told in moemesh(tmp_path, "config", "check", "--set", f"data.{key}={value}", code=2)
+def test_config_check_looks_at_the_data(invoke: Invoke, key: str, value: str, told: str) -> None:
+    Path("packed.txt").write_bytes(gzip.compress(b"text"))
+    code, _, err = invoke("config", "check", "--set", f"data.{key}={value}")
+    assert code == 2 and told in err
