@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from moemesh.config.model import ModelConfig
+from moemesh.config.sources import preset_names
 from moemesh.model.transformer import Transformer
 from moemesh.planner.parameters import (
     attended_tokens,
@@ -35,6 +36,8 @@ RELEASED = {
     "deepseek-v3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "kimi-k2": 1_026_408_209_408,
+    "qwen2-57b-a14b": 57_408_658_944,
 }
 #: Billions, as printed: all that a token meets; DeepSeek-V3 also without embedding and head.
 ACTIVE = {"mixtral-8x22b": "39.16", "qwen3-235b-a22b": "22.19", "deepseek-v3": "37.55"}
@@ -43,6 +46,10 @@ ACTIVE = {"mixtral-8x22b": "39.16", "qwen3-235b-a22b": "22.19", "deepseek-v3": "
 @pytest.mark.parametrize(("name", "total"), RELEASED.items())
 def test_released_models(name: str, total: int) -> None:
     assert count_parameters(load_model(name).shape).total == total
+
+
+def test_every_preset_is_counted() -> None:
+    assert {*preset_names()} - {"tiny"} <= RELEASED.keys()
 
 
 @pytest.mark.parametrize(("name", "billions"), ACTIVE.items())

@@ -79,42 +79,6 @@ def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> N
     assert "simulated above measured" in (out / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"plan__pp": 3, "plan__schedule": "chimera"}, ["chimera", "3"]),
-        (
-            {"plan__pp": 4, "plan__schedule": "dualpipe", "plan__microbatches": 6},
-            ["dualpipe", "6", "8"],
-        ),
-        ({"plan__pp": 4, "plan__schedule": "interleaved_1f1b", "plan__microbatches": 6}, ["6"]),
-        ({"plan__pp": 8, "plan__schedule": "zb_v"}, ["zb_v", "16", "num_layers is 8", "pp = 4"]),
-        ({"plan__pp": 2, "plan__layers_per_stage": [3, 4]}, ["[4, 4]", "num_layers (8)"]),
-        ({"plan__pp": 2, "plan__stages_per_rank": 2}, ["stages_per_rank"]),
-        ({"plan__pp": 2, "plan__schedule": "zbh1"}, ["zb_h1", "choices"]),
-        ({"plan__pp": 2, "plan__schedule": "no.txt"}, ["no.txt", "No such file"]),
-        (
-            {"plan__pp": 2, "plan__schedule_memory_cap": 2.0},
-            ["schedule_memory_cap belongs to schedule = search, not 1f1b"],
-        ),
-        (
-            {"plan__pp": 2, "plan__schedule": "search", "plan__schedule_costs": "no/run"},
-            ["no/run/timeline.json", "No such file"],
-        ),
-    ],
-)
-def test_conditions_of_a_schedule_are_told_before_anything_starts(
-    tmp_path: Path,
-    keys: dict[str, Any],
-    words: list[str],
-    invoke: Invoke,
-) -> None:
-    code, _, err = invoke(*runs.arguments(tmp_path / "run", **(DEEP | keys)))
-    assert code == 2
-    assert all(word in err for word in words), err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_searched_schedule_trains_from_the_command_line(
     tmp_path: Path,
     one_device: list[dict[str, Any]],
@@ -256,30 +220,6 @@ def test_a_run_goes_on_with_experts_where_they_were(
         assert again == pytest.approx(whole, rel=1e-12)
     else:
         assert again == whole  # bit by bit
-
-
-CLASHES: list[tuple[list[str], str, str]] = [
-    (["plan.spare_slots=1", "plan.dispatcher=all_gather"], "plan.dispatcher", "all_to_all"),
-    (["plan.spare_slots=1", "plan.combine=exact"], "plan.combine", "spare_slots = 0"),
-    (["train.rebalance_every=3", "plan.combine=exact"], "plan.combine", "rebalance_every = 0"),
-    (
-        ["train.rebalance_every=3", "plan.schedule=pipedream", "plan.pp=2"],
-        "plan.schedule",
-        "rebalance_every = 0",
-    ),
-    (
-        ["train.rebalance_every=3", "plan.optimizer_validation=after", "plan.pp=2"],
-        "plan.optimizer_validation",
-        "before",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "key", "fix"), CLASHES)
-def test_what_cannot_be_combined_is_refused(settings: list[str], key: str, fix: str) -> None:
-    found = untrainable(load_run([], settings))
-    assert [problem.key for problem in found] == [key]
-    assert fix in found[0].fix
 
 
 def test_what_can_be_combined_is_not_refused() -> None:

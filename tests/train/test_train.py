@@ -288,29 +288,6 @@ def test_precisions_train_and_resume(tmp_path: Path, keys: dict[str, object]) ->
 # Mistakes: one clear message, exit code 2 (1 at run time), nothing lost.
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"data__path": "/no/such/file"}, ["/no/such/file"]),
-        ({"plan__ep": 3}, ["ep*etp (3) must divide dp*cp*tp (1)"]),
-        ({"plan__tp": 3}, ["num_heads (8)", "tp (3)"]),
-        ({"plan__dispatcher": "deepep"}, ["plan.dispatcher", "all_to_all"]),
-        ({"model__vocab_size": 100}, ["vocab_size", "100", "256"]),
-        ({"train__stepz": 3}, ["train.stepz", "train.steps"]),
-        ({"data__seq_len": 100000}, ["tokens", "data.seq_len"]),
-        ({"data__path": "HERE/empty.txt"}, ["no text"]),
-    ],
-)
-def test_mistakes_are_told_before_anything_starts(
-    tmp_path: Path, invoke: Invoke, keys: dict[str, object], words: list[str]
-) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    given = {key: str(value).replace("HERE", str(tmp_path)) for key, value in keys.items()}
-    code, _, err = invoke(*arguments(tmp_path / "run", **given))
-    assert code == 2 and all(word in err for word in words), err
-    assert not (tmp_path / "run").exists()
-
-
 def test_another_model_in_the_same_folder_is_refused(two_ranks: Path, invoke: Invoke) -> None:
     code, _, err = invoke(*arguments(two_ranks, **TWO_RANKS, model__num_layers=3))
     assert code == 2 and "model.num_layers: 2 -> 3" in err and "another folder" in err
