@@ -1,5 +1,6 @@
 """Every test starts alike, in a place of its own; long grids run their representatives."""
 
+import functools
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -60,6 +61,14 @@ def _same_start() -> Generator[None]:
         yield
     if found := sandbox.violations():
         pytest.fail("a test leaves the checkout alone:\n" + "\n".join(found), pytrace=False)
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(exit code, stdout, stderr) of the command with these words, in this process."""
+    from tests.test_cli import run  # whose imports read the environment
+
+    return functools.partial(run, capsys, monkeypatch)
 
 
 # Machines are small and shared: how long an example takes says nothing about it.

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -60,13 +59,8 @@ def run(
     return code, captured.out, captured.err
 
 
+#: The fixture `invoke`: :func:`run` for the arguments of a command.
 Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """:func:`run` for the arguments of a command."""
-    return partial(run, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(

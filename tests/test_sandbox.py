@@ -204,6 +204,7 @@ def run_in_a_used_checkout(folder: Path, *arguments: str, timeout: float) -> Non
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_verbs_that_write_pass_in_a_used_checkout(tmp_path: Path) -> None:
     """Those that look for a run, or make one, where they are called, and find one of the user's."""
     run_in_a_used_checkout(

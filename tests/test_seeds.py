@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT, text_of
-from tests.test_cli import run
+from tests.test_cli import Invoke
 
 pytestmark = pytest.mark.documents
 
@@ -25,12 +25,12 @@ def test_the_page_has_commands() -> None:
 def test_commands_of_the_page_run(
     command: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     golden = json.loads((ROOT / "tests/golden/seed_examples.json").read_text())
     (tmp_path / "loads.json").write_text(json.dumps(golden["expert_balance"]["loads"]))
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, monkeypatch, *shlex.split(command))
+    code, out, err = invoke(*shlex.split(command))
     assert code == 0, err
     assert out.strip()

@@ -53,6 +53,9 @@ def is_compiled() -> bool:
     return not loops._plain.get() and loops._compiler() is not loops._unchanged
 
 
+@pytest.mark.representative(
+    "uniform-(48, 1, 1, 16)", "zipf-1.0-(48, 4, 2, 24)", "bursty-(40, 4, 2, 8)"
+)
 @pytest.mark.parametrize("place", [(48, 4, 2, 24), (48, 1, 1, 16), (40, 4, 2, 8)], ids=str)
 @pytest.mark.parametrize("name", ["uniform", "zipf-1.0", "bursty"])
 def test_compiled_equals_plain(name: str, place: tuple[int, int, int, int]) -> None:

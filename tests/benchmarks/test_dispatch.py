@@ -101,14 +101,17 @@ def run_on_rank(mesh: Mesh, settings: DispatchSettings) -> dict[str, Any]:
     return measured(settings, mesh)
 
 
+@pytest.mark.representative("chunks of fp8")
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(replace(SMALL, dispatcher=NAMES, workload="W2,W4"), marks=pytest.mark.slow),
+        replace(SMALL, dispatcher=NAMES, workload="W2,W4"),
         replace(SMALL, dispatcher=NAMES, workload="W5", mode="moe_fwd_bwd", chunks=3),
-        replace(SMALL, dispatcher=NAMES, mode="moe_fwd_bwd", payload="fp8", dtype="bfloat16"),
+        replace(
+            SMALL, dispatcher=NAMES, mode="moe_fwd_bwd", chunks=2, payload="fp8", dtype="bfloat16"
+        ),
     ],
-    ids=["dispatch_only", "chunks", "fp8"],
+    ids=["dispatch_only", "chunks", "chunks of fp8"],
 )
 def test_the_ledger_has_the_formulas_bytes_and_nothing_is_dropped(
     settings: DispatchSettings,

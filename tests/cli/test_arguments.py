@@ -140,55 +140,6 @@ def test_the_fix_of_what_is_missing_can_be_typed(verb: str, said: Said) -> None:
             assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), told
 
 
-@pytest.mark.parametrize(
-    ("words", "fix"),
-    [
-        ("convert runs/mine", "moemesh convert runs/mine exported"),
-        ("launch", "--local or --slurm"),
-        ("launch --slurm --k8s", "--slurm or --k8s"),
-        ("schedule", "moemesh schedule 1f1b --ranks 4 --microbatches 8"),
-        ("generate r", '--prompt "What is 3 + 4?"'),
-    ],
-)
-def test_what_does_not_go_together_has_a_fix(words: str, fix: str, said: Said) -> None:
-    assert said(words.split()).endswith(f"    fix: {fix}\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "problems"),
-    [
-        # A value that is an option: it was left out.
-        ("convert a --to --dtype float32 b", ["--to needs a value"]),
-        ("convert a b --dtype", ["--dtype needs a value"]),
-        # A word behind an unknown option may be its value, so that no argument is missed for sure.
-        ("convert --fast a b", ["`moemesh convert` has no such option"]),
-        ("convert a b c d", ["`moemesh convert` takes fewer arguments"]),
-        (
-            "generate r --prompt a --top-p 2 --max-tokens 0 --seed x",
-            ["at most 1.0", "at least 1, with", "not x"],
-        ),
-        ("layout --plan dp=2 --rank 1 --rank -3", ["--rank must be at least 0, not -3"]),
-        ("convert a b --to onxn --delta --lr 3", ["--to cannot be onxn", "no such option"]),
-        ("--no-such-option train", ["`moemesh` has no such option"]),
-        # A wrong name of a model or a cluster does not come a round later.
-        (
-            "plan --model tinny --cluster dgx --seq-len 4k",
-            ["--global-batch is missing", "did you mean tiny?", "did you mean dgx_h200?"],
-        ),
-        ("estimate --model tinny --cluster laptop_cpu", ["give --model and", "mean tiny?"]),
-        ("partition --model branching-alexnet --cluster dgx_h100", ["--global-batch is missing"]),
-        ("plan --to 3 --headrom 3", ["did", "--headroom"]),
-    ],
-)
-def test_one_message_names_each_problem(words: str, problems: list[str], said: Said) -> None:
-    told = said(words.split())
-    if words.startswith("plan --to"):
-        assert "fix: --top\n" in told and "fix: --headroom\n" in told
-        return
-    assert all(problem in told for problem in problems), told
-    assert told.startswith(f"moemesh: {len(problems)} problem"), told
-
-
 def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
     """No help text begins with a question word or a preposition, none has a private word."""
     headless = r"(What|Of|How|Where|As|Which|Whether|Who|Why|When|Such|So|By|Behind|From|On|In) "

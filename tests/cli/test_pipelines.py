@@ -165,41 +165,6 @@ class TestSearch:
         assert found.to_json()["lower_bound"] == found.bound
         assert "hand-made schedules that fit: 1f1b" in schedule_text(found)
 
-    def test_what_it_cannot_be_asked(self) -> None:
-        with pytest.raises(ValueError) as caught:
-            of("search", 4, None, window=2, relaxed=True, memory_cap="big")
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "search needs --microbatches" and len(lines) == 4
-        with pytest.raises(ValueError, match="nearest: 1"):
-            of("search", 2, 2, memory_cap="0.5")
-
-
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"name": "zb_h3"}, ["did you mean zb_h"]),
-        ({"ranks": None, "microbatches": None}, ["gpipe needs --ranks and --microbatches"]),
-        ({"microbatches": None}, ["gpipe needs --microbatches"]),
-        (
-            {"name": "dualpipe", "ranks": 3, "microbatches": 5, "forward": "x", "comm": "-1"},
-            [
-                *("--forward 'x'", "--comm '-1'", "even number of ranks"),
-                *("even number of microbatches", "5 < 6"),
-            ],
-        ),
-        ({"dgrad": "1,2"}, ["2 costs for 4 stages"]),
-        ({"wgrad": "inf"}, ["--wgrad 'inf'"]),
-        ({"weight_memory": "2"}, ["--weight-memory 2"]),
-        ({"num_slices": 2}, ["no num_slices"]),
-        ({"memory_cap": "2"}, ["--memory-cap"]),
-    ],
-)
-def test_every_problem_is_told(given: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        of(**{"name": "gpipe"} | given)
-    for part in parts:
-        assert part in str(caught.value)
-
 
 class TestCommandLine:
     def test_json_and_files(self, invoke: Invoke, tmp_path: Path) -> None:
@@ -256,12 +221,3 @@ def test_a_schedule_that_cannot_be_made_is_told_beside_the_others(invoke: Invoke
     assert "an even number of ranks" in found["dualpipe"]["refused"]
     assert found["zb_h1"]["bubble_rate"] == single["bubble_rate"]
     assert found["zb_h1"]["peak_activation"] == max(single["peak_activation"])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["1f1b", "--all"], ["--all"], ["--all", "--ranks", "2", "--microbatches", "0"],
-     ["--all", "--ranks", "2", "--microbatches", "2", "--svg", "a.svg"]],
-)  # fmt: skip
-def test_wrong_comparisons(arguments: list[str], invoke: Invoke) -> None:
-    assert invoke("schedule", *arguments)[0] == 2

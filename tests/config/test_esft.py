@@ -105,16 +105,3 @@ def test_only_the_experts_of_the_table_train_and_what_patterns_add(tmp_path: Pat
         num_trained(Tuning(train_only=(f"layers.{layer}.*.experts.{layer % 8}.*",)), model, plan)
         for layer in range(1, 8)
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ('train.freeze=["layers.*.mlp.*"]', "matches none of the"),
-        ('train.train_only=["*"]\ntrain.freeze=["*"]', "is left to train"),
-        ('train.freeze=["*.experts.[0-3].down"]', "train of the same ones"),
-    ],
-)
-def test_patterns_that_cannot_be_meant(given: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run([], given.splitlines(), {})

@@ -10,7 +10,7 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import migrate
 from moemesh.sharding.load_run import load_run
-from tests.test_cli import run
+from tests.test_cli import Invoke
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_the_version_of_a_file(tmp_path: Path) -> None:
 
 
 def test_migrate_and_diff_as_verbs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
     def config(*words: str) -> tuple[int, str]:
-        return run(capsys, monkeypatch, "config", *words)[:2]
+        return invoke("config", *words)[:2]
 
     Path("a.toml").write_text("# mine\n[train]\nlr = 0.1  # fast\n")
     wanted = "# mine\nschema_version = 1\n\n[train]\nlr = 0.1  # fast\n"

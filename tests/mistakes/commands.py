@@ -87,6 +87,17 @@ COMMANDS: list[Mistake] = [
     Mistake("launch --local --set data.path=none", ("data.path none",)),
     # plan, estimate, layout, partition
     Mistake("plan", ("--model",)),
+    # A wrong name of a model or a cluster does not come a round later.
+    Mistake(
+        "plan --model tinny --cluster dgx --seq-len 4k",
+        ("3 problems", "--global-batch is missing", "mean tiny?", "mean dgx_h200?"),
+    ),
+    Mistake("estimate --model tinny --cluster laptop_cpu", ("give --model and", "mean tiny?")),
+    Mistake(
+        "partition --model branching-alexnet --cluster dgx_h100",
+        ("1 problem", "--global-batch is missing"),
+    ),
+    Mistake("plan --to 3 --headrom 3", ("fix: --top\n", "fix: --headroom\n")),
     Mistake(
         "plan qwen3-30b-a3b --cluster dgx_h100 --seq-len 4k --global-batch 256",
         ("is the name of a model", "--model qwen3-30b-a3b"),
@@ -118,6 +129,26 @@ COMMANDS: list[Mistake] = [
     Mistake(ESTIMATE.replace("dp=2", "dp=1024"), ("1024",)),
     Mistake(ESTIMATE.replace("128", "-1"), ("seq-len", "-1")),
     Mistake(ESTIMATE.replace("32", "99999999999999999999"), ("global_batch", "at most 2147483647")),
+    Mistake(ESTIMATE.replace("dp=2", "dispacher=local"), ("did you mean dispatcher",)),
+    Mistake(ESTIMATE.replace("dp=2", "tensor_parallel_size=2"), ("here it is called tp",)),
+    Mistake(ESTIMATE.replace("dp=2", "tp=2,tp=4"), ("given twice",)),
+    Mistake(ESTIMATE.replace("dp=2", "tp=2,=3"), ("list of key=value",)),
+    Mistake(ESTIMATE.replace("dp=2", "dp=3"), ("must divide the global batch (32", "dp = 2 or 4")),
+    Mistake(
+        ESTIMATE.replace("dp=2", "dp=2,microbatch=3"), ("microbatch (3) must divide", "2 or 4")
+    ),
+    Mistake(ESTIMATE.replace("dp=2", "microbatch=2,microbatches=4"), ("say the same thing",)),
+    Mistake(ESTIMATE.replace("dp=2", "pp=64,microbatches=32"), ("(64*1 = 64) stages", "pp = 8")),
+    Mistake(ESTIMATE.replace("dp=2", "recompute=nrom"), ("did you mean norm",)),
+    Mistake(
+        ESTIMATE.replace("tiny", "llama3-8b").replace("dp=2", "dp=4,ep=4"), ("the model has none",)
+    ),
+    Mistake(ESTIMATE.replace(" --seq-len 128", ""), ("seq_len", "must be given")),
+    Mistake(
+        "estimate --model nobody --cluster nowhere --plan tpp=2,dp=3,attention_exit=left "
+        "--seq-len 128 --global-batch 32",
+        ("5 problems", "nobody", "nowhere", "plan.tpp", "plan.dp", "plan.attention_exit"),
+    ),
     Mistake("estimate --model tiny --cluster laptop_cpu", ("--plan",)),
     Mistake("estimate --config good.toml --model tiny --cluster laptop_cpu", ("--config",)),
     Mistake("estimate --config good.toml --seq-len 64 --cluster laptop_cpu", ("--seq-len",)),
@@ -126,6 +157,7 @@ COMMANDS: list[Mistake] = [
     Mistake("layout --model tiny", ("--plan", "--model")),
     Mistake("layout --plan dp=2 --rank 2", ("rank 2", "has 2")),
     Mistake("layout --plan dp=2 --rank -1", ("--rank", "-1")),
+    Mistake("layout --plan dp=2 --rank 1 --rank -3", ("--rank must be at least 0, not -3",)),
     Mistake("layout --plan dp=2,ep=3 --model tiny", ("ep", "3")),
     Mistake("layout --plan dp=2 --set plan.tp=2", ("--plan",)),
     Mistake("layout --plan ddp=2", ("ddp", "dp")),
@@ -178,6 +210,26 @@ COMMANDS: list[Mistake] = [
     Mistake(f"{SCHEDULE} --svg none/a.svg", ("none/a.svg",)),
     Mistake(f"{SCHEDULE} --save none/a.txt", ("none/a.txt",)),
     Mistake(f"{SCHEDULE} --all", ("--all",)),
+    Mistake("schedule --all", ("--ranks", "--microbatches")),
+    Mistake("schedule --all --ranks 2 --microbatches 0", ("microbatches", "0")),
+    Mistake("schedule --all --ranks 2 --microbatches 2 --svg a.svg", ("--svg",)),
+    Mistake("schedule gpipe", ("gpipe needs --ranks and --microbatches",)),
+    Mistake(
+        "schedule dualpipe --ranks 3 --microbatches 5 --forward x --comm=-1",
+        (
+            *("--forward 'x'", "--comm '-1'", "even number of ranks"),
+            *("even number of microbatches", "5 < 6"),
+        ),
+    ),
+    Mistake(f"{SCHEDULE} --dgrad 1,2", ("2 costs for 4 stages",)),
+    Mistake(f"{SCHEDULE} --wgrad inf", ("--wgrad 'inf'",)),
+    Mistake(f"{SCHEDULE} --weight-memory 2", ("--weight-memory 2",)),
+    Mistake(f"{SCHEDULE} --slices 2", ("no num_slices",)),
+    Mistake(f"{SCHEDULE} --memory-cap 2", ("--memory-cap",)),
+    Mistake(
+        "schedule search --ranks 4 --window 2 --relaxed --memory-cap big",
+        ("search needs --microbatches", "--window", "--relaxed", "big"),
+    ),
     Mistake(
         "schedule search --ranks 4 --microbatches 4 --memory-cap 0", ("memory_cap 0", "nearest: 1")
     ),
@@ -197,6 +249,10 @@ COMMANDS: list[Mistake] = [
     Mistake(f"{BALANCE} --replicas 2", ("replicas", "2", "4")),
     Mistake(f"{BALANCE} --replicas 5", ("5",)),
     Mistake(f"{BALANCE} --nodes 0", ("nodes", "0")),
+    Mistake(f"{BALANCE} --replicas 0", ("--replicas", "at least 1", "0")),
+    Mistake(f"{BALANCE} --replicas {8 * 10**12}", ("(8000000000000) exceeds 1048576",)),
+    Mistake("balance loads.json --gpus 1000000000", ("(1000000000) exceeds 1048576",)),
+    Mistake(f"{BALANCE} --effort 1e9", ("1e+09 seconds exceeds 86400",)),
     Mistake(f"{BALANCE} --groups 3", ("groups (3)", "4 experts")),
     Mistake(f"{BALANCE} --effort best", ("effort", "best", "quality")),
     Mistake(f"{BALANCE} --effort=-1", ("effort", "-1")),
@@ -207,6 +263,18 @@ COMMANDS: list[Mistake] = [
     Mistake(f"{BALANCE} --svg none/a.svg", ("none/a.svg",)),
     # convert, evaluate, generate, esft
     Mistake("convert", ("IN",)),
+    Mistake("convert runs/mine", ("fix: moemesh convert runs/mine exported",)),
+    # An option is the value of another one: that was left out.
+    Mistake("convert a --to --dtype float32 b", ("1 problem", "--to needs a value")),
+    Mistake("convert a b --dtype", ("1 problem", "--dtype needs a value")),
+    # A word behind an unknown option may be its value, so that no argument is missed for sure.
+    Mistake("convert --fast a b", ("1 problem", "`moemesh convert` has no such option")),
+    Mistake("convert a b c d", ("1 problem", "`moemesh convert` takes fewer arguments")),
+    Mistake("convert a b --to onxn --delta --lr 3", ("2 problems", "onxn", "no such option")),
+    Mistake(
+        "generate r --prompt a --top-p 2 --max-tokens 0 --seed x",
+        ("3 problems", "at most 1.0", "at least 1, with", "not x"),
+    ),
     Mistake("convert none out", ("none",)),
     Mistake("convert empty_folder out", ("empty_folder",)),
     Mistake("convert text.txt out", ("text.txt",)),

@@ -34,6 +34,7 @@ def prepare(folder: Path) -> None:
     texts = {
         "good.toml": "[train]\nsteps = 2\n",
         "text.txt": "a text\n" * 400,
+        "empty.txt": "",
         "chat.json": '{"text": "a"}\n',
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "damaged.json": '{"a": [1, 2',

@@ -106,7 +106,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
     steps, rank_tokens, counts, num_moved = [], [], [], 0
     for step in range(1, train.steps + 1):
         batches = [
-            routed(config, batch, case.workload, step) if case.workload else batch
+            batch if case.workload == "own" else routed(config, batch, case.workload, step)
             for batch in microbatches(config, plan, case.shape, step, mesh)
         ]
         result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))

@@ -13,12 +13,8 @@ from typing import Any
 import pytest
 
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
-from moemesh.model.transformer import Transformer
-from moemesh.parallel.placement import placements
-from moemesh.sharding.parameters import tensors
-from tests.parity.test_parity import LONELY, MODEL, TRAIN
-from tests.parity.training import PADDED, WHOLE, Shape, alone, assert_same, name_of, train
+from tests.parity.test_parity import MODEL, TRAIN
+from tests.parity.training import Shape, assert_equals_one_device, rows, train
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -64,71 +60,45 @@ MODELS: dict[str, dict[str, Any]] = {
     | YARN
     | {"qk_norm": True, "attention_multiplier": 0.4, "rope_interleave": True},
 }
-TWO = {"tp": 2, "ep": 2}
-HALVES = {"pp": 2, "microbatches": 3}
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
+CASES = rows(
+    """
     # Every kind under every exit.
-    *((model, TWO | {"attention_exit": "reduce_scatter"}, WHOLE) for model in MODELS),
-    *((model, TWO | {"attention_exit": "all_reduce"}, WHOLE) for model in MODELS),
-    *((model, TWO | {"attention_exit": "all_to_all"}, WHOLE) for model in MODELS),
+    *latent ... | tp=2 ep=2 attention_exit=reduce_scatter
+    *latent_plain ... | tp=2 ep=2 attention_exit=all_to_all
+    ... | tp=2 ep=2 attention_exit=all_reduce
     # Recomputation, padding, several microbatches.
-    *((model, TWO | {"dp": 2, "recompute": "full", "microbatches": 2}, PADDED) for model in MODELS),
-    *((model, TWO | {"dp": 2, "recompute": "selective"}, PADDED) for model in MODELS),
+    *over_projection ... | tp=2 ep=2 dp=2 recompute=full microbatches=2 | padded
+    ... | tp=2 ep=2 dp=2 recompute=selective | padded
     # Pipelines whose weight gradients are deferred; slices of sequences.
-    *((model, HALVES | {"schedule": "zb_h1", "tp": 2}, WHOLE) for model in MODELS),
-    *(
-        (model, {"pp": 2, "schedule": "terapipe", "slices": 3, "tp": 2}, Shape(4, 7))
-        for model in MODELS
-    ),
-    ("latent", HALVES | {"schedule": "dualpipe", "microbatches": 4, "ep": 2, "dp": 2}, WHOLE),
-    ("over_projection", HALVES | {"schedule": "zb_h2", "tp": 2, "recompute": "full"}, WHOLE),
+    *latent ... | pp=2 microbatches=3 schedule=zb_h1 tp=2
+    *windows ... | pp=2 schedule=terapipe slices=3 tp=2 | 4x7
+    latent | pp=2 microbatches=4 schedule=dualpipe ep=2 dp=2
+    over_projection | pp=2 microbatches=3 schedule=zb_h2 tp=2 recompute=full
     # Context parallelism.
-    *((model, {"cp": 2, "tp": 2, "ep": 2, "context": "ring"}, WHOLE) for model in MODELS),
-    *((model, {"cp": 2, "tp": 2, "context": "all_gather"}, PADDED) for model in MODELS),
-    *((model, {"cp": 4, "ep": 2, "context": "all_to_all"}, WHOLE) for model in MODELS),
-    ("latent", {"cp": 2, "pp": 2, "schedule": "zb_h1", "microbatches": 2, "tp": 2}, WHOLE),
-    ("over_projection", {"cp": 2, "tp": 2, "dp": 2, "ep": 8, "recompute": "full"}, PADDED),
+    *latent_plain ... | cp=2 tp=2 ep=2 context=ring
+    ... | cp=2 tp=2 context=all_gather | padded
+    ... | cp=4 ep=2 context=all_to_all
+    latent | cp=2 pp=2 schedule=zb_h1 microbatches=2 tp=2
+    over_projection | cp=2 tp=2 dp=2 ep=8 recompute=full | padded
     # Sharded states.
-    ("latent", {"tp": 2, "dp": 2, "ep": 4, "data": "zero3", "microbatches": 2}, PADDED),
-    ("over_projection", {"dp": 4, "ep": 2, "data": "zero2"}, WHOLE),
-    ("windows", {"tp": 2, "dp": 2, "data": "zero3", "recompute": "selective"}, WHOLE),
-    ("deepseek", HALVES | {"dp": 2, "tp": 2, "ep": 4, "data": "zero1"}, PADDED),
-    ("deepseek", {"tp": 2, "cp": 2, "ep": 4, "data": "zero3", "context": "ring"}, WHOLE),
+    latent | tp=2 dp=2 ep=4 data=zero3 microbatches=2 | padded
+    over_projection | dp=4 ep=2 data=zero2
+    windows | tp=2 dp=2 data=zero3 recompute=selective
+    deepseek | pp=2 microbatches=3 dp=2 tp=2 ep=4 data=zero1 | padded
+    *deepseek | tp=2 cp=2 ep=4 data=zero3 context=ring
     # More ranks than tokens, and mixtures of axes.
-    *((model, {"tp": 4, "ep": 2, "etp": 2}, LONELY) for model in MODELS),
-    ("latent", {"tp": 2, "dp": 4, "ep": 8, "dispatcher": "all_gather"}, PADDED),
-    ("latent_plain", {"tp": 8, "ep": 4, "attention_exit": "all_to_all"}, LONELY),
-    ("windows", {"dp": 4, "ep": 4, "combine": "exact"}, PADDED),
-]
-
-
-@pytest.mark.representative(
-    "latent-tp=2-ep=2-attention_exit=reduce_scatter",
-    "latent_plain-tp=2-ep=2-attention_exit=all_to_all",
-    "over_projection-tp=2-ep=2-dp=2-recompute=full-microbatches=2-padded",
-    "deepseek-tp=2-cp=2-ep=4-data=zero3-context=ring",
-    "latent-pp=2-microbatches=3-schedule=zb_h1-tp=2",
-    "windows-pp=2-schedule=terapipe-slices=3-tp=2",
-    "latent_plain-cp=2-tp=2-ep=2-context=ring",
-    "multiplied-tp=4-ep=2-etp=2-lonely",
+    *multiplied ... | tp=4 ep=2 etp=2 | 1x5
+    latent | tp=2 dp=4 ep=8 dispatcher=all_gather | padded
+    latent_plain | tp=8 ep=4 attention_exit=all_to_all | 1x5
+    windows | dp=4 ep=4 combine=exact | padded
+    """,
+    MODELS,
 )
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
-    model, plan, shape = case
-    assert_same(train(MODELS[model], plan, TRAIN, shape), alone(MODELS[model], TRAIN, shape))
 
 
-@pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_planner_lists_the_same_parameters(model: str, attention_exit: str) -> None:
-    config, plan = ModelConfig(**MODELS[model]), Plan(tp=2, attention_exit=attention_exit)
-    built = placements(Transformer(config), plan)
-    listed = {found.name: found for found in tensors(config, plan)}
-    assert list(listed) == list(built)
-    for name, where in built.items():
-        found = listed[name]
-        assert (found.shape, found.shards) == (where.shape, where.shards), name
-        assert found.summed_over == where.summed_over, name
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_plan_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    assert_equals_one_device(MODELS[model], plan, TRAIN, shape)
 
 
 @pytest.mark.slow

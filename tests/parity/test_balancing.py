@@ -14,7 +14,7 @@ from moemesh.balance.compiled import plain_loops
 from moemesh.trace.loads import max_over_mean
 from tests.parity.balancing import Case, Trained, difference, train
 from tests.parity.test_parity import MODEL, TRAIN
-from tests.parity.training import name_of
+from tests.parity.training import Shape, rows
 
 #: Two hot experts on one rank get half of all tokens.
 SKEWED = MODEL | {"num_experts": 16, "num_shared_experts": 0, "num_layers": 4}
@@ -22,31 +22,30 @@ ADAM = TRAIN | {"optimizer": "adamw", "steps": 40, "lr": 3e-3, "warmup_steps": 5
 EQUAL = 1e-12
 
 PAIR: dict[str, Any] = {"dp": 2, "ep": 2, "spare_slots": 1}
-REPLICAS = [
-    ("W2", PAIR),
-    ("W6", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "spare_slots": 2, "microbatches": 2}),
-    (
-        "W6",
-        {"pp": 2, "dp": 2, "ep": 2, "spare_slots": 1, "schedule": "dualpipe_v", "microbatches": 4},
-    ),
-    ("W2", {"dp": 4, "ep": 4, "spare_slots": 2, "recompute": "full", "dispatch_chunks": 2}),
-    ("W3", {"tp": 4, "ep": 4, "spare_slots": 1, "dispatcher": "auto"}),
-    ("W5", {"dp": 2, "tp": 2, "ep": 4, "spare_slots": 3}),
-    ("", {"dp": 2, "tp": 2, "ep": 2, "spare_slots": 2}),
-    ("W6", {"pp": 2, "dp": 2, "ep": 2, "spare_slots": 1, "schedule": "zb_h1", "microbatches": 3}),
-    ("W2", {"dp": 2, "tp": 2, "ep": 2, "spare_slots": 1, "recompute": "selective"}),
-]
-MOVES = [
-    ("W2", {"dp": 2, "ep": 2}),
-    ("W6p16", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}),
-    ("W2", {"dp": 4, "ep": 2, "dispatcher": "low_latency"}),
-    ("W6", {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2, "spare_slots": 0}),
-    (
-        "W6",
-        {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4, "recompute": "full"},
-    ),
-    ("", {"pp": 2, "tp": 2, "ep": 2, "spare_slots": 1, "microbatches": 2}),
-]
+#: "own": the choices of the router itself.
+REPLICAS = rows(
+    """
+    *W2 | dp=2 ep=2 spare_slots=1
+    W6 | dp=2 tp=2 ep=2 etp=2 spare_slots=2 microbatches=2
+    W6 | pp=2 dp=2 ep=2 spare_slots=1 schedule=dualpipe_v microbatches=4
+    W2 | dp=4 ep=4 spare_slots=2 recompute=full dispatch_chunks=2
+    W3 | tp=4 ep=4 spare_slots=1 dispatcher=auto
+    W5 | dp=2 tp=2 ep=4 spare_slots=3
+    own | dp=2 tp=2 ep=2 spare_slots=2
+    W6 | pp=2 dp=2 ep=2 spare_slots=1 schedule=zb_h1 microbatches=3
+    W2 | dp=2 tp=2 ep=2 spare_slots=1 recompute=selective
+    """
+)
+MOVES = rows(
+    """
+    *W2 | dp=2 ep=2
+    W6p16 | dp=2 tp=2 ep=2 etp=2 dispatcher=all_gather
+    W2 | dp=4 ep=2 dispatcher=low_latency
+    W6 | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 spare_slots=0
+    W6 | pp=2 dp=2 ep=2 schedule=dualpipe microbatches=4 recompute=full
+    own | pp=2 tp=2 ep=2 spare_slots=1 microbatches=2
+    """
+)
 TRAINS = {"sgd": TRAIN, "adam": ADAM, "seven": ADAM | {"steps": 7}}
 MISTAKES = {
     "replica_gradients_averaged": 1e-4,
@@ -63,9 +62,8 @@ def alone(workload: str, keys: str = "sgd", width: int = 16) -> Trained:
     return train(Case(model, {}, TRAINS[keys], workload=workload))
 
 
-@pytest.mark.representative("W2-dp=2-ep=2-spare_slots=1")
-@pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
-def test_replicas_change_no_result(workload: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("workload", "plan", "_"), REPLICAS)
+def test_replicas_change_no_result(workload: str, plan: dict[str, Any], _: Shape) -> None:
     expected = alone(workload)
     got = train(Case(SKEWED, plan, TRAIN, workload=workload))
     assert difference(got, expected) <= EQUAL
@@ -125,9 +123,8 @@ def test_exactly_the_planned_weights_travel_and_their_gradients_come_back() -> N
         assert (back.wire_bytes, back.received_bytes) == (received[rank], sent[rank])
 
 
-@pytest.mark.representative("W2-dp=2-ep=2")
-@pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
-def test_moved_experts_change_no_result(workload: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("workload", "plan", "_"), MOVES)
+def test_moved_experts_change_no_result(workload: str, plan: dict[str, Any], _: Shape) -> None:
     keys = ADAM | {"rebalance_every": 3, "steps": 7}
     got = train(Case(SKEWED, plan, keys, workload=workload))
     assert got.num_moved > 0, "no expert moved: nothing was tested"

@@ -18,7 +18,7 @@ from moemesh.train.step import evaluate
 from tests.parity.asynchronous import stream
 from tests.parity.test_attention import MODELS as KINDS
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
-from tests.parity.training import Shape, alone, assert_same, microbatches, name_of, train
+from tests.parity.training import Shape, assert_equals_one_device, microbatches, rows, shape_of
 from tests.ranks import mesh_on_ranks
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2}
@@ -42,112 +42,80 @@ DEEP: dict[str, dict[str, Any]] = (
     | {name: KINDS[name] for name in ("latent", "latent_plain", "windows", "over_projection")}
 )
 CONTEXTS = ("ring", "all_gather", "all_to_all")
-ODD = Shape(global_batch=3, seq_len=13)
-PADDED = ODD._replace(padding=True)
-PACKED = ODD._replace(packed=True)
-BOTH = ODD._replace(padding=True, packed=True)
-SHORT = Shape(global_batch=3, seq_len=5)
-LONELY = Shape(global_batch=1, seq_len=11, packed=True)
-
-RING, GATHER, HEADS = ({"context": name} for name in CONTEXTS)
-#: Three sequences in four microbatches: one is empty.
-PIPES = {"pp": 2, "cp": 2, "microbatches": 4}
-
-Case = tuple[str, dict[str, Any], Shape]
-CASES: list[Case] = [
+#: Of 3 sequences in 4 microbatches one is empty; of 5 positions some ranks hold none.
+CASES = rows(
+    """
     # Every way of the keys, on every number of ranks, with every scope of the losses.
-    *(
-        (scope, {"cp": cp, "context": name}, shape)
-        for scope, shape in (("sequence", ODD), ("microbatch", BOTH), ("global", PACKED))
-        for cp in (2, 4)
-        for name in CONTEXTS
-    ),
+    sequence | cp=2/4 context=ring/all_gather/all_to_all | 3x13
+    *microbatch | cp=2 context=ring | 3x13 padded packed
+    microbatch | cp=2/4 context=ring/all_gather/all_to_all | 3x13 padded packed
+    *global | cp=4 context=all_gather | 3x13 packed
+    global | cp=2/4 context=ring/all_gather/all_to_all | 3x13 packed
     # Fewer positions than chunks, a number of ranks that is no power of two.
-    *(("dense", {"cp": 3, "context": name}, SHORT) for name in CONTEXTS[:2]),
-    *(("microbatch", {"cp": 4, "context": name, "ep": 4}, SHORT) for name in CONTEXTS),
-    ("across", {"cp": 3} | HEADS, PACKED),
+    dense | cp=3 context=ring/all_gather | 3x5
+    microbatch | cp=4 context=ring/all_gather/all_to_all ep=4 | 3x5
+    across | cp=3 context=all_to_all | 3x13 packed
     # Groups of heads.
-    *(("grouped", {"cp": 4, "context": name}, PACKED) for name in CONTEXTS),
-    ("one_kv_head", {"cp": 4} | HEADS, ODD),
-    ("across", {"cp": 4} | HEADS, ODD),
+    grouped | cp=4 context=ring/all_gather/all_to_all | 3x13 packed
+    one_kv_head *across | cp=4 context=all_to_all | 3x13
     # Choices that compare the tokens of a sequence.
-    *(
-        (model, {"cp": 2, "tp": tp, "ep": 2, "context": name}, PADDED)
-        for model in ("expert_choice", "sinkhorn", "capacity")
-        for tp, name in ((1, "ring"), (2, "all_gather"))
-    ),
+    expert_choice sinkhorn capacity | cp=2 tp=1 ep=2 context=ring | 3x13 padded
+    expert_choice sinkhorn capacity | cp=2 tp=2 ep=2 context=all_gather | 3x13 padded
     # With tensor parallelism: heads are cut twice.
-    *(
-        ("sequence", {"cp": 2, "tp": 2, "ep": 4, "attention_exit": exit, "context": name}, BOTH)
-        for exit, name in zip(("reduce_scatter", "all_reduce", "all_to_all"), CONTEXTS, strict=True)
-    ),
-    ("grouped", {"cp": 2, "tp": 4, "ep": 8} | HEADS, ODD),
-    ("global", {"cp": 4, "tp": 2, "ep": 2, "etp": 2} | RING, SHORT),
+    *sequence | cp=2 tp=2 ep=4 attention_exit=reduce_scatter context=ring | 3x13 padded packed
+    sequence | cp=2 tp=2 ep=4 attention_exit=all_reduce context=all_gather | 3x13 padded packed
+    sequence | cp=2 tp=2 ep=4 attention_exit=all_to_all context=all_to_all | 3x13 padded packed
+    grouped | cp=2 tp=4 ep=8 context=all_to_all | 3x13
+    global | cp=4 tp=2 ep=2 etp=2 context=ring | 3x5
     # Experts over dp, cp and tp; every dispatcher; experts that are summed in one order.
-    ("sigmoid", {"dp": 2, "cp": 2, "ep": 4} | RING, PADDED),
-    ("sequence", {"dp": 2, "cp": 2, "tp": 2, "ep": 8, "dispatcher": "all_gather"} | HEADS, ODD),
-    (
-        "global",
-        {"dp": 2, "cp": 2, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2} | GATHER,
-        ODD,
-    ),
-    ("sequence", {"cp": 4, "ep": 4, "dispatcher": "low_latency"} | RING, PADDED),
-    ("microbatch", {"cp": 4, "ep": 2, "combine": "exact"} | RING, PADDED),
-    ("sequence", {"cp": 4, "ep": 4, "spare_slots": 1} | HEADS, PACKED),
-    ("sequence", {"dp": 2, "cp": 2, "ep": 4, "dispatch_chunks": 2} | GATHER, LONELY),
-    ("sigmoid", {"dp": 3, "cp": 2, "ep": 2, "microbatches": 2} | RING, ODD),
+    sigmoid | dp=2 cp=2 ep=4 context=ring | 3x13 padded
+    sequence | dp=2 cp=2 tp=2 ep=8 dispatcher=all_gather context=all_to_all | 3x13
+    global | dp=2 cp=2 ep=4 dispatcher=hierarchical ranks_per_node=2 context=all_gather | 3x13
+    sequence | cp=4 ep=4 dispatcher=low_latency context=ring | 3x13 padded
+    microbatch | cp=4 ep=2 combine=exact context=ring | 3x13 padded
+    sequence | cp=4 ep=4 spare_slots=1 context=all_to_all | 3x13 packed
+    sequence | dp=2 cp=2 ep=4 dispatch_chunks=2 context=all_gather | 1x11 packed
+    sigmoid | dp=3 cp=2 ep=2 microbatches=2 context=ring | 3x13
     # Latent attention, windows, sinks, norms over all heads.
-    *(("latent", {"cp": 2, "tp": 2, "ep": 4, "context": name}, BOTH) for name in CONTEXTS),
-    *(("latent_plain", {"cp": 4, "context": name, "recompute": "full"}, ODD) for name in CONTEXTS),
-    *(("windows", {"cp": 4, "ep": 2, "context": name}, PACKED) for name in CONTEXTS),
-    ("windows", {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "zb_h1"} | RING, BOTH),
-    ("over_projection", {"cp": 2, "tp": 2, "recompute": "selective"} | HEADS, ODD),
+    *latent | cp=2 tp=2 ep=4 context=ring | 3x13 padded packed
+    latent | cp=2 tp=2 ep=4 context=all_gather/all_to_all | 3x13 padded packed
+    latent_plain | cp=4 context=ring/all_gather/all_to_all recompute=full | 3x13
+    *windows | cp=4 ep=2 context=all_gather | 3x13 packed
+    windows | cp=4 ep=2 context=ring/all_to_all | 3x13 packed
+    windows | pp=2 cp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 padded packed
+    over_projection | cp=2 tp=2 recompute=selective context=all_to_all | 3x13
     # States that are sharded over the ranks of dp and cp.
-    *(
-        ("grouped", {"cp": 2, "dp": 2, "ep": 4, "microbatches": 2, "data": data} | name, BOTH)
-        for data, name in (("zero1", HEADS), ("zero2", GATHER), ("zero3", RING), ("zero3", GATHER))
-    ),
-    ("latent", {"cp": 4, "ep": 4, "data": "zero3", "reshard": "step"} | RING, PACKED),
-    ("sequence", {"pp": 2, "cp": 2, "microbatches": 3, "data": "zero1"} | GATHER, ODD),
+    grouped | cp=2 dp=2 ep=4 microbatches=2 data=zero1 context=all_to_all | 3x13 padded packed
+    grouped | cp=2 dp=2 ep=4 microbatches=2 data=zero2/zero3 context=all_gather | 3x13 padded packed
+    grouped | cp=2 dp=2 ep=4 microbatches=2 data=zero3 context=ring | 3x13 padded packed
+    latent | cp=4 ep=4 data=zero3 reshard=step context=ring | 3x13 packed
+    sequence | pp=2 cp=2 microbatches=3 data=zero1 context=all_gather | 3x13
     # Extra prediction layers look beyond the positions of a rank.
-    *(("ahead", {"cp": 4, "ep": 2, "context": name}, BOTH) for name in CONTEXTS),
-    ("ahead", {"pp": 2, "cp": 2, "tp": 2, "microbatches": 2, "schedule": "zb_h1"} | RING, PACKED),
+    *ahead | cp=4 ep=2 context=ring | 3x13 padded packed
+    ahead | cp=4 ep=2 context=all_gather/all_to_all | 3x13 padded packed
+    ahead | pp=2 cp=2 tp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 packed
     # Activations computed again.
-    *(
-        ("sequence", {"cp": 2, "ep": 2, "recompute": recompute, "context": name}, PACKED)
-        for recompute in ("selective", "full")
-        for name in CONTEXTS
-    ),
+    *sequence | cp=2 ep=2 recompute=full context=ring | 3x13 packed
+    sequence | cp=2 ep=2 recompute=selective/full context=ring/all_gather/all_to_all | 3x13 packed
     # Every pipeline.
-    *(
-        ("sequence", PIPES | {"schedule": schedule, "context": name, "ep": 2}, BOTH)
-        for schedule, name in zip(
-            ("1f1b", "gpipe", "zb_h1", "zb_h2", "dualpipe_v", "zb_v"), CONTEXTS * 2, strict=True
-        )
-    ),
-    ("global", PIPES | {"schedule": "interleaved_1f1b", "stages_per_rank": 2} | RING, ODD),
-    ("global", PIPES | {"schedule": "dualpipe", "ep": 2} | RING, ODD),
-    ("microbatch", PIPES | {"schedule": "chimera"} | HEADS, ODD),
-    ("grouped", PIPES | {"recompute": "full", "schedule": "zb_h1"} | RING, PACKED),
-    ("sequence", {"pp": 2, "cp": 2, "tp": 2, "ep": 4, "microbatches": 2} | GATHER, BOTH),
-]
-
-
-@pytest.mark.representative(
-    "microbatch-cp=2-context=ring-padded-packed",
-    "global-cp=4-context=all_gather-packed",
-    "across-cp=4-context=all_to_all",
-    "windows-cp=4-ep=2-context=all_gather-packed",
-    "latent-cp=2-tp=2-ep=4-context=ring-padded-packed",
-    "ahead-cp=4-ep=2-context=ring-padded-packed",
-    "sequence-cp=2-tp=2-ep=4-attention_exit=reduce_scatter-context=ring-padded-packed",
-    "sequence-cp=2-ep=2-recompute=full-context=ring-packed",
-    "sequence-pp=2-cp=2-microbatches=4-schedule=zb_h1-context=all_to_all-ep=2-padded-packed",
+    sequence | pp=2 cp=2 microbatches=4 schedule=1f1b/zb_h2 context=ring ep=2 | 3x13 padded packed
+    sequence | pp=2 cp=2 microbatches=4 schedule=gpipe context=all_gather ep=2 | 3x13 padded packed
+    *sequence | pp=2 cp=2 microbatches=4 schedule=zb_h1 context=all_to_all ep=2 | 3x13 padded packed
+    sequence | pp=2 cp=2 microbatches=4 schedule=dualpipe_v context=all_gather ep=2 | 3x13 packed
+    sequence | pp=2 cp=2 microbatches=4 schedule=zb_v context=all_to_all ep=2 | 3x13 padded packed
+    global | pp=2 cp=2 microbatches=4 schedule=interleaved_1f1b stages_per_rank=2 | 3x13
+    global | pp=2 cp=2 microbatches=4 schedule=dualpipe ep=2 context=ring | 3x13
+    microbatch | pp=2 cp=2 microbatches=4 schedule=chimera context=all_to_all | 3x13
+    grouped | pp=2 cp=2 microbatches=4 recompute=full schedule=zb_h1 context=ring | 3x13 packed
+    sequence | pp=2 cp=2 tp=2 ep=4 microbatches=2 context=all_gather | 3x13 padded packed
+    """
 )
-@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
+BOTH = shape_of("3x13 padded packed")
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
 def test_context_parallel_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
-    got = train(DEEP[model], plan, TRAIN, shape)
-    assert_same(got, alone(DEEP[model], TRAIN, shape, plan.get("microbatches", 1)))
+    assert_equals_one_device(DEEP[model], plan, TRAIN, shape, plan.get("microbatches", 1))
 
 
 ASYNCHRONOUS: list[dict[str, Any]] = [
@@ -158,8 +126,8 @@ ASYNCHRONOUS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.representative("schedule=pipedream_2bw-update_window=2-context=all_gather-ep=2")
-@pytest.mark.parametrize("plan", ASYNCHRONOUS, ids=name_of)
+@pytest.mark.representative("pipedream_2bw")
+@pytest.mark.parametrize("plan", ASYNCHRONOUS, ids=lambda plan: plan["schedule"])
 def test_a_stream_is_spread_over_contexts(plan: dict[str, Any]) -> None:
     keys = plan | {"pp": 2, "microbatches": 4}
     one = stream(DEEP["sequence"], keys | {"ep": 1}, TRAIN, BOTH)

@@ -10,8 +10,9 @@ from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
 from moemesh.sharding.parameters import tensors
-from tests.parity.test_parity import LONELY, MODELS, TRAIN
-from tests.parity.training import PADDED, Shape, alone, assert_same, model_of, name_of, train
+from tests.parity.test_attention import MODELS as KINDS
+from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.training import Shape, assert_equals_one_device, model_of, rows, train
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6.0}
 LATENT = MODELS["moe"] | {
@@ -37,63 +38,59 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "deep": MODELS["moe"] | {"num_layers": 4, "lora": LORA},
 }
 
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
-    ("moe", {"tp": 2, "ep": 2, "attention_exit": "reduce_scatter"}, Shape()),
-    (
-        "moe",
-        {"tp": 2, "ep": 2, "attention_exit": "all_reduce", "dispatcher": "all_gather"},
-        Shape(),
-    ),
-    ("moe", {"tp": 2, "etp": 2, "attention_exit": "all_to_all"}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, Shape()),
-    ("moe", {"dp": 4, "etp": 2, "dispatcher": "all_gather", "data": "zero1"}, Shape()),
-    ("moe", {"dp": 4, "ep": 2, "data": "zero2", "microbatches": 2}, Shape()),
-    ("moe", {"dp": 4, "etp": 2, "data": "zero3", "microbatches": 2}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2, "combine": "exact"}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "etp": 2, "combine": "exact"}, Shape()),
-    ("moe", {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "microbatches": 3}, Shape()),
-    ("deep", {"pp": 2, "schedule": "zb_v", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
-    ("deep", {"pp": 2, "schedule": "dualpipe_v", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
-    ("moe", {"tp": 2, "cp": 2, "ep": 4, "recompute": "full"}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 4, "recompute": "selective", "dispatch_chunks": 3}, Shape()),
-    ("moe", {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2}, LONELY),
-    ("grouped", {"tp": 4, "ep": 2}, PADDED),
-    ("latent", {"tp": 2, "cp": 2, "ep": 2}, Shape()),
-    ("latent", {"tp": 4, "etp": 2, "attention_exit": "all_to_all"}, LONELY),
-    ("direct_queries", {"tp": 2, "dp": 2}, Shape()),
-    ("biased", {"tp": 2, "ep": 2}, Shape()),
-    ("biased", {"dp": 2, "etp": 2, "combine": "exact"}, Shape()),
-    ("some", {"tp": 2, "dp": 2, "etp": 2, "data": "zero1"}, Shape()),
-    ("dense", {"tp": 2, "pp": 2, "microbatches": 2}, Shape()),
-    ("moe", {"pp": 2, "tp": 2, "cp": 2, "ep": 2, "etp": 2, "microbatches": 2}, Shape()),
-]
+CASES = rows(
+    """
+    moe | tp=2 ep=2 attention_exit=reduce_scatter
+    moe | tp=2 ep=2 attention_exit=all_reduce dispatcher=all_gather
+    moe | tp=2 etp=2 attention_exit=all_to_all
+    *moe | tp=2 dp=2 ep=2 etp=2
+    moe | dp=4 etp=2 dispatcher=all_gather data=zero1
+    moe | dp=4 ep=2 data=zero2 microbatches=2
+    moe | dp=4 etp=2 data=zero3 microbatches=2
+    moe | tp=2 dp=2 ep=2 combine=exact
+    moe | tp=2 dp=2 etp=2 combine=exact
+    moe | pp=2 schedule=zb_h1 tp=2 ep=2 microbatches=3
+    deep | pp=2 schedule=zb_v/dualpipe_v dp=2 ep=2 microbatches=4
+    moe | tp=2 cp=2 ep=4 recompute=full
+    moe | tp=2 dp=2 ep=4 recompute=selective dispatch_chunks=3
+    moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 | 1x5
+    grouped | tp=4 ep=2 | padded
+    latent | tp=2 cp=2 ep=2
+    latent | tp=4 etp=2 attention_exit=all_to_all | 1x5
+    direct_queries | tp=2 dp=2
+    biased | tp=2 ep=2
+    biased | dp=2 etp=2 combine=exact
+    some | tp=2 dp=2 etp=2 data=zero1
+    dense | tp=2 pp=2 microbatches=2
+    moe | pp=2 tp=2 cp=2 ep=2 etp=2 microbatches=2
+    """
+)
 
 
-@pytest.mark.representative("moe-tp=2-dp=2-ep=2-etp=2")
-@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
-def test_adapters_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
-    assert_same(train(ADAPTED[model], plan, TRAIN, shape), alone(ADAPTED[model], TRAIN, shape))
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_adapters_in_any_plan(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    assert_equals_one_device(ADAPTED[model], plan, TRAIN, shape)
 
 
 ALONE = TRAIN | {"train_only": LoraConfig(**LORA).trains}
-ALONE_CASES: list[tuple[str, dict[str, Any], Shape]] = [
-    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "microbatches": 2}, PADDED),
-    ("deep", {"pp": 2, "schedule": "zb_h1", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
-    ("deep", {"pp": 2, "schedule": "dualpipe_v", "dp": 2, "microbatches": 4}, Shape()),
-    ("moe", {"dp": 4, "ep": 2, "data": "zero3", "microbatches": 2}, Shape()),
-    ("latent", {"tp": 2, "cp": 2, "ep": 2, "data": "zero2"}, Shape()),
-    ("moe", {"dp": 4, "etp": 2, "combine": "exact", "recompute": "full"}, Shape()),
-    ("grouped", {"pp": 2, "tp": 2, "microbatches": 2, "data": "zero1"}, Shape()),
-    ("some", {"tp": 2, "dp": 2, "etp": 2, "recompute": "selective"}, LONELY),
-    ("moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "microbatches": 3, "data": "zero1"}, Shape()),
-]
+ALONE_CASES = rows(
+    """
+    moe | tp=2 dp=2 ep=2 etp=2 microbatches=2 | padded
+    *deep | pp=2 schedule=zb_h1 dp=2 ep=2 microbatches=4
+    deep | pp=2 schedule=dualpipe_v dp=2 microbatches=4
+    moe | dp=4 ep=2 data=zero3 microbatches=2
+    latent | tp=2 cp=2 ep=2 data=zero2
+    moe | dp=4 etp=2 combine=exact recompute=full
+    grouped | pp=2 tp=2 microbatches=2 data=zero1
+    some | tp=2 dp=2 etp=2 recompute=selective | 1x5
+    moe | tp=2 pp=2 cp=2 ep=4 microbatches=3 data=zero1
+    """
+)
 
 
-@pytest.mark.representative("deep-pp=2-schedule=zb_h1-dp=2-ep=2-microbatches=4")
-@pytest.mark.parametrize(("model", "plan", "shape"), ALONE_CASES, ids=map(name_of, ALONE_CASES))
-def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
-    expected = alone(ADAPTED[model], ALONE, shape)
-    assert_same(train(ADAPTED[model], plan, ALONE, shape), expected)
+@pytest.mark.parametrize(("model", "plan", "shape"), ALONE_CASES)
+def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    expected = assert_equals_one_device(ADAPTED[model], plan, ALONE, shape)
     assert expected.gradients and all(map(is_adapter, expected.gradients))
 
 
@@ -105,10 +102,10 @@ def test_frozen_weights_give_adapters_the_same_gradients():
         torch.testing.assert_close(gradient, everything.gradients[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("model", ADAPTED)
-@pytest.mark.parametrize("exit_", ["reduce_scatter", "all_to_all"])
-def test_planner_knows_every_adapter(model: str, exit_: Any):
-    config, plan = model_of(ADAPTED[model]), Plan(tp=2, attention_exit=exit_)
+@pytest.mark.parametrize("keys", [*ADAPTED.values(), *KINDS.values()], ids=[*ADAPTED, *KINDS])
+@pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
+def test_the_planner_lists_the_same_parameters(keys: dict[str, Any], attention_exit: Any) -> None:
+    config, plan = model_of(keys), Plan(tp=2, attention_exit=attention_exit)
     found = placements(Transformer(config), plan)
     known = list(tensors(config, plan))
     assert [one.name for one in known] == list(found)
@@ -119,4 +116,4 @@ def test_planner_knows_every_adapter(model: str, exit_: Any):
             where.shards,
             where.summed_over,
         )
-    assert any("lora" in one.name for one in known)
+    assert any("lora" in one.name for one in known) == ("lora" in keys)

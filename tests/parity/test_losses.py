@@ -14,8 +14,8 @@ from moemesh.model.faults import RoutingError
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
-from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN
-from tests.parity.training import Shape, Trained, assert_same, microbatches, name_of, train
+from tests.parity.test_parity import MODEL, TRAIN
+from tests.parity.training import Shape, Trained, assert_same, microbatches, rows, train
 from tests.ranks import mesh_on_ranks
 
 #: Stages with experts and one without, extra prediction layers among those with.
@@ -43,52 +43,45 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 WIDE = {"tp": 2, "dp": 2, "ep": 4}
-
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
+CASES = rows(
+    """
     # A microbatch is cut by dp; tp and ep leave it whole.
-    ("microbatch", {"tp": 4, "ep": 2, "etp": 2}, Shape()),
-    ("microbatch", {"tp": 2, "ep": 2}, PADDED),
-    ("global", WIDE, Shape()),
-    ("global", {"dp": 3}, PADDED),
-    ("global", {"dp": 4, "ep": 4, "microbatches": 2}, LONELY),  # the second microbatch is empty
-    ("together", WIDE, Shape()),
-    ("together", {"tp": 2, "cp": 2, "ep": 4}, PADDED),
-    ("together", {"dp": 2, "ep": 2, "pp": 2}, Shape()),
-    ("together", {"dp": 4, "ep": 4}, LONELY),
-    ("together_microbatch", {"tp": 2, "etp": 2, "pp": 2, "schedule": "zb_h1"}, Shape()),
-    ("together_sequence", {"dp": 2, "pp": 2, "microbatches": 3, "ep": 2}, PADDED),
-    ("together_sequence", {"pp": 4, "microbatches": 3, "schedule": "1f1b"}, PADDED),
-    ("together_sequence", {"pp": 2, "tp": 2, "cp": 2, "ep": 4, "microbatches": 2}, PADDED),
-    (
-        "together_sequence",
-        {"pp": 2, "microbatches": 4, "schedule": "dualpipe", "dp": 2, "ep": 2},
-        Shape(10, 7),
-    ),
-    ("together_sequence", {"pp": 2, "microbatches": 2, "schedule": "zb_v", "tp": 2}, Shape()),
-    ("together_sequence", {"pp": 2, "schedule": "terapipe", "slices": 3, "tp": 2}, PADDED),
-    ("together_sequence", {"recompute": "full", "pp": 2, "tp": 2, "data": "replicate"}, PADDED),
-    ("together_sequence", {"data": "zero3", "dp": 2, "ep": 2, "recompute": "selective"}, PADDED),
-    ("expert_choice", {"tp": 2, "ep": 2}, Shape()),
-    ("expert_choice", WIDE | {"dispatcher": "all_gather"}, Shape()),
-    ("expert_choice", {"dp": 3, "tp": 2, "ep": 2, "microbatches": 2}, PADDED),
-    ("expert_choice", {"tp": 8, "ep": 8, "dispatcher": "all_gather"}, LONELY),
-    ("expert_choice", {"tp": 2, "dp": 2, "ep": 4, "combine": "exact"}, Shape()),
-    ("expert_choice", WIDE | {"dispatcher": "low_latency"}, Shape()),
-    (
-        "expert_choice",
-        {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
-        Shape(),
-    ),
-    ("expert_choice", WIDE | {"dispatch_chunks": 2}, Shape()),
-    ("sinkhorn", WIDE, Shape()),
-    ("sinkhorn", {"tp": 4, "dp": 2, "ep": 2, "etp": 2}, PADDED),
-    ("jitter", WIDE | {"microbatches": 2}, Shape()),
-    ("jitter", {"tp": 4, "ep": 4, "dispatcher": "all_gather"}, PADDED),
-    ("probability", WIDE, Shape()),
-    ("probability", {"tp": 4, "etp": 4}, PADDED),
-    ("position", WIDE | {"microbatches": 2}, Shape()),
-    ("position", {"tp": 8, "ep": 8}, LONELY),
-]
+    microbatch | tp=4 ep=2 etp=2
+    *microbatch | tp=2 ep=2 | padded
+    global | tp=2 dp=2 ep=4
+    global | dp=3 | padded
+    *global | dp=4 ep=4 microbatches=2 | 1x5  # the second microbatch is empty
+    together | tp=2 dp=2 ep=4
+    *together | tp=2 cp=2 ep=4 | padded
+    together | dp=2 ep=2 pp=2
+    together | dp=4 ep=4 | 1x5
+    together_microbatch | tp=2 etp=2 pp=2 schedule=zb_h1
+    *together_sequence | dp=2 pp=2 microbatches=3 ep=2 | padded
+    together_sequence | pp=4 microbatches=3 schedule=1f1b | padded
+    together_sequence | pp=2 tp=2 cp=2 ep=4 microbatches=2 | padded
+    together_sequence | pp=2 microbatches=4 schedule=dualpipe dp=2 ep=2 | 10x7
+    together_sequence | pp=2 microbatches=2 schedule=zb_v tp=2
+    together_sequence | pp=2 schedule=terapipe slices=3 tp=2 | padded
+    together_sequence | recompute=full pp=2 tp=2 data=replicate | padded
+    together_sequence | data=zero3 dp=2 ep=2 recompute=selective | padded
+    expert_choice | tp=2 ep=2
+    expert_choice | tp=2 dp=2 ep=4 dispatcher=all_gather
+    expert_choice | dp=3 tp=2 ep=2 microbatches=2 | padded
+    expert_choice | tp=8 ep=8 dispatcher=all_gather | 1x5
+    expert_choice | tp=2 dp=2 ep=4 combine=exact
+    expert_choice | tp=2 dp=2 ep=4 dispatcher=low_latency
+    expert_choice | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2
+    *expert_choice | tp=2 dp=2 ep=4 dispatch_chunks=2
+    *sinkhorn | tp=2 dp=2 ep=4
+    sinkhorn | tp=4 dp=2 ep=2 etp=2 | padded
+    jitter | tp=2 dp=2 ep=4 microbatches=2
+    *jitter | tp=4 ep=4 dispatcher=all_gather | padded
+    probability | tp=2 dp=2 ep=4
+    *probability | tp=4 etp=4 | padded
+    *position | tp=2 dp=2 ep=4 microbatches=2
+    position | tp=8 ep=8 | 1x5
+    """
+)
 
 
 @cache
@@ -96,20 +89,8 @@ def one_device(model: str, shape: Shape) -> Trained:
     return train(MODELS[model], {}, TRAIN, shape)
 
 
-@pytest.mark.representative(
-    "microbatch-tp=2-ep=2-padded",
-    "global-dp=4-ep=4-microbatches=2-lonely",
-    "together-tp=2-cp=2-ep=4-padded",
-    "together_sequence-dp=2-pp=2-microbatches=3-ep=2-padded",
-    "expert_choice-tp=2-dp=2-ep=4-dispatch_chunks=2",
-    "sinkhorn-tp=2-dp=2-ep=4",
-    "jitter-tp=4-ep=4-dispatcher=all_gather-padded",
-    "probability-tp=4-etp=4-padded",
-    "position-tp=2-dp=2-ep=4-microbatches=2",
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
-    model, plan, shape = case
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_plan_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
     assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
 
 

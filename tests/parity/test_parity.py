@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.training import PADDED, Shape, alone, assert_same, name_of, train
+from tests.parity.training import PADDED, Shape, alone, assert_equals_one_device, rows, train
 
 MODEL: dict[str, Any] = {
     "vocab_size": 37,
@@ -53,69 +53,49 @@ TRAIN: dict[str, Any] = {
 #: One sequence for four data ranks: two or three of them hold no token at all.
 LONELY = Shape(global_batch=1, seq_len=5)
 
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
+CASES = rows(
+    """
     # Every exit beside every dispatcher.
-    ("moe", {"tp": 2, "ep": 2, "attention_exit": "reduce_scatter"}, Shape()),
-    ("moe", {"tp": 2, "ep": 2, "attention_exit": "all_reduce"}, Shape()),
-    ("moe", {"tp": 2, "ep": 2, "attention_exit": "all_to_all"}, Shape()),
-    ("moe", {"tp": 2, "ep": 2, "dispatcher": "all_gather"}, Shape()),
-    (
-        "moe",
-        {"tp": 2, "ep": 2, "attention_exit": "all_reduce", "dispatcher": "all_gather"},
-        Shape(),
-    ),
-    (
-        "moe",
-        {"tp": 2, "ep": 2, "attention_exit": "all_to_all", "dispatcher": "all_gather"},
-        Shape(),
-    ),
+    *moe | tp=2 ep=2 attention_exit=reduce_scatter
+    moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all
+    moe | tp=2 ep=2 dispatcher=all_gather
+    moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all dispatcher=all_gather
     # One axis at a time, then mixtures.
-    ("moe", {"dp": 2}, Shape()),
-    ("moe", {"tp": 2}, Shape()),
-    ("moe", {"dp": 2, "ep": 2}, Shape()),
-    ("moe", {"tp": 2, "etp": 2}, Shape()),
-    ("moe", {"dp": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 4}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
-    ("moe", {"tp": 4, "ep": 2, "etp": 2, "attention_exit": "all_to_all"}, Shape()),
-    ("moe", {"dp": 3, "microbatches": 2}, Shape()),
-    ("moe", {"microbatches": 5}, Shape()),
-    ("moe", {"tp": 2, "dp": 4, "ep": 4}, Shape()),
-    ("moe", {"tp": 2, "dp": 4, "ep": 2, "etp": 2, "microbatches": 2}, Shape()),
-    ("moe", {"tp": 8, "ep": 8, "dispatcher": "all_gather"}, Shape()),
+    moe | dp=2
+    moe | tp=2
+    moe | dp=2 ep=2
+    moe | tp=2 etp=2
+    moe | dp=2 etp=2 dispatcher=all_gather
+    moe | tp=2 dp=2 ep=4/2
+    moe | tp=2 dp=2 ep=2 etp=2
+    *moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather
+    moe | tp=4 ep=2 etp=2 attention_exit=all_to_all
+    *moe | dp=3 microbatches=2
+    moe | microbatches=5
+    moe | tp=2 dp=4 ep=4
+    moe | tp=2 dp=4 ep=2 etp=2 microbatches=2
+    moe | tp=8 ep=8 dispatcher=all_gather
     # Other models.
-    ("grouped", {"tp": 4, "dp": 2, "ep": 8}, Shape()),
-    ("grouped", {"tp": 2, "ep": 2, "attention_exit": "all_to_all"}, Shape()),
-    ("sigmoid", {"tp": 2, "dp": 2, "ep": 4}, Shape()),
-    ("sigmoid", {"dp": 4, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
-    ("no_shared", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_reduce"}, Shape()),
-    ("dense", {"tp": 2, "dp": 2}, Shape()),
-    ("dense", {"tp": 2, "dp": 2, "attention_exit": "all_to_all"}, Shape()),
+    grouped | tp=4 dp=2 ep=8
+    *grouped | tp=2 ep=2 attention_exit=all_to_all
+    sigmoid | tp=2 dp=2 ep=4
+    sigmoid | dp=4 ep=2 etp=2 dispatcher=all_gather
+    *no_shared | tp=2 dp=2 ep=4 attention_exit=all_reduce
+    *dense | tp=2 dp=2
+    dense | tp=2 dp=2 attention_exit=all_to_all
     # Empty ranks, fewer tokens than ranks, padding.
-    ("moe", {"dp": 4, "ep": 4}, LONELY),
-    ("moe", {"tp": 8, "ep": 4, "etp": 2}, LONELY),
-    ("moe", {"tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, LONELY),
-    ("sigmoid", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, PADDED),
-    ("moe", {"tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, PADDED),
-]
-
-
-@pytest.mark.representative(
-    "moe-tp=2-ep=2-attention_exit=reduce_scatter",
-    "grouped-tp=2-ep=2-attention_exit=all_to_all",
-    "no_shared-tp=2-dp=2-ep=4-attention_exit=all_reduce",
-    "moe-dp=3-microbatches=2",
-    "moe-tp=2-dp=2-ep=2-etp=2-dispatcher=all_gather",
-    "dense-tp=2-dp=2",
-    "moe-tp=8-ep=4-etp=2-lonely",
-    "sigmoid-tp=2-dp=2-ep=2-etp=2-padded",
+    moe | dp=4 ep=4 | 1x5
+    *moe | tp=8 ep=4 etp=2 | 1x5
+    moe | tp=2 dp=2 ep=4 dispatcher=all_gather | 1x5
+    *sigmoid | tp=2 dp=2 ep=2 etp=2 | padded
+    moe | tp=2 dp=2 ep=4 dispatcher=all_gather | padded
+    """
 )
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
-    model, plan, shape = case
-    assert_same(train(MODELS[model], plan, TRAIN, shape), alone(MODELS[model], TRAIN, shape))
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_plan_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    assert_equals_one_device(MODELS[model], plan, TRAIN, shape)
 
 
 @pytest.mark.representative("{'vocab_size': 3, 'tied_embeddings': True}-{'tp': 4, 'ep': 2}")
@@ -131,9 +111,7 @@ def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None
 def test_a_vocabulary_smaller_than_tp_leaves_ranks_without_rows(
     model: dict[str, Any], plan: dict[str, Any]
 ) -> None:
-    keys = MODEL | model
-    expected = alone(keys, TRAIN, PADDED, plan.get("microbatches", 1))
-    assert_same(train(keys, plan, TRAIN, PADDED), expected)
+    assert_equals_one_device(MODEL | model, plan, TRAIN, PADDED, plan.get("microbatches", 1))
 
 
 def test_the_reference_does_something() -> None:

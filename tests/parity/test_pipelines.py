@@ -15,7 +15,7 @@ import torch
 
 from moemesh.schedule.text import save
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
-from tests.parity.training import Shape, Trained, assert_same, name_of, train
+from tests.parity.training import Shape, Trained, assert_same, rows, train
 from tests.schedule.orders import random_schedule
 
 DEEP: dict[str, dict[str, Any]] = {
@@ -29,40 +29,38 @@ DEEP: dict[str, dict[str, Any]] = {
 SHAPE = Shape(global_batch=11)
 ONE_STEP = TRAIN | {"steps": 1}
 
-BITWISE = [
-    {"pp": 2, "schedule": "1f1b", "microbatches": 4},
-    {"pp": 4, "schedule": "1f1b", "microbatches": 8},
-    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 4},
-    {"pp": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 8},
-    {"pp": 2, "schedule": "zb_h1", "microbatches": 4},
-    {"pp": 4, "schedule": "zb_h1", "microbatches": 8},
-    {"pp": 2, "schedule": "zb_h2", "microbatches": 4},
-    {"pp": 4, "schedule": "zb_h2", "microbatches": 8},
-    {"pp": 2, "schedule": "zb_v", "microbatches": 4},
-    {"pp": 4, "schedule": "zb_v", "microbatches": 8},
-    {"pp": 2, "schedule": "dualpipe_v", "microbatches": 4},
-    {"pp": 4, "schedule": "dualpipe_v", "microbatches": 8},
-    {"pp": 2, "schedule": "1f1b", "microbatches": 4, "layers_per_stage": (7, 1)},
-]
+BITWISE = rows(
+    """
+    moe | pp=2 schedule=1f1b microbatches=4 | 11x7
+    moe | pp=4 schedule=1f1b microbatches=8 | 11x7
+    *moe | pp=2 schedule=interleaved_1f1b stages_per_rank=2 microbatches=4 | 11x7
+    moe | pp=4 schedule=interleaved_1f1b stages_per_rank=2 microbatches=8 | 11x7
+    *moe | pp=2 schedule=zb_h1/zb_h2/dualpipe_v microbatches=4 | 11x7
+    moe | pp=4 schedule=zb_h1/zb_h2/dualpipe_v microbatches=8 | 11x7
+    moe | pp=2 schedule=zb_v microbatches=4 | 11x7
+    *moe | pp=4 schedule=zb_v microbatches=8 | 11x7
+    *moe | pp=2 schedule=1f1b microbatches=4 layers_per_stage=(7,1) | 11x7
+    """
+)
 #: Another order of the same additions.
-REORDERED = [
-    {"pp": 2, "schedule": "gpipe", "microbatches": 4},
-    {"pp": 4, "schedule": "gpipe", "microbatches": 8},
-    {"pp": 2, "schedule": "chimera", "microbatches": 4},
-    {"pp": 4, "schedule": "chimera", "microbatches": 8},
-    {"pp": 2, "schedule": "dualpipe", "microbatches": 4},
-    {"pp": 4, "schedule": "dualpipe", "microbatches": 10},
-]
+REORDERED = rows(
+    """
+    *moe | pp=2 schedule=gpipe/chimera/dualpipe microbatches=4 | 11x7
+    moe | pp=4 schedule=gpipe/chimera microbatches=8 | 11x7
+    moe | pp=4 schedule=dualpipe microbatches=10 | 11x7
+    """
+)
 #: With the other axes, over several steps, clipping and all.
-MIXED: list[tuple[str, dict[str, Any]]] = [
-    ("moe", {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_v", "microbatches": 4}),
-    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}),
-    ("tied", {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_h1", "microbatches": 3}),
-    ("tied", {"pp": 4, "schedule": "chimera", "microbatches": 4}),
-    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 3}),
-    ("sigmoid", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}),
-    ("sigmoid", {"pp": 4, "tp": 2, "ep": 2, "schedule": "dualpipe_v", "microbatches": 8}),
-]
+MIXED = rows(
+    """
+    moe | pp=2 tp=2 ep=2 schedule=zb_v microbatches=4 | 11x7
+    moe *sigmoid | pp=2 dp=2 ep=2 schedule=dualpipe microbatches=4 | 11x7
+    *tied | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 | 11x7
+    tied | pp=4 schedule=chimera microbatches=4 | 11x7
+    tied | pp=2 dp=2 schedule=zb_v microbatches=3 | 11x7
+    sigmoid | pp=4 tp=2 ep=2 schedule=dualpipe_v microbatches=8 | 11x7
+    """
+)
 
 
 @cache
@@ -85,42 +83,29 @@ def worst_difference(got: Trained, expected: Trained) -> float:
     )
 
 
-@pytest.mark.representative(
-    "pp=2-schedule=interleaved_1f1b-stages_per_rank=2-microbatches=4",
-    "pp=2-schedule=zb_h1-microbatches=4",
-    "pp=2-schedule=zb_h2-microbatches=4",
-    "pp=4-schedule=zb_v-microbatches=8",
-    "pp=2-schedule=dualpipe_v-microbatches=4",
-    "pp=2-schedule=1f1b-microbatches=4-layers_per_stage=(7, 1)",
-)
-@pytest.mark.parametrize("plan", BITWISE, ids=name_of)
-def test_gradients_are_bitwise_those_of_one_process(plan: dict[str, Any]) -> None:
-    got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
+@pytest.mark.parametrize(("model", "plan", "shape"), BITWISE)
+def test_gradients_are_bitwise_those_of_one_process(
+    model: str, plan: dict[str, Any], shape: Shape
+) -> None:
+    got = train(DEEP[model], plan, ONE_STEP, shape)
     expected = one_process("moe", plan["microbatches"])
     for name, tensor in expected.gradients.items():
         assert torch.equal(got.gradients[name], tensor), name
     assert (got.losses, got.norms, got.loads) == (expected.losses, expected.norms, expected.loads)
 
 
-@pytest.mark.representative(
-    "pp=2-schedule=gpipe-microbatches=4",
-    "pp=2-schedule=chimera-microbatches=4",
-    "pp=2-schedule=dualpipe-microbatches=4",
-)
-@pytest.mark.parametrize("plan", REORDERED, ids=name_of)
-def test_reordered_sums_differ_by_rounding_only(plan: dict[str, Any]) -> None:
-    got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
+@pytest.mark.parametrize(("model", "plan", "shape"), REORDERED)
+def test_reordered_sums_differ_by_rounding_only(
+    model: str, plan: dict[str, Any], shape: Shape
+) -> None:
+    got = train(DEEP[model], plan, ONE_STEP, shape)
     assert worst_difference(got, one_process("moe", plan["microbatches"])) <= 1e-15
     assert got.loads == one_process("moe", plan["microbatches"]).loads
 
 
-@pytest.mark.representative(
-    "tied-pp=2-tp=2-ep=2-schedule=zb_h1-microbatches=3",
-    "sigmoid-pp=2-dp=2-ep=2-schedule=dualpipe-microbatches=4",
-)
-@pytest.mark.parametrize(("model", "plan"), MIXED, ids=map(name_of, MIXED))
-def test_pipelines_join_the_other_axes(model: str, plan: dict[str, Any]) -> None:
-    got = train(DEEP[model], plan, TRAIN | {"steps": 2}, SHAPE)
+@pytest.mark.parametrize(("model", "plan", "shape"), MIXED)
+def test_pipelines_join_the_other_axes(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    got = train(DEEP[model], plan, TRAIN, shape)
     assert_same(got, one_process(model, plan["microbatches"], 2))
 
 

@@ -15,7 +15,7 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.test_parity import MODELS, TRAIN
-from tests.parity.training import PADDED, WHOLE, Shape, alone, assert_same, name_of, train
+from tests.parity.training import Shape, assert_equals_one_device, rows
 
 ONE: dict[str, Any] = MODELS["moe"] | {"num_mtp_layers": 1}
 MTP: dict[str, dict[str, Any]] = {
@@ -29,83 +29,66 @@ MTP: dict[str, dict[str, Any]] = {
     "granite": ONE
     | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
 }
-#: Two slices of these have a border among the tokens that the last positions look ahead to.
-SHORT = Shape(global_batch=4, seq_len=4)
-FOUR = {"microbatches": 4}
-
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
-    ("one", {"tp": 2, "ep": 2}, WHOLE),
-    ("two", {"dp": 2, "ep": 2, "microbatches": 2}, PADDED),
-    ("two", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, PADDED),
-    ("tied", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_to_all"}, PADDED),
-    ("biased", {"tp": 2, "ep": 2, "dispatcher": "all_gather"}, PADDED),
-    ("two", {"tp": 2, "ep": 2, "recompute": "full"}, PADDED),
-    ("one", {"tp": 2, "ep": 2, "recompute": "selective", "dispatch_chunks": 2}, WHOLE),
-    ("one", {"dp": 2, "ep": 2, "spare_slots": 2}, WHOLE),
-    ("two", {"dp": 2, "ep": 2, "combine": "exact"}, PADDED),
-    ("two", {"pp": 2} | FOUR, PADDED),
-    ("tied", {"pp": 2, "tp": 2, "ep": 2, "microbatches": 2}, PADDED),
-    ("one", {"pp": 2, "schedule": "gpipe"} | FOUR, WHOLE),
-    ("dense", {"pp": 3} | FOUR, PADDED),
-    ("one", {"pp": 2, "schedule": "zb_h1", "recompute": "full"} | FOUR, WHOLE),
-    ("tied", {"pp": 3, "schedule": "zb_h2"} | FOUR, PADDED),
-    ("two", {"pp": 2, "dp": 2, "ep": 2, "schedule": "chimera"} | FOUR, PADDED),
-    ("one", {"pp": 2, "schedule": "terapipe", "slices": 2, "microbatches": 2}, WHOLE),
-    ("pattern", {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}, SHORT),
-    ("pattern", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
-    ("granite", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
-    ("two", {"cp": 2, "ep": 2}, PADDED),
-    ("tied", {"cp": 2, "tp": 2, "ep": 2, "context": "all_gather", "recompute": "full"}, PADDED),
-    ("biased", {"cp": 2, "pp": 2, "ep": 2, "context": "all_to_all"} | FOUR, PADDED),
-    ("two", {"dp": 2, "ep": 2, "data": "zero1"}, PADDED),
-    ("tied", {"pp": 2, "dp": 2, "data": "zero2"} | FOUR, PADDED),
-    ("two", {"dp": 2, "ep": 2, "data": "zero3", "microbatches": 2}, PADDED),
-    ("tied", {"pp": 2, "dp": 2, "data": "zero3"} | FOUR, PADDED),
-    ("tied", {"dp": 2, "tp": 2, "data": "zero3", "recompute": "full"}, PADDED),
-    ("pattern", {"pp": 2, "dp": 2, "data": "zero3", "reshard": "step"} | FOUR, PADDED),
-]
-#: Schedules with two stages a rank: the models need a layer for each.
-DEEP = {name: keys | {"num_layers": 4} for name, keys in MTP.items()}
-CUT: dict[str, Any] = {"pp": 2, "layers_per_stage": (1, 1, 1, 1)}
-DEEP_CASES: list[tuple[str, dict[str, Any], Shape]] = [
-    ("two", CUT | {"schedule": "interleaved_1f1b", "stages_per_rank": 2} | FOUR, PADDED),
-    ("two", CUT | {"schedule": "zb_v"} | FOUR, PADDED),
-    # Blocks of these run a forward and a backward in turns, whose graphs are cut at exchanges.
-    ("tied", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, PADDED),
-    ("two", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, WHOLE),
-    ("tied", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2, "recompute": "full"} | FOUR, WHOLE),
-    ("pattern", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, PADDED),
-    ("tied", {"pp": 2, "schedule": "dualpipe", "dp": 2, "ep": 2} | FOUR, PADDED),
-]
-
-
-@pytest.mark.representative(
-    "two-dp=2-ep=2-microbatches=2-padded",
-    "two-tp=2-ep=2-recompute=full-padded",
-    "tied-pp=2-tp=2-ep=2-microbatches=2-padded",
-    "pattern-pp=2-schedule=terapipe-slices=3-microbatches=2",
-    "two-cp=2-ep=2-padded",
+#: Two slices of 4x4 have a border among the tokens that the last positions look ahead to.
+CASES = rows(
+    """
+    one | tp=2 ep=2
+    *two | dp=2 ep=2 microbatches=2 | padded
+    two | tp=2 dp=2 ep=2 etp=2 | padded
+    tied | tp=2 dp=2 ep=4 attention_exit=all_to_all | padded
+    biased | tp=2 ep=2 dispatcher=all_gather | padded
+    *two | tp=2 ep=2 recompute=full | padded
+    one | tp=2 ep=2 recompute=selective dispatch_chunks=2
+    one | dp=2 ep=2 spare_slots=2
+    two | dp=2 ep=2 combine=exact | padded
+    two | pp=2 microbatches=4 | padded
+    *tied | pp=2 tp=2 ep=2 microbatches=2 | padded
+    one | pp=2 schedule=gpipe microbatches=4
+    dense | pp=3 microbatches=4 | padded
+    one | pp=2 schedule=zb_h1 recompute=full microbatches=4
+    tied | pp=3 schedule=zb_h2 microbatches=4 | padded
+    two | pp=2 dp=2 ep=2 schedule=chimera microbatches=4 | padded
+    one | pp=2 schedule=terapipe slices=2 microbatches=2
+    *pattern | pp=2 schedule=terapipe slices=3 microbatches=2 | 4x4
+    pattern granite | tp=2 pp=2 ep=2 microbatches=4 | padded
+    *two | cp=2 ep=2 | padded
+    tied | cp=2 tp=2 ep=2 context=all_gather recompute=full | padded
+    biased | cp=2 pp=2 ep=2 context=all_to_all microbatches=4 | padded
+    two | dp=2 ep=2 data=zero1 | padded
+    tied | pp=2 dp=2 data=zero2 microbatches=4 | padded
+    two | dp=2 ep=2 data=zero3 microbatches=2 | padded
+    tied | pp=2 dp=2 data=zero3 microbatches=4 | padded
+    tied | dp=2 tp=2 data=zero3 recompute=full | padded
+    pattern | pp=2 dp=2 data=zero3 reshard=step microbatches=4 | padded
+    """
 )
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_prediction_layers_under_a_plan(case: tuple[str, dict[str, Any], Shape]) -> None:
-    name, plan, shape = case
-    expected = alone(MTP[name], TRAIN, shape, plan.get("microbatches", 1))
-    assert_same(train(MTP[name], plan, TRAIN, shape), expected)
+CUT = "pp=2 layers_per_stage=(1,1,1,1) microbatches=4"
+#: Models of four layers.
+DEEP_CASES = rows(
+    f"""
+    two | {CUT} schedule=interleaved_1f1b stages_per_rank=2 | padded
+    *two | {CUT} schedule=zb_v | padded
+    # Blocks of these run a forward and a backward in turns, whose graphs are cut at exchanges.
+    tied *pattern | {CUT} schedule=dualpipe_v dp=2 ep=2 | padded
+    two | {CUT} schedule=dualpipe_v dp=2 ep=2
+    tied | {CUT} schedule=dualpipe_v dp=2 ep=2 recompute=full
+    tied | pp=2 schedule=dualpipe dp=2 ep=2 microbatches=4 | padded
+    """
+)
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_prediction_layers_under_a_plan(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    count = plan.get("microbatches", 1)
+    expected = assert_equals_one_device(MTP[model], plan, TRAIN, shape, count)
     assert all(loss is not None for loss in expected.mtp)
 
 
-@pytest.mark.representative(
-    "two-pp=2-layers_per_stage=(1, 1, 1, 1)-schedule=zb_v-microbatches=4-padded",
-    "pattern-pp=2-layers_per_stage=(1, 1, 1, 1)-schedule=dualpipe_v-dp=2-ep=2-microbatches=4"
-    "-padded",
-)
-@pytest.mark.parametrize("case", DEEP_CASES, ids=name_of)
+@pytest.mark.parametrize(("model", "plan", "shape"), DEEP_CASES)
 def test_prediction_layers_with_two_stages_a_rank(
-    case: tuple[str, dict[str, Any], Shape],
+    model: str, plan: dict[str, Any], shape: Shape
 ) -> None:
-    name, plan, shape = case
-    expected = alone(DEEP[name], TRAIN, shape, plan.get("microbatches", 1))
-    assert_same(train(DEEP[name], plan, TRAIN, shape), expected)
+    assert_equals_one_device(MTP[model] | {"num_layers": 4}, plan, TRAIN, shape, 4)
 
 
 def test_the_objective_by_its_definition() -> None:

@@ -20,10 +20,10 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.test_losses import MODELS as LOSSES
 from tests.parity.test_parity import MODEL, MODELS
-from tests.parity.training import Shape, microbatches, name_of
+from tests.parity.training import Shape, microbatches, rows, shape_of
 from tests.ranks import mesh_on_ranks
 
-SHAPE = Shape(global_batch=6, seq_len=8, padding=True)
+SHAPE = shape_of("6x8 padded")
 #: The last one sends something again.
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -42,14 +42,16 @@ ALONE: dict[str, dict[str, Any]] = {
     "expert_choice": LOSSES["expert_choice"],
     "position": LOSSES["position"],
 }
-PLANS: list[dict[str, Any]] = [
-    {"dp": 2, "tp": 2, "ep": 4, "dispatch_chunks": 3},
-    {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_h1", "microbatches": 3, "dispatch_chunks": 2},
-    {"tp": 2, "ep": 2, "dispatcher": "all_gather"},
-    {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2, "payload": "fp8"},
-    {"tp": 2, "ep": 2, "dispatcher": "low_latency", "attention_exit": "all_to_all"},
-    {"dp": 2, "ep": 2, "combine": "exact"},
-]
+PLANS = rows(
+    """
+    *moe | dp=2 tp=2 ep=4 dispatch_chunks=3 | 6x8 padded
+    moe | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 dispatch_chunks=2 | 6x8 padded
+    moe | tp=2 ep=2 dispatcher=all_gather | 6x8 padded
+    moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 payload=fp8 | 6x8 padded
+    *moe | tp=2 ep=2 dispatcher=low_latency attention_exit=all_to_all | 6x8 padded
+    moe | dp=2 ep=2 combine=exact | 6x8 padded
+    """
+)
 #: What a layer that is computed again needs from others, and nothing else.
 SENT_AGAIN = {
     "attention.enter",
@@ -129,12 +131,10 @@ def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str,
     return found
 
 
-@pytest.mark.representative(
-    "dp=2-tp=2-ep=4-dispatch_chunks=3",
-    "tp=2-ep=2-dispatcher=low_latency-attention_exit=all_to_all",
-)
-@pytest.mark.parametrize("plan", PLANS, ids=name_of)
-def test_on_many_ranks_only_what_is_read_is_sent_again(plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "plan", "shape"), PLANS)
+def test_on_many_ranks_only_what_is_read_is_sent_again(
+    model: str, plan: dict[str, Any], shape: Shape
+) -> None:
     dtype = "bfloat16" if "payload" in plan else "float64"
     for runs in mesh_on_ranks(Plan(**plan).layout, run_all, plan, dtype):
         for run in runs[1:]:

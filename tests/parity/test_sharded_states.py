@@ -19,8 +19,8 @@ from tests.parity.test_asynchronous import ADAMW, AMPNET, STREAM, TWO
 from tests.parity.test_asynchronous import DEEP as DEEP_MODEL
 from tests.parity.test_asynchronous import SHAPE as EIGHT
 from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
-from tests.parity.test_parity import LONELY, MODEL, MODELS, PADDED, TRAIN
-from tests.parity.training import Shape, alone, assert_same, name_of, train
+from tests.parity.test_parity import MODEL, MODELS, TRAIN
+from tests.parity.training import Shape, assert_equals_one_device, rows, train
 
 STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
@@ -37,66 +37,56 @@ TRAINED = MODELS | {
     "ahead_tied": AHEAD | {"tied_embeddings": True},
 }
 
-PLANS: list[tuple[str, dict[str, Any], Shape]] = [
-    ("moe", {"dp": 4}, Shape()),
-    ("moe", {"dp": 2, "ep": 2, "microbatches": 2}, Shape()),
-    ("moe", {"dp": 4, "ep": 2}, Shape()),
-    ("moe", {"dp": 3}, PADDED),
-    ("moe", {"dp": 4, "ep": 2, "servers": 3}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 2}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "etp": 2, "microbatches": 2}, Shape()),
-    ("moe", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_to_all"}, Shape()),
-    ("moe", {"dp": 4, "ep": 2, "combine": "exact", "microbatches": 2}, Shape()),
-    ("moe", {"dp": 4, "ep": 4}, LONELY),
-    ("moe", {"dp": 2, "ep": 2, "recompute": "full", "microbatches": 2}, Shape()),
-    ("tied", {"pp": 2, "dp": 2, "microbatches": 2}, Shape()),
-    ("tied", {"dp": 2, "tp": 2, "ep": 2}, Shape()),
-    ("sigmoid", {"tp": 2, "dp": 2, "ep": 2}, PADDED),
-    ("moe", {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3}, Shape()),
-    ("tied", {"pp": 2, "dp": 2, "schedule": "chimera", "microbatches": 4}, Shape()),
-    (
-        "moe",
-        {
-            "pp": 2,
-            "dp": 2,
-            "schedule": "interleaved_1f1b",
-            "stages_per_rank": 1,
-            "microbatches": 2,
-            "recompute": "full",
-        },
-        Shape(),
-    ),
-    ("moe", {"pp": 2, "dp": 2, "schedule": "gpipe", "microbatches": 4}, Shape()),
-    ("moe", {"dp": 4, "ep": 2, "shard_group": 2, "microbatches": 2}, Shape()),
-    ("moe", {"dp": 4, "ep": 2, "shard_group": 2, "combine": "exact"}, PADDED),
-    ("tied", {"dp": 2, "tp": 2, "shard_group": 1}, Shape()),
-    ("ahead", {"dp": 2, "ep": 2, "microbatches": 2}, Shape()),
-    ("thin", {"dp": 4, "ep": 2}, Shape()),
-    ("ahead_tied", {"pp": 2, "dp": 2, "microbatches": 2, "recompute": "full"}, Shape()),
-    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "terapipe", "microbatches": 2}, Shape()),
-]
-#: Schedules that defer weight gradients, or take turns between a forward and a backward.
-DEFERRING: list[tuple[str, dict[str, Any], Shape]] = [
-    ("moe", {"pp": 2, "dp": 2, "schedule": "zb_h1", "microbatches": 4}, Shape()),
-    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_h2", "microbatches": 4}, Shape()),
-    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 4, "num_layers": 4}, Shape()),
-    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}, Shape()),
-    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe_v", "microbatches": 4}, Shape()),
-]
-
-
-def _model(name: str, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    model = TRAINED[name]
-    plan = dict(plan)
-    if layers := plan.pop("num_layers", None) or (4 if plan.get("pp", 1) > 1 else None):
-        model = model | {"num_layers": layers}
-    return model, plan
+#: A step of zero3 that keeps its weights to the end is called "step" in the tables.
+SERVER = "parameter_server"
+EVERY = f"data=zero1/zero2/zero3/step/{SERVER}"
+GROUPED = "data=zero1/zero2/zero3/step"  # servers have no group
+CASES = rows(
+    f"""
+    *moe | tp=2 dp=2 etp=2 microbatches=2 data=zero1
+    *tied | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
+    *moe | dp=4 ep=2 combine=exact microbatches=2 data=zero2
+    *sigmoid | tp=2 dp=2 ep=2 data=zero2 | padded
+    *tied | pp=2 dp=2 microbatches=2 data=zero3
+    *moe | dp=4 ep=4 data=zero3 | 1x5
+    *moe | dp=4 ep=2 shard_group=2 microbatches=2 data=zero3
+    *moe | tp=2 dp=2 ep=2 data=parameter_server
+    *moe | dp=2 ep=2 recompute=full microbatches=2 data=step
+    moe | dp=4 {EVERY}
+    moe | dp=2 ep=2 microbatches=2 {EVERY}
+    moe | dp=4 ep=2 {EVERY}
+    moe | dp=3 {EVERY} | padded
+    moe | dp=4 ep=2 servers=3 {EVERY}
+    moe | tp=2 dp=2 ep=2 {EVERY}
+    moe | tp=2 dp=2 etp=2 microbatches=2 {EVERY}
+    moe | tp=2 dp=2 ep=4 attention_exit=all_to_all {EVERY}
+    moe | dp=4 ep=2 combine=exact microbatches=2 {EVERY}
+    moe | dp=4 ep=4 {EVERY} | 1x5
+    moe | dp=2 ep=2 recompute=full microbatches=2 {EVERY}
+    tied | pp=2 dp=2 microbatches=2 {EVERY}
+    tied | dp=2 tp=2 ep=2 {EVERY}
+    sigmoid | tp=2 dp=2 ep=2 {EVERY} | padded
+    moe | pp=2 dp=2 ep=2 microbatches=3 {EVERY}
+    tied | pp=2 dp=2 schedule=chimera microbatches=4 {EVERY}
+    moe | pp=2 dp=2 schedule=interleaved_1f1b stages_per_rank=1 microbatches=2 {EVERY}
+    moe | pp=2 dp=2 schedule=gpipe microbatches=4 {EVERY}
+    moe | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED}
+    moe | dp=4 ep=2 shard_group=2 combine=exact {GROUPED} | padded
+    tied | dp=2 tp=2 shard_group=1 {GROUPED}
+    ahead | dp=2 ep=2 microbatches=2 {EVERY}
+    thin | dp=4 ep=2 {EVERY}
+    ahead_tied | pp=2 dp=2 microbatches=2 recompute=full {EVERY}
+    moe | pp=2 dp=2 ep=2 schedule=terapipe microbatches=2 {EVERY}
+    # Schedules that defer weight gradients, or take turns between a forward and a backward.
+    moe | pp=2 dp=2 schedule=zb_h1 microbatches=4 data=zero1/zero2/{SERVER}
+    tied | pp=2 dp=2 schedule=zb_h2/zb_v microbatches=4 data=zero1/zero2/{SERVER}
+    moe | pp=2 dp=2 ep=2 schedule=dualpipe/dualpipe_v microbatches=4 data=zero1/zero2/{SERVER}
+    """
+)
 
 
 def _skip_refused(plan: dict[str, Any], data: str) -> None:
     if data == "zero3" and plan.get("schedule") in DEFERRING_SCHEDULES:
-        pytest.skip("refused")
-    if data == "parameter_server" and "shard_group" in plan:
         pytest.skip("refused")
 
 
@@ -108,54 +98,19 @@ def under(plan: dict[str, Any], data: str) -> dict[str, Any]:
     return plan | {"data": data}
 
 
-def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None:
-    name, keys, shape = case
-    model, plan = _model(name, keys)
-    expected = alone(model, MOMENTUM, shape, plan.get("microbatches", 1))
-    assert_same(train(model, plan | data, MOMENTUM, shape), expected)
-
-
-@pytest.mark.representative(
-    "moe-tp=2-dp=2-etp=2-microbatches=2-zero1",
-    "tied-pp=2-dp=2-schedule=chimera-microbatches=4-zero1",
-    "moe-dp=4-ep=2-combine=exact-microbatches=2-zero2",
-    "sigmoid-tp=2-dp=2-ep=2-padded-zero2",
-    "tied-pp=2-dp=2-microbatches=2-zero3",
-    "moe-dp=4-ep=4-lonely-zero3",
-    "moe-dp=4-ep=2-shard_group=2-microbatches=2-zero3",
-    "moe-tp=2-dp=2-ep=2-parameter_server",
-)
-@pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize("case", PLANS, ids=name_of)
-def test_sharded_states_equal_one_device(
-    case: tuple[str, dict[str, Any], Shape], data: str
-) -> None:
-    _skip_refused(case[1], data)
-    check({"data": data}, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1", "zero2", "parameter_server"])
-@pytest.mark.parametrize("case", DEFERRING, ids=name_of)
-def test_sharded_states_with_deferred_weight_gradients(
-    case: tuple[str, dict[str, Any], Shape], data: str
-) -> None:
-    check({"data": data}, case)
-
-
-@pytest.mark.representative("moe-dp=2-ep=2-recompute=full-microbatches=2")
-@pytest.mark.parametrize("case", PLANS, ids=name_of)
-def test_weights_that_stay_for_a_step_change_nothing(
-    case: tuple[str, dict[str, Any], Shape],
-) -> None:
-    check({"data": "zero3", "reshard": "step"}, case)
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
+def test_sharded_states_equal_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    keys = TRAINED[model] | ({"num_layers": 4} if plan.get("pp", 1) > 1 else {})
+    if plan["data"] == "step":
+        plan = plan | {"data": "zero3", "reshard": "step"}
+    assert_equals_one_device(keys, plan, MOMENTUM, shape, plan.get("microbatches", 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
+@pytest.mark.parametrize(("workload", "plan", "_"), MOVES)
 def test_experts_move_with_their_sharded_states(
-    workload: str, plan: dict[str, Any], data: str
+    workload: str, plan: dict[str, Any], _: Shape, data: str
 ) -> None:
     _skip_refused(plan, data)
     keys = ADAM | {"steps": 7, "rebalance_every": 3}
@@ -187,9 +142,9 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
+@pytest.mark.parametrize(("workload", "plan", "_"), REPLICAS)
 def test_replicas_of_experts_with_sharded_states(
-    workload: str, plan: dict[str, Any], data: str
+    workload: str, plan: dict[str, Any], _: Shape, data: str
 ) -> None:
     _skip_refused(plan, data)
     expected = balancing.train(balancing.Case(SKEWED, {}, TRAIN, workload=workload))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
 from tests.parity.test_pipelines import worst_difference
-from tests.parity.training import Shape, alone, assert_same, name_of, train
+from tests.parity.training import Shape, alone, assert_equals_one_device, rows, train
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2, "num_layers": 4}
 DEEP: dict[str, dict[str, Any]] = {
@@ -25,34 +25,31 @@ DEEP: dict[str, dict[str, Any]] = {
     "sigmoid": MODELS["sigmoid"] | LOSSES,
     "dense": MODELS["dense"] | {"num_layers": 4},
 }
-#: 11 tokens cannot be cut evenly, 5 sequences neither.
-SHAPE = Shape(global_batch=5, seq_len=11)
-PADDED = SHAPE._replace(padding=True)
 ONE_STEP = TRAIN | {"steps": 1}
-
-CASES: list[tuple[str, dict[str, Any], Shape]] = [
-    ("sequence", {"pp": 2}, SHAPE),
-    ("sequence", {"pp": 4, "slices": 3}, PADDED),
-    ("sequence", {"pp": 2, "slices": 11, "recompute": "full"}, SHAPE),
-    ("microbatch", {"pp": 2, "slices": 3, "microbatches": 2, "recompute": "selective"}, PADDED),
-    ("global", {"pp": 4, "microbatches": 3}, SHAPE),
-    ("tied", {"pp": 2, "slices": 4, "microbatches": 3}, PADDED),
-    ("tied", {"pp": 2, "slices": 3}, SHAPE._replace(packed=True)),
-    ("dense", {"pp": 2, "slices": 5, "recompute": "full"}, SHAPE),
-]
-#: With the other axes, over several steps, clipping and all.
-MIXED: list[tuple[str, dict[str, Any], Shape]] = [
-    ("sequence", {"pp": 2, "tp": 2, "ep": 2, "recompute": "full", "dispatch_chunks": 2}, PADDED),
-    ("global", {"pp": 2, "dp": 2, "ep": 2, "slices": 3}, SHAPE),
-    ("sigmoid", {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, PADDED),
-]
-
-
-@pytest.mark.representative(
-    "global-pp=4-microbatches=3",
-    "microbatch-pp=2-slices=3-microbatches=2-recompute=selective-padded",
+#: 11 tokens cannot be cut evenly, 5 sequences neither.
+CASES = rows(
+    """
+    sequence | pp=2 | 5x11
+    sequence | pp=4 slices=3 | 5x11 padded
+    sequence | pp=2 slices=11 recompute=full | 5x11
+    *microbatch | pp=2 slices=3 microbatches=2 recompute=selective | 5x11 padded
+    *global | pp=4 microbatches=3 | 5x11
+    tied | pp=2 slices=4 microbatches=3 | 5x11 padded
+    tied | pp=2 slices=3 | 5x11 packed
+    dense | pp=2 slices=5 recompute=full | 5x11
+    """
 )
-@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
+#: With the other axes, over several steps, clipping and all.
+MIXED = rows(
+    """
+    *sequence | pp=2 tp=2 ep=2 recompute=full dispatch_chunks=2 | 5x11 padded
+    global | pp=2 dp=2 ep=2 slices=3 | 5x11
+    sigmoid | pp=2 tp=2 dp=2 ep=4 dispatcher=all_gather | 5x11 padded
+    """
+)
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
 def test_slices_have_the_gradients_of_whole_sequences(
     model: str, plan: dict[str, Any], shape: Shape
 ) -> None:
@@ -63,9 +60,7 @@ def test_slices_have_the_gradients_of_whole_sequences(
     assert got.losses + got.aux == pytest.approx(expected.losses + expected.aux, rel=1e-14)
 
 
-@pytest.mark.representative("sequence-pp=2-tp=2-ep=2-recompute=full-dispatch_chunks=2-padded")
-@pytest.mark.parametrize(("model", "plan", "shape"), MIXED, ids=map(name_of, MIXED))
+@pytest.mark.parametrize(("model", "plan", "shape"), MIXED)
 def test_slices_join_the_other_axes(model: str, plan: dict[str, Any], shape: Shape) -> None:
-    keys = TRAIN | {"steps": 2}
-    got = train(DEEP[model], plan | {"schedule": "terapipe"}, keys, shape)
-    assert_same(got, alone(DEEP[model], keys, shape, plan.get("microbatches", 1)))
+    plan, count = plan | {"schedule": "terapipe"}, plan.get("microbatches", 1)
+    assert_equals_one_device(DEEP[model], plan, TRAIN, shape, count)

@@ -18,8 +18,8 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.step import gradients_of_step, move_selection_biases
-from tests.parity.test_parity import MODELS, PADDED, TRAIN
-from tests.parity.training import Shape, Trained, microbatches, name_of, train
+from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.training import Shape, Trained, microbatches, rows, train
 
 TUNINGS: dict[str, dict[str, Any]] = {
     "experts": {"train_only": ("*.experts.*",)},
@@ -49,69 +49,50 @@ MODELS = MODELS | {
     "ahead_tied": MODELS["grouped"] | {"num_layers": 3, "num_mtp_layers": 1},
 }
 
-HALVES: dict[str, Any] = {"pp": 2, "microbatches": 4}
-CASES: list[tuple[str, str, dict[str, Any], Shape]] = [
-    ("experts", "moe", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "microbatches": 2}, PADDED),
-    ("late", "deep", HALVES | {"dp": 2, "ep": 2, "schedule": "zb_h1"}, Shape()),
-    ("layer", "deep", {"dp": 4, "ep": 2, "data": "zero3", "microbatches": 2}, Shape()),
-    ("attention", "grouped", {"tp": 2, "cp": 2, "ep": 4, "data": "zero2"}, Shape()),
-    ("late", "deep", HALVES | {"dp": 2, "ep": 2, "schedule": "dualpipe"}, Shape()),
-    ("head", "deep", HALVES | {"dp": 2, "recompute": "full"}, Shape()),
-    ("routers", "sigmoid", {"dp": 2, "tp": 2, "ep": 2}, PADDED),
-    ("router_weights", "sigmoid", {"dp": 2, "tp": 2, "ep": 2, "data": "zero1"}, PADDED),
-    ("norms", "grouped", {"pp": 2, "tp": 2, "microbatches": 3}, Shape()),
-    ("down", "moe", {"dp": 4, "ep": 2, "combine": "exact", "microbatches": 2}, Shape()),
-    ("embedding", "grouped", {"pp": 2, "dp": 2, "microbatches": 2, "data": "zero1"}, Shape()),
-    ("embedding", "grouped", {"dp": 2, "tp": 2, "data": "zero3"}, Shape()),
-    ("ahead", "ahead", {"dp": 2, "tp": 2, "ep": 2}, Shape()),
-    ("second_ahead", "ahead", {"pp": 2, "dp": 2, "microbatches": 2, "data": "zero2"}, Shape()),
-    ("tail", "ahead_tied", {"dp": 2, "ep": 2, "data": "zero3"}, Shape()),
-    ("no_experts", "moe", {"dp": 4, "ep": 4, "spare_slots": 1, "microbatches": 2}, Shape()),
-    ("late", "deep", {"dp": 4, "ep": 4, "data": "parameter_server"}, Shape(1, 5)),
-    ("late", "deep", {"pp": 2, "tp": 2, "schedule": "terapipe", "microbatches": 2}, Shape()),
-    ("layer", "deep", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 4}, Shape()),
-    ("late", "deep", HALVES | {"schedule": "chimera", "dp": 2, "data": "zero1"}, Shape()),
-    ("experts", "deep", HALVES | {"schedule": "zb_h2", "dp": 2, "ep": 2}, Shape()),
-    ("some_experts", "moe", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "microbatches": 2}, PADDED),
-    ("uneven_experts", "moe", {"dp": 4, "ep": 4, "data": "zero3", "microbatches": 2}, Shape()),
-    ("some_downs", "biased", {"dp": 4, "ep": 2, "data": "zero2", "microbatches": 2}, Shape()),
-    ("uneven_experts", "biased", HALVES | {"schedule": "zb_h1", "dp": 2, "ep": 2}, Shape()),
-    ("frozen_experts", "sigmoid", {"tp": 2, "cp": 2, "ep": 4, "data": "zero1"}, PADDED),
-    ("some_experts", "deep", HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2}, Shape()),
-    ("uneven_experts", "moe", {"dp": 4, "ep": 4, "dispatcher": "all_gather"}, Shape(1, 5)),
-    (
-        "some_experts",
-        "moe",
-        {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2, "dispatch_chunks": 2},
-        Shape(),
-    ),
-    ("some_experts", "moe", {"dp": 2, "tp": 2, "ep": 4, "dispatcher": "low_latency"}, Shape()),
-    ("uneven_experts", "moe", {"dp": 4, "ep": 2, "data": "parameter_server"}, Shape()),
-    ("some_downs", "moe", {"dp": 4, "ep": 2, "shard_group": 2, "data": "zero3"}, Shape()),
-    ("frozen_experts", "moe", {"recompute": "full", "dp": 2, "ep": 2}, Shape()),
-    ("some_experts", "moe", {"recompute": "selective"}, Shape()),
-    (
-        "uneven_experts",
-        "deep",
-        {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb_v", "microbatches": 4},
-        Shape(),
-    ),
-    (
-        "late",
-        "deep",
-        {"pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 2}
-        | {"recompute": "selective", "data": "zero2"},
-        Shape(),
-    ),
-    (
-        "layer",
-        "deep",
-        {"dp": 4, "ep": 2, "dispatcher": "hierarchical", "ranks_per_node": 2},
-        PADDED,
-    ),
-    ("experts", "moe", {"dp": 4, "ep": 2, "data": "zero1", "shard_group": 2}, Shape()),
-    ("attention", "moe", {"cp": 4, "ep": 2, "context": "all_to_all"}, PADDED),
-]
+#: "Tuning:model" in place of a model.
+CASES = rows(
+    """
+    *experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
+    *late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=zb_h1
+    *layer:deep | dp=4 ep=2 data=zero3 microbatches=2
+    attention:grouped | tp=2 cp=2 ep=4 data=zero2
+    late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=dualpipe
+    head:deep | pp=2 microbatches=4 dp=2 recompute=full
+    routers:sigmoid | dp=2 tp=2 ep=2 | padded
+    *router_weights:sigmoid | dp=2 tp=2 ep=2 data=zero1 | padded
+    norms:grouped | pp=2 tp=2 microbatches=3
+    down:moe | dp=4 ep=2 combine=exact microbatches=2
+    embedding:grouped | pp=2 dp=2 microbatches=2 data=zero1
+    embedding:grouped | dp=2 tp=2 data=zero3
+    ahead:ahead | dp=2 tp=2 ep=2
+    second_ahead:ahead | pp=2 dp=2 microbatches=2 data=zero2
+    tail:ahead_tied | dp=2 ep=2 data=zero3
+    no_experts:moe | dp=4 ep=4 spare_slots=1 microbatches=2
+    late:deep | dp=4 ep=4 data=parameter_server | 1x5
+    late:deep | pp=2 tp=2 schedule=terapipe microbatches=2
+    layer:deep | pp=2 dp=2 schedule=zb_v microbatches=4
+    late:deep | pp=2 microbatches=4 schedule=chimera dp=2 data=zero1
+    experts:deep | pp=2 microbatches=4 schedule=zb_h2 dp=2 ep=2
+    *some_experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
+    *uneven_experts:moe | dp=4 ep=4 data=zero3 microbatches=2
+    some_downs:biased | dp=4 ep=2 data=zero2 microbatches=2
+    *uneven_experts:biased | pp=2 microbatches=4 schedule=zb_h1 dp=2 ep=2
+    frozen_experts:sigmoid | tp=2 cp=2 ep=4 data=zero1 | padded
+    some_experts:deep | pp=2 microbatches=4 schedule=dualpipe dp=2 ep=2
+    uneven_experts:moe | dp=4 ep=4 dispatcher=all_gather | 1x5
+    some_experts:moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2
+    some_experts:moe | dp=2 tp=2 ep=4 dispatcher=low_latency
+    uneven_experts:moe | dp=4 ep=2 data=parameter_server
+    some_downs:moe | dp=4 ep=2 shard_group=2 data=zero3
+    frozen_experts:moe | recompute=full dp=2 ep=2
+    some_experts:moe | recompute=selective
+    uneven_experts:deep | pp=2 dp=2 ep=2 schedule=zb_v microbatches=4
+    late:deep | pp=2 dp=2 schedule=interleaved_1f1b stages_per_rank=2 microbatches=2 data=zero2
+    layer:deep | dp=4 ep=2 dispatcher=hierarchical ranks_per_node=2 | padded
+    experts:moe | dp=4 ep=2 data=zero1 shard_group=2
+    attention:moe | cp=4 ep=2 context=all_to_all | padded
+    """
+)
 
 
 @cache
@@ -190,21 +171,9 @@ def assert_same(got: Trained, expected: Trained) -> None:
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=1e-10, msg=name)
 
 
-def case_name(value: object) -> str:
-    return value if isinstance(value, str) else name_of(value)
-
-
-@pytest.mark.representative(
-    "experts-moe-dp=2-tp=2-ep=2-etp=2-microbatches=2-padded",
-    "late-deep-pp=2-microbatches=4-dp=2-ep=2-schedule=zb_h1-",
-    "layer-deep-dp=4-ep=2-data=zero3-microbatches=2-",
-    "router_weights-sigmoid-dp=2-tp=2-ep=2-data=zero1-padded",
-    "some_experts-moe-dp=2-tp=2-ep=2-etp=2-microbatches=2-padded",
-    "uneven_experts-moe-dp=4-ep=4-data=zero3-microbatches=2-",
-    "uneven_experts-biased-pp=2-microbatches=4-schedule=zb_h1-dp=2-ep=2-",
-)
-@pytest.mark.parametrize(("tuning", "model", "plan", "shape"), CASES, ids=case_name)
-def test_parity(tuning: str, model: str, plan: dict[str, Any], shape: Shape) -> None:
+@pytest.mark.parametrize(("case", "plan", "shape"), CASES)
+def test_parity(case: str, plan: dict[str, Any], shape: Shape) -> None:
+    tuning, model = case.split(":")
     got = train(MODELS[model], plan, TRAIN | TUNINGS[tuning], shape)
     assert_same(got, oracle(tuning, model, shape))
     assert got.frozen[0], "something must be frozen"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,7 +24,8 @@ from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of, rows
+from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of
+from moemesh.parallel.placement import rows as stack_rows
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
@@ -45,22 +49,53 @@ WHOLE = Shape()
 PADDED = Shape(padding=True)
 
 
-def name_of(value: object) -> str:
-    """The id of a case, from its model, plan and shape: ``key=value`` of all keys of the plan."""
-    match value:
-        case dict():
-            return "-".join(f"{key}={item}" for key, item in value.items())
-        case Shape():
-            names = {
-                "lonely": value.global_batch == 1,
-                "padded": value.padding,
-                "packed": value.packed,
-            }
-            return "-".join(name for name, holds in names.items() if holds)
-        case tuple():
-            return "-".join(name for part in value if (name := name_of(part)))
-        case _:
-            return str(value)
+def shape_of(words: str) -> Shape:
+    """A shape in words: ``3x13 padded packed`` are 3 sequences of 13 tokens; 5x7 unless told."""
+    sizes = [int(size) for size in words.split()[0].split("x")] if "x" in words else [5, 7]
+    return Shape(*sizes, padding="padded" in words, packed="packed" in words)
+
+
+def keys_of(words: str) -> dict[str, Any]:
+    """The keys of a section in words: ``dp=2 schedule=zb_h1 layers_per_stage=(7,1)``."""
+    found: dict[str, Any] = {}
+    for word in words.split():
+        key, _, value = word.partition("=")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found
+
+
+def lines(table: str) -> Iterator[tuple[str, list[str], str]]:
+    """Model, plans and data of each line of a table ``model | plan | data``; the plan with values
+    like ``context=ring/all_gather`` is several. Lines that begin with # are comments."""
+    for line in filter(None, (line.partition("#")[0].strip() for line in table.splitlines())):
+        model, plan, data, *_ = (" ".join(cell.split()) for cell in (line + "||").split("|"))
+        words = [
+            [f"{key}={value}" for value in values.split("/")]
+            for key, _, values in (word.partition("=") for word in plan.split())
+        ]
+        yield model, [" ".join(choice) for choice in itertools.product(*words)], data
+
+
+def rows(table: str, models: Iterable[str] = ()) -> list[Any]:
+    """Cases (model, keys of the plan, shape) of a table: see `lines`, `keys_of` and `shape_of`.
+
+    Several models make a case each; ``...`` are all other `models`. A model with a star runs by
+    default, the others are slow. A case that stands twice counts where it stands first.
+    """
+    cases: dict[str, Any] = {}
+    for names, plans, data in lines(table):
+        given = names.replace("*", "").split()
+        others = [name for name in models if name not in given] if "..." in given else []
+        for name in [*names.replace("...", "").split(), *others]:
+            for plan in plans:
+                text = f"{name.strip('*')} | {plan} | {data}".strip(" |")
+                marks = () if name.startswith("*") else (pytest.mark.slow,)
+                values = name.strip("*"), keys_of(plan), shape_of(data)
+                cases.setdefault(text, pytest.param(*values, id=text, marks=marks))
+    return list(cases.values())
 
 
 class Trained(NamedTuple):
@@ -203,7 +238,7 @@ def chosen(parallel: RankModel, where: Placement, own: OwnRange, tensor: Tensor)
     shape = (parallel.model.config.num_experts, *where.shape[1:])
     inner = where.slices(parallel.mesh)[1:]
     sizes, experts = [len(part) for part in inner], where.experts(parallel.mesh)
-    for place, numbers in rows(len(experts), math.prod(sizes), own.numbers):
+    for place, numbers in stack_rows(len(experts), math.prod(sizes), own.numbers):
         first = place * math.prod(sizes)
         for box in boxes(sizes, range(numbers.start - first, numbers.stop - first)):
             inside = tuple(
@@ -239,18 +274,20 @@ def train(
     train: dict[str, Any],
     shape: Shape = WHOLE,
     *,
+    on_rank: Callable[..., dict[str, Any]] = train_on_rank,
     predicts: bool = True,
 ) -> Trained:
     """Train under `plan` on as many gloo ranks as it needs (in this process for one rank).
 
-    `predicts`: the planner has predicted traffic and model states of every rank, to the byte.
+    `on_rank`: :func:`train_on_rank` or what changes it; `predicts`: the planner has predicted
+    traffic and model states of every rank, to the byte.
     """
     config, checked, keys = model_of(model), Plan(**plan), TrainConfig(**train)
     assert checked.check(config) == []
     if checked.world_size == 1:
-        ranks = [train_on_rank(Mesh.single("cpu"), model, plan, train, shape)]
+        ranks = [on_rank(Mesh.single("cpu"), model, plan, train, shape)]
     else:
-        ranks = mesh_on_ranks(checked.layout, train_on_rank, model, plan, train, shape)
+        ranks = mesh_on_ranks(checked.layout, on_rank, model, plan, train, shape)
     if predicts:
         batch, seq_len, *_ = shape
         tuning = Tuning(freeze=keys.freeze, train_only=keys.train_only)
@@ -304,3 +341,16 @@ def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> No
             assert worst <= tolerance, f"{field} of {name}: relative difference {worst:.2e}"
     for ours, theirs in zip(got.biases, expected.biases, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+def assert_equals_one_device(
+    model: dict[str, Any],
+    plan: dict[str, Any],
+    keys: dict[str, Any],
+    shape: Shape,
+    microbatches: int = 1,
+) -> Trained:
+    """A run under `plan`, as the run on one device, which is returned."""
+    expected = alone(model, keys, shape, microbatches)
+    assert_same(train(model, plan, keys, shape), expected)
+    return expected

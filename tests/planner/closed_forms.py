@@ -32,16 +32,3 @@ def expected_nodes(experts: int, per_token: int, nodes: int, kept: int | None = 
     used = nodes if kept is None else min(kept, nodes)
     pool, part = experts * used // nodes, experts // nodes
     return used * (1 - comb(pool - part, per_token) / comb(pool, per_token))
-
-
-def remote_copies(
-    experts: int,
-    per_token: int,
-    nodes: int,
-    *,
-    kept: int | None = None,
-    deduplicated: bool = True,
-) -> float:
-    """Mean copies of a token that leave its node: one per remote node, or one per remote expert."""
-    copies = expected_nodes(experts, per_token, nodes, kept) if deduplicated else per_token
-    return copies * (nodes - 1) / nodes

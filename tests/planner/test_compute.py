@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from moemesh.planner.planned_layout import PlannedLayout
@@ -16,7 +13,6 @@ from moemesh.planner.timing.columns import (
     hardware_row,
     layout_row,
     model_row,
-    stacked,
 )
 from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.planner.published_rows import ARCHS
@@ -104,19 +100,3 @@ def test_weights_of_a_gpt_block_are_the_exact_matrices():
     work = workload(gpt(4, 1024, 16), tp=2, dp=4)
     assert compute.attention_block(work).weights == 4 * 1024**2 / 2
     assert compute.mlp_block(work).weights == 8 * 1024**2 / 2
-
-
-def test_dense_model_has_no_expert_time():
-    block = compute.expert_block(workload())
-    assert (block.products, block.elementwise, block.overhead, block.expert_weights) == (0, 0, 0, 0)
-
-
-def test_columns_give_what_single_rows_give():
-    layouts = [PlannedLayout(seq_len=2048, global_batch=64, tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
-    rows = [workload(tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
-    columns = workload()
-    together = replace(
-        columns, layout=stacked([layout_row(DENSE, layout, Software()) for layout in layouts])
-    )
-    expected = [float(compute.attention_block(work).products) for work in rows]
-    assert np.allclose(compute.attention_block(together).products, expected, rtol=1e-12)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from moemesh.cli.plan_text import estimate_text
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import read_plan
-from tests.waiting import PATIENCE
+from tests.test_cli import Invoke
 
 PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
 
@@ -97,49 +95,6 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
     assert read_plan(str(file), seq_len=8, global_batch=8).layout.microbatches == 2
 
 
-BAD = [
-    ({"plan": "tp=2,dispacher=local"}, ("did you mean dispatcher",)),
-    ({"plan": "tensor_parallel_size=2"}, ("here it is called tp",)),
-    ({"plan": "tp=2,tp=4"}, ("given twice",)),
-    ({"plan": "tp"}, ("neither key=value pairs",)),
-    ({"plan": "tp=2,=3"}, ("list of key=value",)),
-    ({"plan": "dp=3"}, ("dp (3) must divide the global batch (64", "dp = 2 or 4")),
-    ({"plan": "dp=2,microbatch=3"}, ("microbatch (3) must divide", "2 or 4")),
-    ({"plan": "microbatch=2,microbatches=4"}, ("say the same thing",)),
-    ({"plan": "dp=2,ep=8"}, ("ep*etp (8) must divide",)),
-    ({"plan": "tp=3"}, ("tp (3) must divide num_heads (32)",)),
-    (
-        {"plan": "pp=64,microbatches=64"},
-        ("(64*1 = 64) stages", "pp = 48"),
-    ),
-    ({"plan": "schedule=1f1bb"}, ("did you mean 1f1b",)),
-    ({"plan": "tp=0"}, ("at least 1",)),
-    ({"plan": "dp=10000000"}, ("dp",)),
-    ({"model": "qwen3-30b-a3"}, ("did you mean qwen3-30b-a3b",)),
-    ({"cluster": "dgx_h10"}, ("did you mean dgx_h100",)),
-    ({"seq_len": None}, ("seq_len", "must be given")),
-    ({"global_batch": 0}, ("global_batch", "at least 1")),
-    ({"model": "llama3-70b", "plan": "dp=8,ep=8"}, ("the model has none",)),
-    ({"plan": "recompute=nrom"}, ("did you mean norm",)),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), BAD)
-def test_mistakes_are_told_with_the_nearest_legal_value(
-    change: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        estimated(**change)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_everything_wrong_in_one_message() -> None:
-    with pytest.raises(ConfigError) as caught:
-        estimated(model="nobody", cluster="nowhere", plan="tpp=2,dp=3,attention_exit=left")
-    keys = {problem.key for problem in caught.value.problems}
-    assert keys == {"model", "cluster", "plan.tpp", "plan.dp", "plan.attention_exit"}
-
-
 @pytest.mark.parametrize(
     ("line", "word"),
     [
@@ -157,25 +112,12 @@ def test_bad_clusters(tmp_path: Path, line: str, word: str) -> None:
         estimated(cluster=str(tmp_path / "cluster.toml"))
 
 
-def test_the_verb_without_torch() -> None:
-    code = (
-        "import sys; from moemesh.planner.estimate import estimate_named; "
-        "estimate_named('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
-
-
-def test_the_command_line() -> None:
-    arguments = ["--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32"]
-    run = [sys.executable, "-m", "moemesh", "estimate", *arguments]
-    done = subprocess.run(
-        [*run, "--global-batch", "8", "--json"], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["model"] == "tiny"
-    refused = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE)
-    assert refused.returncode == 2
-    assert "global_batch" in refused.stderr and "Traceback" not in refused.stderr
+def test_the_command_line(invoke: Invoke) -> None:
+    words = ("--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32")
+    code, out, _ = invoke("estimate", *words, "--global-batch", "8", "--json")
+    assert code == 0 and json.loads(out)["model"] == "tiny"
+    code, _, err = invoke("estimate", *words)
+    assert code == 2 and "global_batch" in err
 
 
 def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> None:

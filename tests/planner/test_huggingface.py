@@ -13,7 +13,7 @@ from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_huggingface
 from tests.planner.published_configs import DENSE, WITH_EXPERTS, Released
-from tests.planner.small_configs import SWITCHES, common, small
+from tests.planner.small_configs import SWITCHES, TWO, common, small
 
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_V3 = common(
@@ -22,7 +22,8 @@ DEEPSEEK_V3 = common(
     n_group=8, topk_group=4, num_nextn_predict_layers=1, **LATENT,
 )  # fmt: skip
 
-#: Name -> (the keys that matter, billions of parameters as released).
+#: Families without a whole configuration in `published_configs`: name -> (the keys that matter,
+#: billions of parameters as released).
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Llama-3.1-8B": (common("llama", 32, 4096, 32, 8, 14336, 128256), "8.0303"),
     "Mistral-7B": (common("mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096), "7.2417"),
@@ -47,124 +48,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "15.9579",
     ),
     "OLMo-2-7B": (common("olmo2", 32, 4096, 32, 32, 11008, 100352), "7.2986"),
-    "Mixtral-8x7B": (
-        common(
-            "mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2,
-        ),
-        "46.7028",
-    ),
-    "Qwen1.5-MoE-A2.7B": (
-        common(
-            "qwen2_moe", 24, 2048, 16, 16, 5632, 151936, num_experts=60, num_experts_per_tok=4,
-            moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
-        ),
-        "14.3158",
-    ),
-    "Qwen3-30B-A3B": (
-        common(
-            "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, num_experts=128, num_experts_per_tok=8,
-            moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[],
-            head_dim=128,
-        ),
-        "30.5321",
-    ),
-    "DeepSeek-V2": (
-        common(
-            "deepseek_v2", 60, 5120, 128, 128, 12288, 102400, n_routed_experts=160,
-            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1536,
-            first_k_dense_replace=1, q_lora_rank=1536, n_group=8, topk_group=3, **LATENT,
-        ),
-        "235.7414",
-    ),
-    "DeepSeek-V2-Lite": (
-        common(
-            "deepseek_v2", 27, 2048, 16, 16, 10944, 102400, n_routed_experts=64,
-            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
-            first_k_dense_replace=1, q_lora_rank=None, **LATENT,
-        ),
-        "15.7065",
-    ),
-    "DeepSeek-V3": (DEEPSEEK_V3, "671.0264"),
-    "Kimi-K2": (
-        DEEPSEEK_V3
-        | {
-            "model_type": "kimi_k2", "num_attention_heads": 64, "vocab_size": 163840,
-            "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-            "num_nextn_predict_layers": 0,
-        },
-        "1026.4082",
-    ),
-    "OLMoE-1B-7B": (
-        common("olmoe", 16, 2048, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
-        "6.9192",
-    ),
-    "gpt-oss-20b": (
-        common(
-            "gpt_oss", 24, 2880, 64, 8, 2880, 201088, num_local_experts=32, num_experts_per_tok=4,
-            sliding_window=128,
-        ),
-        "20.9148",
-    ),
-    "DBRX": (
-        {
-            "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
-            "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
-            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-        },
-        "131.5965",
-    ),
-    "Phi-3.5-MoE": (
-        common(
-            "phimoe", 32, 4096, 32, 8, 6400, 32064, num_local_experts=16, num_experts_per_tok=2,
-            attention_bias=True, lm_head_bias=True,
-        ),
-        "41.8732",
-    ),
-    "GLM-4.5-Air": (
-        common(
-            "glm4_moe", 46, 4096, 96, 8, 10944, 151552, head_dim=128, n_routed_experts=128,
-            n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408,
-            first_k_dense_replace=1, attention_bias=True, use_qk_norm=False,
-        ),
-        "106.8522",
-    ),
-    "MiniMax-M2": (
-        common(
-            "minimax_m2", 62, 3072, 48, 8, 1536, 200064, head_dim=128, num_local_experts=256,
-            num_experts_per_tok=8, use_qk_norm=True,
-        ),
-        "228.6897",
-    ),
-    "Hunyuan-A13B": (
-        common(
-            "hunyuan_v1_moe", 32, 4096, 32, 8, 3072, 128167, head_dim=128, num_experts=64,
-            moe_topk=[8] * 32, moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32,
-            use_qk_norm=True, tie_word_embeddings=True,
-        ),
-        "80.3932",
-    ),
-    "ERNIE-4.5-21B-A3B": (
-        common(
-            "ernie4_5_moe", 28, 2560, 20, 4, 12288, 103424, moe_num_experts=64, moe_k=6,
-            moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
-            moe_layer_end_index=29, moe_layer_interval=1,
-        ),
-        "21.8254",
-    ),
-    "Llama-4-Maverick": (
-        common(
-            "llama4_text", 48, 5120, 40, 8, 8192, 202048, intermediate_size_mlp=16384,
-            num_local_experts=128, num_experts_per_tok=1, interleave_moe_layer_step=2,
-        ),
-        "400.7118",
-    ),
-    "dots.llm1": (
-        common(
-            "dots1", 62, 4096, 32, 32, 10944, 152064, n_routed_experts=128, n_shared_experts=2,
-            num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
-        ),
-        "142.7744",
-    ),
 }  # fmt: skip
 
 
@@ -215,10 +98,10 @@ def test_a_file_and_its_folder(tmp_path: Path) -> None:
 
 
 def test_attention_windows() -> None:
-    shape = from_huggingface(MODELS["gpt-oss-20b"][0])
-    assert shape.windows[:4] == (128, 0, 128, 0)
-    types = {"layer_types": ["full_attention", "sliding_attention"] * 12}
-    listed = from_huggingface(MODELS["gpt-oss-20b"][0] | types)
+    oss = small("gpt_oss", num_local_experts=8, sliding_window=128, **TWO)
+    assert from_huggingface(oss).windows[:4] == (128, 0, 128, 0)
+    types = {"layer_types": ["full_attention", "sliding_attention"] * 3}
+    listed = from_huggingface(oss | types)
     assert listed.windows[:4] == (0, 128, 0, 128)
     qwen = MODELS["Qwen2.5-7B"][0] | {"sliding_window": 4096, "use_sliding_window": False}
     assert from_huggingface(qwen).windows == ()
@@ -230,7 +113,7 @@ def test_attention_windows() -> None:
         cut = small(family, sliding_window=8)
         whole = [index for index, tokens in enumerate(from_huggingface(cut).windows) if not tokens]
         assert whole == list(range(period - 1, 6, period))
-    dots = MODELS["dots.llm1"][0] | {"sliding_window": 4096, "max_window_layers": 62}
+    dots = WITH_EXPERTS["dots.llm1"].config | {"sliding_window": 4096}
     assert from_huggingface(dots).windows == (0,) * 62
     letters = small("exaone4", sliding_window=8, sliding_window_pattern="LLLG")
     assert from_huggingface(letters).windows == (8, 8, 8, 0, 8, 0)
@@ -239,7 +122,7 @@ def test_attention_windows() -> None:
 
 
 def test_of_a_multimodal_model_the_text_counts() -> None:
-    text = MODELS["Llama-4-Maverick"][0]
+    text = WITH_EXPERTS["Llama-4-Maverick (text)"].config["text_config"]
     shape = from_huggingface({"model_type": "llama4", "text_config": text, "vision_config": {}})
     assert shape.notes == ("only the text model is counted",)
     assert shape.num_layers == 48
@@ -256,7 +139,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (LLAMA | {"use_cla": True}, ("use_cla",)),
     ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, ("needs hidden_size",)),
     (
-        MODELS["Hunyuan-A13B"][0] | {"moe_topk": [8] * 31 + [4]},
+        WITH_EXPERTS["Hunyuan-A13B"].config | {"moe_topk": [8] * 31 + [4]},
         ("moe_topk", "differs between layers"),
     ),
     (LLAMA | {"num_hidden_layers": "many"}, ("num_hidden_layers", "whole number")),
@@ -272,7 +155,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (LLAMA | {"kv_lora_rank": 512}, ("kv_lora_rank", "no latent attention of a llama model")),
     (LLAMA | {"use_qk_norm": True}, ("use_qk_norm", "no such switch of a llama model")),
     (LLAMA | {"add_cross_attention": True}, ("add_cross_attention",)),
-    (MODELS["Mixtral-8x7B"][0] | {"n_shared_experts": 1}, ("n_shared_experts",)),
+    (WITH_EXPERTS["Mixtral-8x7B"].config | {"n_shared_experts": 1}, ("n_shared_experts",)),
     (DEEPSEEK_V3 | {"mlp_bias": True}, ("mlp_bias",)),
     (DEEPSEEK_V3 | {"index_n_heads": 64}, ("index_n_heads", "indexer")),
     # What is left out is asked for, not made up.
@@ -304,7 +187,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (DEEPSEEK_V3 | {"mlp_layer_types": ["dense", "odd"] * 30 + ["odd"]}, ("`odd`",)),
     (LLAMA | {"layer_types": "full_attention"}, ("layer_types must be a list",)),
     (LLAMA | {"text_config": 3}, ("text_config must be an object",)),
-    (MODELS["DBRX"][0] | {"ffn_config": [1]}, ("ffn_config must be an object",)),
+    (WITH_EXPERTS["DBRX"].config | {"ffn_config": [1]}, ("ffn_config must be an object",)),
     (
         MODELS["Mistral-7B"][0] | {"layer_types": ["sliding_attention"] * 3},
         ("layer_types has 3 entries for 32 layers",),

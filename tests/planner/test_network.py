@@ -53,11 +53,6 @@ def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
     assert found == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
 
 
-def test_smooth_nodes_of_deepseek_v3():
-    """EP64 on 8 nodes, k = 8: 4.63 remote copies with deduplication."""
-    assert visited_nodes(256, 8, 8, 1, 1) * 7 / 8 == pytest.approx(4.63, abs=0.005)
-
-
 def curve(**times: float) -> LinkCurve:
     """An all-reduce of 8 ranks in one node; `times` are seconds by size, "e6" bytes and so on."""
     return LinkCurve(

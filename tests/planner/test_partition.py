@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,24 +14,16 @@ from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.stages.answer import METHODS, Partition
 from moemesh.planner.stages.division import StageError
 from moemesh.planner.stages.partition import compare, partition
-from tests.test_cli import run as run_command
+from tests.test_cli import Invoke
 
 pytestmark = pytest.mark.usefixtures("large_machine")
 
-Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """(exit code, stdout, stderr) of the command in this process."""
-    return partial(run_command, capsys, monkeypatch)
-
-
-def check_command(run: Run, command: str) -> None:
+def check_command(invoke: Invoke, command: str) -> None:
     """`moemesh config check` accepts what a printed `moemesh train` would run."""
     words = shlex.split(command)
     assert words[:2] == ["moemesh", "train"]
-    code, _, errors = run("config", "check", *words[2:])
+    code, _, errors = invoke("config", "check", *words[2:])
     assert code == 0, f"{command}\n{errors}"
 
 
@@ -59,7 +49,7 @@ def check_sums(found: Partition) -> None:
         assert plan.layers_per_stage == tuple(len(stage.layers) for stage in found.stages)
 
 
-def test_stages_and_strategies_of_a_model_become_a_command_that_runs(run: Run) -> None:
+def test_stages_and_strategies_of_a_model_become_a_command_that_runs(invoke: Invoke) -> None:
     found = partition(
         model="llama3-8b", cluster="dgx_h100", nodes=2, global_batch=64, seq_len=4096, stages=4
     )
@@ -67,7 +57,7 @@ def test_stages_and_strategies_of_a_model_become_a_command_that_runs(run: Run) -
     assert found.implied is not None
     assert found.implied.fits
     assert "plan.layers_per_stage=[" in found.implied.command
-    check_command(run, found.implied.command)
+    check_command(invoke, found.implied.command)
 
 
 def test_methods_agree_and_baselines_say_their_gap() -> None:
@@ -110,7 +100,7 @@ def grid(*, slow: bool) -> list[Any]:
     ],
 )
 def test_every_printed_command_passes_config_check(
-    run: Run,
+    invoke: Invoke,
     model: str,
     cluster: str,
     nodes: int,
@@ -133,7 +123,7 @@ def test_every_printed_command_passes_config_check(
     check_sums(found)
     assert found.implied is not None
     if found.implied.fits and not found.implied.not_trained:
-        check_command(run, found.implied.command)
+        check_command(invoke, found.implied.command)
 
 
 def test_the_branch_network_is_placed_by_every_method() -> None:
@@ -193,18 +183,18 @@ def test_a_model_that_does_not_fit_names_the_memory_that_would_do() -> None:
     assert "8 devices" in str(caught.value)
 
 
-def test_the_verb_prints_text_and_json(run: Run) -> None:
+def test_the_verb_prints_text_and_json(invoke: Invoke) -> None:
     words = ("partition", "--model", "tiny", "--cluster", "dgx_h100", "--global-batch", "8")
     options = ("--seq-len", "64", "--stages", "2")
-    code, text, _ = run(*words, *options)
+    code, text, _ = invoke(*words, *options)
     assert code == 0
     assert "moemesh train --set model.preset=tiny" in text
-    _, output, _ = run(*words, *options, "--method", "all", "--evaluations", "50", "--json")
+    _, output, _ = invoke(*words, *options, "--method", "all", "--evaluations", "50", "--json")
     found = json.loads(output)
     assert [row["method"] for row in found["methods"]] == list(METHODS)
     assert {"stages", "assignments", "plan", "seconds", "gap", "evaluations"} <= found.keys()
     assert found["stages"][0]["ranks"] == [0, 3]
     assert found["plan"]["command"] in text
-    code, _, errors = run(*words, "--stages", "99")
+    code, _, errors = invoke(*words, "--stages", "99")
     assert code == 2
     assert "fix: stages = " in errors

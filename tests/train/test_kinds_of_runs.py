@@ -18,7 +18,7 @@ from moemesh.trace.timeline import Timeline
 from moemesh.train.preparation import untrainable
 from tests import commands
 from tests.parallel.pipelining import SYNCHRONOUS
-from tests.test_cli import run
+from tests.test_cli import Invoke
 from tests.train import runs
 from tests.train.runs import losses, metrics, train
 from tests.waiting import PATIENCE
@@ -79,55 +79,18 @@ def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> N
     assert "simulated above measured" in (out / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"plan__pp": 3, "plan__schedule": "chimera"}, ["chimera", "3"]),
-        (
-            {"plan__pp": 4, "plan__schedule": "dualpipe", "plan__microbatches": 6},
-            ["dualpipe", "6", "8"],
-        ),
-        ({"plan__pp": 4, "plan__schedule": "interleaved_1f1b", "plan__microbatches": 6}, ["6"]),
-        ({"plan__pp": 8, "plan__schedule": "zb_v"}, ["zb_v", "16", "num_layers is 8", "pp = 4"]),
-        ({"plan__pp": 2, "plan__layers_per_stage": [3, 4]}, ["[4, 4]", "num_layers (8)"]),
-        ({"plan__pp": 2, "plan__stages_per_rank": 2}, ["stages_per_rank"]),
-        ({"plan__pp": 2, "plan__schedule": "zbh1"}, ["zb_h1", "choices"]),
-        ({"plan__pp": 2, "plan__schedule": "no.txt"}, ["no.txt", "No such file"]),
-        (
-            {"plan__pp": 2, "plan__schedule_memory_cap": 2.0},
-            ["schedule_memory_cap belongs to schedule = search, not 1f1b"],
-        ),
-        (
-            {"plan__pp": 2, "plan__schedule": "search", "plan__schedule_costs": "no/run"},
-            ["no/run/timeline.json", "No such file"],
-        ),
-    ],
-)
-def test_conditions_of_a_schedule_are_told_before_anything_starts(
-    tmp_path: Path,
-    keys: dict[str, Any],
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = runs.arguments(tmp_path / "run", **(DEEP | keys))
-    code, _, err = run(capsys, monkeypatch, *arguments)
-    assert code == 2
-    assert all(word in err for word in words), err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_searched_schedule_trains_from_the_command_line(
     tmp_path: Path,
     one_device: list[dict[str, Any]],
+    invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`schedule search --save`, then `train` with the file: by a relative path, resumed when the
     file has changed, and when it is gone."""
     monkeypatch.chdir(tmp_path)
     words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
-    saved = runs.moemesh(*words, "--save", "s.txt")
-    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved.stdout
+    _, saved, _ = invoke(*words, "--save", "s.txt")
+    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
     keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
     keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
     out = tmp_path / "run"
@@ -137,7 +100,7 @@ def test_a_searched_schedule_trains_from_the_command_line(
     assert simulated.digest == digest(load(out / "schedule.txt"))
 
     shutil.rmtree(out / "checkpoints" / "step-4")
-    runs.moemesh("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
     again = runs.moemesh(*runs.arguments(out, **keys))
     assert "changed since the last call: the schedule s.txt: digest" in again.stdout
     assert load(out / "schedule.txt").name == "dualpipe_v"
@@ -257,30 +220,6 @@ def test_a_run_goes_on_with_experts_where_they_were(
         assert again == pytest.approx(whole, rel=1e-12)
     else:
         assert again == whole  # bit by bit
-
-
-CLASHES: list[tuple[list[str], str, str]] = [
-    (["plan.spare_slots=1", "plan.dispatcher=all_gather"], "plan.dispatcher", "all_to_all"),
-    (["plan.spare_slots=1", "plan.combine=exact"], "plan.combine", "spare_slots = 0"),
-    (["train.rebalance_every=3", "plan.combine=exact"], "plan.combine", "rebalance_every = 0"),
-    (
-        ["train.rebalance_every=3", "plan.schedule=pipedream", "plan.pp=2"],
-        "plan.schedule",
-        "rebalance_every = 0",
-    ),
-    (
-        ["train.rebalance_every=3", "plan.optimizer_validation=after", "plan.pp=2"],
-        "plan.optimizer_validation",
-        "before",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "key", "fix"), CLASHES)
-def test_what_cannot_be_combined_is_refused(settings: list[str], key: str, fix: str) -> None:
-    found = untrainable(load_run([], settings))
-    assert [problem.key for problem in found] == [key]
-    assert fix in found[0].fix
 
 
 def test_what_can_be_combined_is_not_refused() -> None:
@@ -406,6 +345,7 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
         ("validation", "none.jsonl", "none.jsonl: No such file"),
     ],
 )
-def test_config_check_looks_at_the_data(tmp_path: Path, key: str, value: str, told: str) -> None:
-    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"text"))
-    assert told in moemesh(tmp_path, "config", "check", "--set", f"data.{key}={value}", code=2)
+def test_config_check_looks_at_the_data(invoke: Invoke, key: str, value: str, told: str) -> None:
+    Path("packed.txt").write_bytes(gzip.compress(b"text"))
+    code, _, err = invoke("config", "check", "--set", f"data.{key}={value}")
+    assert code == 2 and told in err

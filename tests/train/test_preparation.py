@@ -20,7 +20,7 @@ from moemesh.watch import devices
 from moemesh.watch.lease import Lease
 from tests.documents import text_of
 from tests.mistakes.files import MODEL
-from tests.test_cli import run, run_guarded
+from tests.test_cli import Invoke, run_guarded
 
 
 @pytest.fixture(autouse=True)
@@ -52,61 +52,55 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["a.txt"]
 
 
-def test_a_dry_run_of_a_run_that_goes_on(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_of_a_run_that_goes_on(here: Path, invoke: Invoke) -> None:
     for step in (5, 10):
         (here / f"run/checkpoints/step-{step}").mkdir(parents=True)
     (here / "run/config.toml").write_text(resolved_toml(load_run([], ["data.path=a.txt"]).config))
     (here / "run/plan.json").write_text("{}")
     given = ["--out", "run", "--set", "data.path=a.txt", "--set", "plan.dp=2"]
-    code, out, _ = run(capsys, monkeypatch, "train", "--dry-run", *given)
+    code, out, _ = invoke("train", "--dry-run", *given)
     assert code == 0
     assert "resume   from run/checkpoints/step-10, the newest of 2\n" in out
     assert "changed since the last call: plan.dp: 1 -> 2 (layout)" in out
     given += ["--set", "train.lr=0.1"]
-    code, _, error = run(capsys, monkeypatch, "train", "--dry-run", *given)
+    code, _, error = invoke("train", "--dry-run", *given)
     assert code == 2 and "--allow-change train.lr" in error
     given += ["--allow-change", "train.lr"]
-    assert run(capsys, monkeypatch, "train", "--dry-run", *given)[0] == 0
+    assert invoke("train", "--dry-run", *given)[0] == 0
 
 
-def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(here: Path, invoke: Invoke) -> None:
     (here / "kept/a/checkpoints/step-5").mkdir(parents=True)
     recorded = load_run([], ["data.path=a.txt", "train.steps=10"]).config
     (here / "kept/a/config.toml").write_text(resolved_toml(recorded))
     (here / "kept/a/plan.json").write_text("{}")
     given = ["train", "kept/a", "--dry-run"]
-    code, out, _ = run(capsys, monkeypatch, *given, "--set", "plan.dp=2")
+    code, out, _ = invoke(*given, "--set", "plan.dp=2")
     assert code == 0 and "resume   from kept/a/checkpoints/step-5\n" in out
     assert "writes   kept/a: " in out and "plan.dp: 1 -> 2 (layout)" in out
-    code, out, error = run(capsys, monkeypatch, *given, "--set", "train.lr=0.1")
+    code, out, error = invoke(*given, "--set", "train.lr=0.1")
     assert code == 2 and "--allow-change train.lr" in error
     # Another folder: a new run of the same configuration.
-    code, out, _ = run(capsys, monkeypatch, *given, "--out", "kept/b")
+    code, out, _ = invoke(*given, "--out", "kept/b")
     assert code == 0 and "resume   nothing there: a new run\nwrites   kept/b: " in out
     # Repeated with more steps, a command does not change what follows from their number.
     given = ["train", "--dry-run", "--out", "kept/a", "--set", "data.path=a.txt"]
-    code, out, error = run(capsys, monkeypatch, *given, "--set", "train.steps=400")
+    code, out, error = invoke(*given, "--set", "train.steps=400")
     assert code == 0, error
     assert "changed since the last call: train.steps: 10 -> 400 (free)" in out
     assert "warmup" not in out
 
 
-def test_a_folder_in_use_is_refused_before_any_data_is_read(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_use_is_refused_before_any_data_is_read(here: Path, invoke: Invoke) -> None:
     (here / "run").mkdir()
     given = ["train", "--dry-run", "--out", "run", "--set", "data.path=gone"]
     lease = Lease.take(here / "run")
-    code, _, error = run(capsys, monkeypatch, *given)
+    code, _, error = invoke(*given)
     assert code == 2 and f"run is in use by another run (pid {os.getpid()} on" in error
     assert "gone" not in error
-    assert "gone: No such file" in run(capsys, monkeypatch, *given, "--takeover")[2]
+    assert "gone: No such file" in invoke(*given, "--takeover")[2]
     lease.release()
-    assert "gone: No such file" in run(capsys, monkeypatch, *given)[2]
+    assert "gone: No such file" in invoke(*given)[2]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +126,7 @@ def test_a_folder_in_use_is_refused_before_any_data_is_read(
     ],
 )
 def test_nothing_is_converted_into_a_folder_that_holds_anything(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str
+    here: Path, invoke: Invoke, given: str
 ) -> None:
     for name in ("run", "other"):
         (here / name / "checkpoints/step-1").mkdir(parents=True)
@@ -147,7 +141,7 @@ def test_nothing_is_converted_into_a_folder_that_holds_anything(
             (here / name / file).write_text(name)
     before = {path: path.is_file() and path.read_bytes() for path in here.rglob("*")}
     source, out, *options = given.split()
-    code, printed, error = run(capsys, monkeypatch, "convert", source, out, *options)
+    code, printed, error = invoke("convert", source, out, *options)
     assert (code, printed) == (2, "") and f"{out}" in error, error
     assert f"what is made of {source} would be mixed with it" in error or out == "a.txt"
     assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
@@ -183,14 +177,14 @@ def test_a_finished_run_is_told_before_its_data_is_read(
 
 
 def test_all_that_a_run_would_meet_is_told_at_once(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ["data.path=a.txt", "data.seq_len=9000", "lora.rank=2", "lora.path=gone"]
     given.append("train.train_only=*")  # weights besides the adapters, of a run from scratch
     given += ["plan.dp=2", "plan.pp=2", "plan.schedule=gone.txt", "train.device=cuda"]
     words = [word for one in given for word in ("--set", one)]
     monkeypatch.setattr(devices, "num_gpus", lambda: 0)
-    code, out, error = run(capsys, monkeypatch, "train", *words)
+    code, out, error = invoke("train", *words)
     assert (code, out) == (2, "")
     assert error.startswith("moemesh: 4 problems\n1. plan.schedule = "), error
     for part in ("want a CUDA device each", "lora.path gone", "a.txt holds 8000 tokens"):
@@ -233,36 +227,34 @@ def test_the_files_are_those_of_the_documentation() -> None:
     assert set(FILES) <= documented
 
 
-def test_a_check_for_another_machine_looks_at_settings_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_for_another_machine_looks_at_settings_only(invoke: Invoke) -> None:
     far = ["--set", "model.preset=deepseek-v3", "--set", "data.path=/far/away"]
     for verb in (["config", "check"], ["train", "--dry-run"]):
-        assert run(capsys, monkeypatch, *verb, *far)[0] == 2
-    code, out, _ = run(capsys, monkeypatch, "config", "check", "--elsewhere", *far)
+        assert invoke(*verb, *far)[0] == 2
+    code, out, _ = invoke("config", "check", "--elsewhere", *far)
     assert (code, out[:10]) == (0, "ok: 1 rank")
     wrong = ["config", "check", "--elsewhere", "--set", "plan.ep=3"]
-    assert run(capsys, monkeypatch, *wrong)[0] == 2
+    assert invoke(*wrong)[0] == 2
 
 
 def test_what_only_this_machine_lacks_is_a_note(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(MODEL))
     monkeypatch.setattr(preparation, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = [word for one in given for word in ("--set", one)]
-    code, out, _ = run(capsys, monkeypatch, "config", "check", *words)
+    code, out, _ = invoke("config", "check", *words)
     assert code == 0
     lacking = [line for line in out.splitlines() if "it cannot run on this machine now" in line]
     assert len(lacking) == 2
     assert "1.0 MiB: take a smaller model" in lacking[0] and "holds no weights" in lacking[1]
-    assert run(capsys, monkeypatch, "train", "--dry-run", *words)[0] == 2
+    assert invoke("train", "--dry-run", *words)[0] == 2
 
 
 def test_an_evaluation_takes_the_length_of_the_run(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
@@ -274,19 +266,19 @@ def test_an_evaluation_takes_the_length_of_the_run(
     (here / "run").mkdir()
     (here / "run/config.toml").write_text(resolved_toml(config))
     words = ("evaluate", "run", "--data", "a.txt")
-    assert run(capsys, monkeypatch, *words)[0] == 0 and seen == [48]
+    assert invoke(*words)[0] == 0 and seen == [48]
     (here / "run/config.json").write_text(json.dumps(MODEL))
-    code, _, told = run(capsys, monkeypatch, *words)
+    code, _, told = invoke(*words)
     assert code == 2 and "such as --seq-len 128" in told
 
 
 def test_a_path_that_counts_from_the_configuration_is_recognised(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, invoke: Invoke
 ) -> None:
     (here / "configs").mkdir()
     (here / "configs/letters.txt").write_text("text")
     (here / "configs/c.toml").write_text('[data]\npath = "letters.txt"\n')
-    code, _, error = run(capsys, monkeypatch, "config", "check", "configs/c.toml")
+    code, _, error = invoke("config", "check", "configs/c.toml")
     assert code == 2
     assert f"relative paths count from the folder of the call, {here}" in error
     assert "configs/letters.txt is there, but paths do not count from the folder of" in error
@@ -298,17 +290,17 @@ def test_permissions_that_are_known(name: str) -> None:
 
 
 def test_a_key_that_is_set_twice_is_noted_once_for_all_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice = ["config", "check", "--set", "plan.dp=2", "--set", "plan.dp=4"]
-    code, out, error = run(capsys, monkeypatch, *twice)
+    code, out, error = invoke(*twice)
     assert code == 0 and out.startswith("ok: 4 ranks")
     assert error == (
         "moemesh: note: plan.dp is set twice: --set plan.dp=4 counts, not --set plan.dp=2\n"
     )
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert run(capsys, monkeypatch, *twice)[2] == ""
+    assert invoke(*twice)[2] == ""
 
 
 def test_a_long_evaluation_tells_how_far_it_is(

@@ -21,9 +21,9 @@ from moemesh.train.records.provenance import (
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.repro import Comparison, ReproError, compare_rows, covering_parts, repro
 from tests.commands import python
+from tests.test_cli import Invoke
 from tests.trace.test_run import row
 from tests.train.runs import arguments, metrics, moemesh
-from tests.waiting import PATIENCE
 
 
 def git(folder: Path, *words: str) -> None:
@@ -255,14 +255,7 @@ def test_plans_of_several_ranks(keys: dict[str, object], tmp_path: Path) -> None
     assert found == Comparison(steps=5) and causes == []
 
 
-def test_what_cannot_be_repeated(tmp_path: Path) -> None:
+def test_what_cannot_be_repeated(tmp_path: Path, invoke: Invoke) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        done = subprocess.run(
-            [python(), "-m", "moemesh", "repro", str(folder)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 2 and "no run with steps" in done.stderr
-        assert "Traceback" not in done.stderr
+        code, _, err = invoke("repro", str(folder))
+        assert code == 2 and "no run with steps" in err

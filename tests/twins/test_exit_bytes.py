@@ -47,14 +47,3 @@ def test_exit_bytes(exit_name: str, n: int) -> None:
         # Gradients of the whole W_o are summed over tp; sharded ones stay where they are.
         replicated = [r for r in ledger if r["caller"] == "gradients"]
         assert {r["axis"] for r in replicated} == {"stage", "edp"}
-
-
-def test_the_corrected_ratios_of_seed_000() -> None:
-    """Counted alike, all_to_all / all_reduce is 1/(2N), not 1/N; / reduce_scatter is 1/N."""
-    sends = {}
-    for name in ("reduce_scatter", "all_reduce", "all_to_all"):
-        plan = {"tp": 4, "attention_exit": name}
-        ledger = mesh_on_ranks(Plan(**plan).layout, ledger_on_rank, plan)[0]
-        sends[name] = sent(ledger, "attention.leave", "forward")
-    assert sends["all_to_all"] * 2 * 4 == sends["all_reduce"]
-    assert sends["all_to_all"] * 4 == sends["reduce_scatter"]

@@ -52,15 +52,3 @@ def test_rows_across_and_inside(layout: Layout) -> None:
         assert sent(ledger, "ep_rail", "moe.combine", "backward") == out * ROW
         assert sent(ledger, "ep_node", "moe.combine", "backward") == on * ROW
         assert sent(ledger, "ep_rail", "moe.dispatch.weights", "forward") == out * NUM_SLOTS * 8
-
-
-def test_fewer_rows_cross_than_with_a_copy_per_expert() -> None:
-    layout = Layout(dp=8, ep=8, ranks_per_node=4)
-    ranks = mesh_on_ranks(layout, dispatch_on_rank, "hierarchical")
-    crossing = sum(sent(r["ledger"], "ep_rail", "moe.dispatch", "forward") for r in ranks)
-    copies = 0
-    for rank in range(8):
-        experts = routed(rank).experts_TK
-        node = torch.where(experts < 0, rank // 4, experts // 4)
-        copies += int((node != rank // 4).sum()) * ROW
-    assert 0 < crossing < copies

@@ -9,180 +9,303 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
-from moemesh.config.tuning import FULL as ALL
-from moemesh.config.tuning import Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.ledger import predict_ledger
-from tests.parity.training import model_of
+from tests.parity.test_tuning import TUNINGS
+from tests.parity.training import keys_of, lines, model_of
 from tests.twins.planned import SEQ_LEN, measure
 from tests.twins.predictions import assert_predicted
 
-#: (model keys over tiny, plan, dtype, global batch). Odd batches leave ranks with uneven shares.
-Case = tuple[dict[str, Any], dict[str, Any], str, int]
+#: Keys over the preset `tiny` by the names that they have in the tables.
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "dense": {"num_experts": 0, "num_shared_experts": 0},
+    # Extra prediction layers, and experts in some layers only.
+    "ahead": {"num_mtp_layers": 2, "moe_layers": (1, 4, 7)},
+    # One auxiliary loss of all layers.
+    "together": {"aux_loss_layers": "together", "aux_loss_scope": "global"},
+    "biases": {"expert_bias": True, "router_logit_bias": True, "shared_gate": True},
+    "gated": {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "latent": {
+        "attention": "mla",
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rotary_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "narrow": {
+        "attention": "mla",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 4,
+        "qk_rotary_head_dim": 2,
+        "v_head_dim": 3,
+    },
+    "windows": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_sinks": True,
+        "qkv_bias": True,
+        "output_bias": True,
+    },
+    "over_all": {"qk_norm": True, "qk_norm_over": "projection"},
+    "deep": {"num_layers": 4, "first_dense_layers": 1},
+    "adapters": {"lora": {"rank": 4}},
+    "wide_adapters": {"lora": {"rank": 32}},
+    "some_adapters": {"lora": {"rank": 4, "targets": ("q_proj", "down_proj")}},
+}
+DISPATCHERS = "dispatcher=all_to_all/all_gather/hierarchical/low_latency"
+NODES = "dp=4 tp=2 ep=4 etp=2 ranks_per_node=4"
+EXACT = "dp=4 ep=4 combine=exact ranks_per_node=2"
+HALVES = "pp=2 microbatches=4"
+AFTER = f"{HALVES} schedule=zb_h2 optimizer_validation=after"
+SLICED = "pp=2 schedule=terapipe slices=3 microbatches=2"
+STREAM = "pp=2 schedule=pipedream microbatches=4"
+MESSAGES = "pp=2 schedule=ampnet microbatches=3"
+#: A step of zero3 that keeps its weights, and a parameter server with two servers.
+LONGER = {
+    "step": {"data": "zero3", "reshard": "step"},
+    "two_servers": {"data": "parameter_server", "servers": 2},
+}
+GROUPED = "data=zero1/zero2/zero3/step"
+NARROW = f"{GROUPED}/parameter_server"
+WIDE = f"{NARROW}/two_servers"
+DEFERRING = "data=zero1/zero2/parameter_server"
 
-CASES: list[Case] = [
-    ({}, {}, "float32", 3),
-    ({}, {"dp": 2, "ep": 2}, "float32", 5),
-    ({}, {"tp": 2, "ep": 2}, "bfloat16", 4),
-    ({}, {"tp": 2, "etp": 2, "attention_exit": "all_reduce"}, "float32", 3),
-    ({}, {"tp": 4, "ep": 4, "attention_exit": "all_to_all"}, "float64", 3),
-    ({}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "microbatches": 2}, "float32", 7),
-    ({}, {"dp": 4, "ep": 4, "dispatcher": "all_gather"}, "float32", 6),
-    (
-        {},
-        {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2, "dispatch_chunks": 2},
-        "bfloat16",
-        6,
-    ),
-    ({}, {"dp": 2, "tp": 2, "ep": 4, "dispatcher": "low_latency"}, "float32", 4),
-    ({}, {"dp": 2, "ep": 2, "payload": "fp8", "dispatch_chunks": 3}, "bfloat16", 4),
-    ({}, {"dp": 4, "ep": 2, "combine": "exact"}, "float32", 4),
-    ({}, {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3}, "float32", 6),
-    ({"aux_loss_layers": "together"}, {"pp": 2, "tp": 2, "microbatches": 2}, "float32", 5),
-    ({"num_experts": 0, "num_shared_experts": 0}, {"dp": 2, "tp": 2}, "float32", 3),
-    ({}, {"recompute": "full"}, "float32", 3),
-    ({"num_mtp_layers": 2}, {"recompute": "selective"}, "bfloat16", 3),
-    ({}, {"recompute": "selective", "dp": 2, "ep": 2}, "float32", 5),
-]
+#: Model (names of MODELS and keys), plan, and batch with precision. Odd batches leave ranks with
+#: uneven shares.
+CASES = f"""
+tiny |  | 3 float32
+tiny | dp=2 ep=2 | 5 float32
+tiny | tp=2 ep=2 | 4 bfloat16
+tiny | tp=2 etp=2 attention_exit=all_reduce | 3 float32
+tiny | tp=4 ep=4 attention_exit=all_to_all | 3 float64
+tiny | dp=2 tp=2 ep=2 etp=2 microbatches=2 | 7 float32
+tiny | dp=4 ep=4 dispatcher=all_gather | 6 float32
+*tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
+*tiny | dp=2 tp=2 ep=4 dispatcher=low_latency | 4 float32
+*tiny | dp=2 ep=2 payload=fp8 dispatch_chunks=3 | 4 bfloat16
+*tiny | dp=4 ep=2 combine=exact | 4 float32
+tiny | pp=2 dp=2 ep=2 microbatches=3 | 6 float32
+aux_loss_layers=together | pp=2 tp=2 microbatches=2 | 5 float32
+dense | dp=2 tp=2 | 3 float32
+*tiny | recompute=full | 3 float32
+*num_mtp_layers=2 | recompute=selective | 3 bfloat16
+tiny | recompute=selective dp=2 ep=2 | 5 float32
+num_mtp_layers=2 | tp=2 ep=2 | 3 float32
+num_mtp_layers=1 tied_embeddings=True | pp=2 microbatches=2 | 4 bfloat16
+biases | dp=2 tp=2 ep=2 etp=2 | 4 float32
+biases | dp=4 ep=2 combine=exact | 4 float32
+gated | tp=2 ep=2 | 3 bfloat16
+gated | dp=2 ep=2 | 3 float64
+tiny | {NODES} {DISPATCHERS} | 9 float32
+tiny | {NODES} {DISPATCHERS} | 9 bfloat16
+tiny | {EXACT} {DISPATCHERS} | 5 float64
+aux_loss_scope=global z_loss_coefficient=0.001 | dp=2 tp=2 | 4 float32
+aux_loss_scope=microbatch | dp=2 tp=2 microbatches=2 | 4 float32
+router_score=sigmoid | dp=2 tp=2 ep=4 | 4 float32
+capacity_factor=1.0 | dp=2 tp=2 ep=4 | 4 float32
+tied_embeddings=True qk_norm=True | {HALVES} dp=2 | 8 float32
+router_logit_bias=True num_shared_experts=0 | tp=2 ep=2 | 4 bfloat16
+tiny | {HALVES} stages_per_rank=2 schedule=interleaved_1f1b | 4 float32
+tiny | {HALVES} schedule=dualpipe dp=2 ep=2 | 9 float32
+tiny | {HALVES} schedule=dualpipe_v | 4 float32
+tiny | pp=4 schedule=gpipe microbatches=4 | 5 bfloat16
+hidden_size=256 num_layers=3 | tp=4 ep=2 etp=2 | 2 bfloat16
+tiny | recompute=full dp=2 ep=2 dispatcher=low_latency | 5 float32
+tiny | recompute=selective recompute_attention=False | 3 float32
+tiny | recompute=selective recompute_experts=False | 3 float64
+tiny | cp=2 context=all_gather recompute=selective | 4 float32
+tiny | cp=2 tp=2 ep=4 | 4 float32
+tiny | {HALVES} schedule=zb_h1 recompute=full | 4 bfloat16
+tiny | {HALVES} schedule=zb_h2 recompute=selective | 4 float32
+router_score=sigmoid z_loss_coefficient=0.001 |  | 3 bfloat16
+together | dp=2 tp=2 | 4 bfloat16
+together aux_loss_scope=sequence | {HALVES} tp=2 ep=2 | 5 float32
+together z_loss_coefficient=0.001 | recompute=full | 3 float32
+together router_score=sigmoid aux_loss_probabilities=softmax | dp=2 ep=2 | 4 float32
+# Kinds of attention.
+latent | tp=2 ep=2 | 4 float32
+latent v_head_dim=24 | dp=2 microbatches=2 | 5 float32
+*latent q_lora_rank=0 | tp=2 ep=2 attention_exit=all_to_all | 3 bfloat16
+latent qkv_bias=True attention_sinks=True | tp=2 ep=2 dp=2 | 5 float64
+windows | tp=2 ep=2 attention_exit=all_reduce | 3 float32
+windows qk_norm=True clip_qkv=1.0 | dp=2 ep=2 | 4 bfloat16
+over_all | tp=2 ep=2 dp=2 | 5 float32
+over_all clip_qkv=1.0 partial_rotary_factor=0.5 | tp=2 ep=2 | 4 bfloat16
+clip_qkv=1.0 | tp=4 | 4 float32
+"""
+#: Without activations, which the planner does not count tensor by tensor for some selections and
+#: schedules (whole sequences that are compared; the weight gradients that a split backward still
+#: owes); the other ends of a step, slices, forwards that run again, experts on several ranks.
+TRAFFIC_ONLY = f"""
+router_selection=expert_choice | dp=2 tp=2 ep=2 | 4 float32
+router_selection=sinkhorn capacity_factor=1.0 | tp=2 ep=2 | 4 float32
+tiny | {HALVES} schedule=zb_h1 tp=2 | 4 float32
+tiny | recompute=full dp=2 tp=2 ep=2 etp=2 | 4 float32
+*first_dense_layers=2 | recompute=full {HALVES} tp=2 ep=2 | 4 bfloat16
+*tiny | {AFTER} dp=2 ep=2 | 6 float32
+tiny | {SLICED} tp=2 ep=2 | 3 float32
+*tiny | dp=4 ep=4 spare_slots=2 | 6 float32
+tiny | {STREAM} dp=2 ep=2 | 5 float32
+*tiny | {MESSAGES} tp=2 ep=2 | 4 float32
+ahead | {HALVES} tp=2 ep=2 | 4 bfloat16
+tiny | recompute=full {NODES} {DISPATCHERS} | 9 bfloat16
+tiny | recompute=full {EXACT} {DISPATCHERS} | 5 float64
+tiny | recompute=full {HALVES} schedule=zb_h1 tp=2 attention_exit=all_to_all | 4 float32
+tiny | recompute=full {HALVES} schedule=dualpipe dp=2 ep=2 dispatch_chunks=2 | 9 float32
+capacity_factor=1.0 | recompute=full dp=2 tp=2 ep=4 | 4 float32
+tiny | recompute=selective dp=2 tp=2 ep=2 | 4 float32
+capacity_factor=1.0 aux_loss_scope=global | {AFTER} tp=2 | 4 float32
+tiny | pp=4 microbatches=4 schedule=zb_h2 optimizer_validation=after recompute=full | 4 float32
+tied_embeddings=True | {HALVES} schedule=zb_v optimizer_validation=after | 4 float32
+tiny | {HALVES} schedule=1f1b optimizer_validation=after dp=2 ep=2 spare_slots=1 | 6 float32
+aux_loss_scope=global | {SLICED} dp=2 ep=2 | 5 float32
+tiny | pp=2 schedule=terapipe slices=5 microbatches=2 recompute=full tp=2 ep=2 | 3 bfloat16
+tiny | dp=4 ep=4 spare_slots=1 dispatch_chunks=2 spare_policy=shadow | 6 float32
+tiny | dp=4 ep=4 spare_slots=1 recompute=full payload=fp8 | 6 bfloat16
+tiny | dp=2 tp=2 ep=2 etp=2 spare_slots=2 | 5 float32
+tiny | dp=4 ep=2 spare_slots=1 ranks_per_node=2 microbatches=2 | 9 float32
+router_score=sigmoid router_selection_bias=True | {STREAM} tp=2 | 4 float32
+tiny | pp=2 schedule=pipedream_2bw microbatches=4 update_window=2 dp=2 | 8 float32
+tiny | {STREAM} recompute=full tp=2 ep=2 | 4 float32
+tiny | pp=4 schedule=ampnet microbatches=3 ampnet_backward=live | 4 float32
+tiny | {MESSAGES} recompute=full dp=2 ep=2 | 6 float32
+biases | dp=4 ep=4 spare_slots=1 | 6 float32
+biases | dp=4 ep=2 spare_slots=2 etp=2 | 6 bfloat16
+ahead tied_embeddings=True | recompute=full {HALVES} dp=2 ep=2 | 4 float32
+num_mtp_layers=1 | {AFTER} dp=2 ep=2 | 6 float32
+num_mtp_layers=1 | {SLICED} tp=2 ep=2 | 3 float32
+together | {SLICED} tp=2 ep=2 | 3 float32
+together aux_loss_scope=sequence | {HALVES} schedule=zb_h1 | 5 float32
+together | {STREAM} dp=2 ep=2 | 4 float32
+together | {MESSAGES} tp=2 | 3 float32
+together | {HALVES} schedule=dualpipe dp=2 ep=2 | 9 float32
+num_mtp_layers=1 | schedule=pipedream microbatches=4 tp=2 | 4 float32
+ahead aux_loss_scope=global | {HALVES} schedule=zb_v | 4 float32
+num_mtp_layers=1 moe_layers=(0,2) | dp=4 ep=4 spare_slots=1 | 6 float32
+# Kinds of attention.
+*latent | tp=2 ep=2 recompute=full | 4 float32
+over_all | tp=2 ep=2 recompute=full/selective | 4 float32
+latent num_mtp_layers=1 | tp=2 ep=2 pp=2 microbatches=2 recompute=full | 5 float32
+latent | tp=2 cp=2 ep=2 context=ring | 3 bfloat16
+latent q_lora_rank=0 | tp=2 cp=2 context=all_gather | 3 float32
+over_all | tp=2 cp=2 context=all_to_all | 3 float32
+latent q_lora_rank=0 | tp=2 {SLICED} | 5 float32
+# States that are sharded over data-parallel ranks, or on servers.
+*tiny | dp=4 ep=2 microbatches=2 data=zero1 | 8 bfloat16
+*tiny | dp=4 ep=2 microbatches=2 data=step | 8 bfloat16
+*tiny | dp=4 ep=2 microbatches=2 data=two_servers | 8 bfloat16
+tiny | dp=4 {WIDE} | 5 float32
+tiny | dp=4 ep=2 microbatches=2 {WIDE} | 8 bfloat16
+tiny | dp=3 {WIDE} | 4 bfloat16
+tiny | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED} | 8 bfloat16
+tiny | dp=4 ep=2 combine=exact ranks_per_node=2 shard_group=2 {GROUPED} | 5 float32
+num_mtp_layers=2 | dp=4 ep=2 {WIDE} | 5 float32
+tiny | dp=4 ep=2 combine=exact ranks_per_node=2 {WIDE} | 5 float64
+tiny | dp=2 tp=2 ep=2 etp=2 {NARROW} | 3 bfloat16
+tiny | dp=2 tp=2 ep=4 attention_exit=all_to_all {NARROW} | 4 float32
+tied_embeddings=True qk_norm=True | {HALVES} dp=2 {NARROW} | 8 bfloat16
+tiny | {HALVES} dp=2 ep=2 schedule=dualpipe {DEFERRING} | 9 float32
+tiny | {HALVES} recompute=full dp=2 tp=2 schedule=zb_h1 {DEFERRING} | 4 bfloat16
+num_mtp_layers=2 | dp=2 ep=2 microbatches=2 {NARROW} | 4 float32
+num_mtp_layers=1 expert_bias=True | {HALVES} dp=2 {NARROW} | 8 bfloat16
+tiny | {AFTER} dp=2 ep=2 {DEFERRING} | 6 float32
+tiny | {STREAM} dp=2 ep=2 data=zero1/parameter_server | 5 bfloat16
+dense | dp=2 tp=2 {NARROW} | 3 float32
+"""
+#: Sequences of 13 tokens: chunks of one and of two.
+CONTEXT = """
+tiny | cp=2 context=ring/all_gather/all_to_all | 3 float32
+tiny | cp=4 context=ring/all_gather/all_to_all | 3 float32
+tiny | cp=2 tp=2 ep=4 context=ring | 3 bfloat16
+*tiny | cp=2 tp=2 ep=4 context=all_gather | 3 bfloat16
+tiny | cp=2 tp=2 ep=4 context=all_to_all | 3 bfloat16
+tiny | recompute=full cp=2 dp=2 ep=2 context=ring/all_gather/all_to_all | 3 float64
+tiny | recompute=selective cp=2 tp=2 context=ring/all_gather/all_to_all | 3 float32
+tiny | recompute=selective cp=2 recompute_attention=False | 3 float32
+tiny | pp=2 cp=2 microbatches=3 ep=2 context=ring/all_gather/all_to_all | 4 bfloat16
+qk_norm=True | cp=2 context=all_to_all | 3 bfloat16
+narrow | cp=2 tp=2 context=ring/all_gather/all_to_all | 3 float32
+num_kv_heads=1 | cp=4 context=all_to_all | 2 float32
+num_kv_heads=2 | cp=8 context=all_to_all | 2 float32
+router_selection=expert_choice aux_loss_scope=global | cp=2 tp=2 ep=2 | 3 float32
+capacity_factor=1.0 | cp=4 ep=2 | 3 float32
+tiny | pp=2 cp=2 microbatches=3 schedule=zb_h1 recompute=full | 4 float32
+num_experts=12 | dp=3 cp=2 ep=6 combine=exact | 2 float32
+"""
+ADAPTERS = f"""
+deep adapters | dp=2 tp=2 ep=2 etp=2 | 5 bfloat16
+deep adapters | {HALVES} dp=2 schedule=zb_h1 | 4 float32
+*deep wide_adapters | {HALVES} dp=2 ep=2 schedule=zb_h1 | 4 float32
+deep adapters | dp=4 etp=2 data=zero3 | 5 float32
+deep adapters | dp=4 ep=2 data=zero2 shard_group=2 | 5 bfloat16
+deep adapters | recompute=full {HALVES} dp=2 ep=2 schedule=dualpipe | 9 float32
+deep some_adapters | tp=2 cp=2 ep=2 data=zero1 | 4 float32
+deep some_adapters | dp=2 tp=2 ep=2 combine=exact | 4 float32
+deep some_adapters | recompute=selective tp=2 dp=2 | 4 bfloat16
+deep adapters | {HALVES} dp=2 tp=2 schedule=zb_h1 attention_exit=all_to_all | 4 float32
+"""
+#: "train=NAME": a choice of `tests/parity/test_tuning.py`.
+TUNED = f"""
+*train=experts deep | dp=2 ep=2 | 5 bfloat16
+train=late deep | {HALVES} tp=2 ep=2 | 4 bfloat16
+train=late deep | dp=4 ep=2 data=zero3 | 5 float32
+train=head deep | {HALVES} dp=2 schedule=zb_h1 | 4 float32
+train=late deep | recompute=full {HALVES} dp=2 ep=2 schedule=dualpipe | 9 float32
+train=attention deep | dp=2 tp=2 ep=2 data=zero2 | 4 bfloat16
+train=ahead deep num_mtp_layers=2 | dp=2 tp=2 ep=2 data=zero3 | 4 float32
+train=second_ahead deep num_mtp_layers=2 | {HALVES} tp=2 | 4 bfloat16
+train=down deep | dp=4 ep=2 shard_group=2 data=zero1 | 5 float32
+train=routers deep | {AFTER} dp=2 ep=2 | 6 float32
+train=late deep | {SLICED} tp=2 ep=2 | 3 float32
+train=no_experts deep | dp=4 ep=4 spare_slots=1 | 6 float32
+train=late deep | dp=4 ep=4 spare_slots=1 | 6 float32
+train=late deep | dp=2 data=zero3 reshard=step cp=2 | 4 float32
+train=head deep | dp=4 ep=2 data=parameter_server | 5 float32
+train=layer deep | dp=2 data=zero3 {HALVES} | 4 float32
+*train=uneven_experts deep | dp=4 ep=4 data=zero3 | 6 bfloat16
+train=some_experts deep | dp=2 tp=2 ep=2 etp=2 | 4 float32
+train=frozen_experts deep | dp=4 ep=2 data=zero1 | 4 bfloat16
+train=some_downs deep expert_bias=True | {HALVES} dp=2 ep=2 | 4 float32
+"""
 
-DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
-TWO_NODES = {"dp": 4, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
-EXACT = {"dp": 4, "ep": 4, "combine": "exact", "ranks_per_node": 2}
-HALVES = {"pp": 2, "microbatches": 4}
-#: One auxiliary loss of all layers.
-TOGETHER: dict[str, Any] = {"aux_loss_layers": "together", "aux_loss_scope": "global"}
-BIASES: dict[str, Any] = {"expert_bias": True, "router_logit_bias": True, "shared_gate": True}
-GATED: dict[str, Any] = {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-CASES += [
-    ({"num_mtp_layers": 2}, {"tp": 2, "ep": 2}, "float32", 3),
-    ({"num_mtp_layers": 1, "tied_embeddings": True}, {"pp": 2, "microbatches": 2}, "bfloat16", 4),
-    (BIASES, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
-    (BIASES, {"dp": 4, "ep": 2, "combine": "exact"}, "float32", 4),
-    (GATED, {"tp": 2, "ep": 2}, "bfloat16", 3),
-    (GATED, {"dp": 2, "ep": 2}, "float64", 3),
-    *(({}, TWO_NODES | {"dispatcher": name}, "float32", 9) for name in DISPATCHERS),
-    *(({}, TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
-    *(({}, EXACT | {"dispatcher": name}, "float64", 5) for name in DISPATCHERS),
-    ({"aux_loss_scope": "global", "z_loss_coefficient": 1e-3}, {"dp": 2, "tp": 2}, "float32", 4),
-    ({"aux_loss_scope": "microbatch"}, {"dp": 2, "tp": 2, "microbatches": 2}, "float32", 4),
-    ({"router_score": "sigmoid"}, {"dp": 2, "tp": 2, "ep": 4}, "float32", 4),
-    ({"capacity_factor": 1.0}, {"dp": 2, "tp": 2, "ep": 4}, "float32", 4),
-    ({"tied_embeddings": True, "qk_norm": True}, HALVES | {"dp": 2}, "float32", 8),
-    ({"router_logit_bias": True, "num_shared_experts": 0}, {"tp": 2, "ep": 2}, "bfloat16", 4),
-    ({}, HALVES | {"stages_per_rank": 2, "schedule": "interleaved_1f1b"}, "float32", 4),
-    ({}, HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2}, "float32", 9),
-    ({}, HALVES | {"schedule": "dualpipe_v"}, "float32", 4),
-    ({}, {"pp": 4, "schedule": "gpipe", "microbatches": 4}, "bfloat16", 5),
-    ({"hidden_size": 256, "num_layers": 3}, {"tp": 4, "ep": 2, "etp": 2}, "bfloat16", 2),
-    ({}, {"recompute": "full", "dp": 2, "ep": 2, "dispatcher": "low_latency"}, "float32", 5),
-    ({}, {"recompute": "selective", "recompute_attention": False}, "float32", 3),
-    ({}, {"recompute": "selective", "recompute_experts": False}, "float64", 3),
-    ({}, {"cp": 2, "context": "all_gather", "recompute": "selective"}, "float32", 4),
-    ({}, {"cp": 2, "tp": 2, "ep": 4}, "float32", 4),
-    # What deferred weight gradients keep.
-    ({}, HALVES | {"schedule": "zb_h1", "recompute": "full"}, "bfloat16", 4),
-    ({}, HALVES | {"schedule": "zb_h2", "recompute": "selective"}, "float32", 4),
-    ({"router_score": "sigmoid", "z_loss_coefficient": 1e-3}, {}, "bfloat16", 3),
-    (TOGETHER, {"dp": 2, "tp": 2}, "bfloat16", 4),
-    (TOGETHER | {"aux_loss_scope": "sequence"}, HALVES | {"tp": 2, "ep": 2}, "float32", 5),
-    (TOGETHER | {"z_loss_coefficient": 1e-3}, {"recompute": "full"}, "float32", 3),
-    (
-        TOGETHER | {"router_score": "sigmoid", "aux_loss_probabilities": "softmax"},
-        {"dp": 2, "ep": 2},
-        "float32",
-        4,
-    ),
-]
-#: Selections and schedules whose activations the planner does not count tensor by tensor (whole
-#: sequences that are compared; the weight gradients that a split backward still owes); the other
-#: ends of a step, slices, forwards that run again, experts on several ranks.
-TRAFFIC_ONLY: list[Case] = [
-    ({"router_selection": "expert_choice"}, {"dp": 2, "tp": 2, "ep": 2}, "float32", 4),
-    ({"router_selection": "sinkhorn", "capacity_factor": 1.0}, {"tp": 2, "ep": 2}, "float32", 4),
-    ({}, HALVES | {"schedule": "zb_h1", "tp": 2}, "float32", 4),
-]
 
-
-FULL: dict[str, Any] = {"recompute": "full"}
-#: Extra prediction layers, and experts in some layers only.
-AHEAD: dict[str, Any] = {"num_mtp_layers": 2, "moe_layers": (1, 4, 7)}
-AFTER = HALVES | {"schedule": "zb_h2", "optimizer_validation": "after"}
-SLICED: dict[str, Any] = {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}
-SPARE: dict[str, Any] = {"dp": 4, "ep": 4, "spare_slots": 1}
-STREAM: dict[str, Any] = {"pp": 2, "schedule": "pipedream", "microbatches": 4}
-MESSAGES: dict[str, Any] = {"pp": 2, "schedule": "ampnet", "microbatches": 3}
-TRAFFIC_ONLY += [
-    ({}, FULL | {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
-    ({"first_dense_layers": 2}, FULL | HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
-    ({}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
-    ({}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
-    ({}, SPARE | {"spare_slots": 2}, "float32", 6),
-    ({}, STREAM | {"dp": 2, "ep": 2}, "float32", 5),
-    ({}, MESSAGES | {"tp": 2, "ep": 2}, "float32", 4),
-    (AHEAD, HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
-    *(({}, FULL | TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
-    *(({}, FULL | EXACT | {"dispatcher": name}, "float64", 5) for name in DISPATCHERS),
-    (
-        {},
-        FULL | HALVES | {"schedule": "zb_h1", "tp": 2, "attention_exit": "all_to_all"},
-        "float32",
-        4,
-    ),
-    (
-        {},
-        FULL | HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2, "dispatch_chunks": 2},
-        "float32",
-        9,
-    ),
-    ({"capacity_factor": 1.0}, FULL | {"dp": 2, "tp": 2, "ep": 4}, "float32", 4),
-    ({}, {"recompute": "selective", "dp": 2, "tp": 2, "ep": 2}, "float32", 4),
-    ({"capacity_factor": 1.0, "aux_loss_scope": "global"}, AFTER | {"tp": 2}, "float32", 4),
-    ({}, AFTER | {"pp": 4, "recompute": "full"}, "float32", 4),
-    ({"tied_embeddings": True}, AFTER | {"schedule": "zb_v"}, "float32", 4),
-    ({}, AFTER | {"schedule": "1f1b", "dp": 2, "ep": 2, "spare_slots": 1}, "float32", 6),
-    ({"aux_loss_scope": "global"}, SLICED | {"dp": 2, "ep": 2}, "float32", 5),
-    ({}, SLICED | FULL | {"tp": 2, "ep": 2, "slices": 5}, "bfloat16", 3),
-    ({}, SPARE | {"dispatch_chunks": 2, "spare_policy": "shadow"}, "float32", 6),
-    ({}, SPARE | FULL | {"payload": "fp8"}, "bfloat16", 6),
-    ({}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "spare_slots": 2}, "float32", 5),
-    ({}, SPARE | {"ep": 2, "ranks_per_node": 2, "microbatches": 2}, "float32", 9),
-    ({"router_score": "sigmoid", "router_selection_bias": True}, STREAM | {"tp": 2}, "float32", 4),
-    ({}, STREAM | {"schedule": "pipedream_2bw", "update_window": 2, "dp": 2}, "float32", 8),
-    ({}, STREAM | FULL | {"tp": 2, "ep": 2}, "float32", 4),
-    ({}, MESSAGES | {"pp": 4, "ampnet_backward": "live"}, "float32", 4),
-    ({}, MESSAGES | FULL | {"dp": 2, "ep": 2}, "float32", 6),
-    (BIASES, SPARE, "float32", 6),
-    (BIASES, SPARE | {"ep": 2, "etp": 2, "spare_slots": 2}, "bfloat16", 6),
-    (AHEAD | {"tied_embeddings": True}, FULL | HALVES | {"dp": 2, "ep": 2}, "float32", 4),
-    ({"num_mtp_layers": 1}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
-    ({"num_mtp_layers": 1}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
-    (TOGETHER, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
-    (TOGETHER | {"aux_loss_scope": "sequence"}, HALVES | {"schedule": "zb_h1"}, "float32", 5),
-    (TOGETHER, STREAM | {"dp": 2, "ep": 2}, "float32", 4),
-    (TOGETHER, MESSAGES | {"tp": 2}, "float32", 3),
-    (TOGETHER, HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2}, "float32", 9),
-    ({"num_mtp_layers": 1}, {"schedule": "pipedream", "microbatches": 4, "tp": 2}, "float32", 4),
-    (AHEAD | {"aux_loss_scope": "global"}, HALVES | {"schedule": "zb_v"}, "float32", 4),
-    ({"num_mtp_layers": 1, "moe_layers": (0, 2)}, SPARE, "float32", 6),
-]
-
-
-def name_of(case: Case) -> str:
-    model, plan, dtype, _ = case
-    return "-".join(f"{key}={value}" for key, value in {**model, **plan, "dtype": dtype}.items())
+def cases(table: str) -> list[Any]:
+    """(model, keys of the plan, data) of each line, as it is; default are those with a star."""
+    found: dict[str, Any] = {}
+    for model, plans, data in lines(table):
+        marks = () if model.startswith("*") else (pytest.mark.slow,)
+        for plan in plans:
+            text = f"{model.strip('*')} | {plan} | {data}"
+            values = model.strip("*"), keys_of(plan), data
+            found.setdefault(text, pytest.param(*values, id=text, marks=marks))
+    return list(found.values())
 
 
 def check(
-    case: Case, *, activations: bool = True, seq_len: int = SEQ_LEN, tuning: Tuning = ALL
+    model: str,
+    plan: dict[str, Any],
+    data: str,
+    *,
+    activations: bool = True,
+    seq_len: int = SEQ_LEN,
+    tuning: Tuning = FULL,
 ) -> None:
-    model, plan, dtype, batch = case
-    config, checked = model_of(model), Plan(**plan)
-    ranks = measure(model, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
+    keys: dict[str, Any] = {}
+    for word in model.split():
+        keys |= keys_of(word) if "=" in word else MODELS[word]
+    plan = plan | LONGER.get(plan.get("data", ""), {})
+    batch, dtype = int(data.split()[0]), data.split()[1]
+    ranks = measure(keys, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
     assert_predicted(
-        config,
-        checked,
+        model_of(keys),
+        Plan(**plan),
         ranks,
         TrainConfig(dtype=dtype),
         batch=batch,
@@ -192,28 +315,34 @@ def check(
     )
 
 
-@pytest.mark.representative(
-    "dp=4-ep=4-dispatcher=hierarchical-ranks_per_node=2-dispatch_chunks=2-dtype=bfloat16",
-    "dp=2-tp=2-ep=4-dispatcher=low_latency-dtype=float32",
-    "dp=2-ep=2-payload=fp8-dispatch_chunks=3-dtype=bfloat16",
-    "dp=4-ep=2-combine=exact-dtype=float32",
-    "recompute=full-dtype=float32",
-    "num_mtp_layers=2-recompute=selective-dtype=bfloat16",
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_predicted_is_measured(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("model", "plan", "data"), cases(CASES))
+def test_predicted_is_measured(model: str, plan: dict[str, Any], data: str) -> None:
+    check(model, plan, data)
 
 
-@pytest.mark.representative(
-    "first_dense_layers=2-recompute=full-pp=2-microbatches=4-tp=2-ep=2-dtype=bfloat16",
-    "pp=2-microbatches=4-schedule=zb_h2-optimizer_validation=after-dp=2-ep=2-dtype=float32",
-    "dp=4-ep=4-spare_slots=2-dtype=float32",
-    "pp=2-schedule=ampnet-microbatches=3-tp=2-ep=2-dtype=float32",
-)
-@pytest.mark.parametrize("case", TRAFFIC_ONLY, ids=name_of)
-def test_predicted_traffic_is_measured(case: Case) -> None:
-    check(case, activations=False)
+@pytest.mark.parametrize(("model", "plan", "data"), cases(TRAFFIC_ONLY))
+def test_predicted_traffic_is_measured(model: str, plan: dict[str, Any], data: str) -> None:
+    check(model, plan, data, activations=False)
+
+
+@pytest.mark.parametrize(("model", "plan", "data"), cases(CONTEXT))
+def test_context_parallelism(model: str, plan: dict[str, Any], data: str) -> None:
+    # Nothing is counted of choices that compare tokens; of ranks without a sequence, too little.
+    counted = "expert_choice" not in model and "combine" not in plan
+    check(model, plan, data, activations=counted, seq_len=13)
+
+
+@pytest.mark.parametrize(("model", "plan", "data"), cases(ADAPTERS))
+def test_adapters_beside_frozen_weights(model: str, plan: dict[str, Any], data: str) -> None:
+    lora = MODELS[model.split()[-1]]["lora"]
+    check(model, plan, data, tuning=Tuning(train_only=LoraConfig(**lora).trains))
+
+
+@pytest.mark.parametrize(("model", "plan", "data"), cases(TUNED))
+def test_parameters_that_do_not_train(model: str, plan: dict[str, Any], data: str) -> None:
+    choice, _, keys = model.removeprefix("train=").partition(" ")
+    tuning = Tuning(**TUNINGS[choice])
+    check(keys, plan, data, tuning=tuning, activations="spare_slots" not in plan)
 
 
 def test_uniform_routing_is_near_a_run() -> None:
