@@ -57,11 +57,11 @@ class Constants:
     permute_bytes: Annotated[Number, 0.4] = 8.0
     #: Reading and writing the gradient accumulator in each microbatch.
     accumulate_bytes: Annotated[Number, 0.3] = 4.0
-    #: Links: share of the data-sheet bandwidth inside and between nodes, loss per doubling of the
-    #: nodes of a group, latency of one collective.
+    #: Links: share of the data-sheet bandwidth inside and between nodes, the power of a group's
+    #: nodes by which its bandwidth falls, latency of one collective.
     intra_node_efficiency: Annotated[Number, 0.2] = 0.7
     inter_node_efficiency: Annotated[Number, 0.3] = 0.75
-    network_contention: Annotated[Number, 0.6] = 0.08
+    network_contention: Annotated[Number, 0.6] = 0.1
     collective_latency_us: Annotated[Number, 0.6] = 25.0
     #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
@@ -103,6 +103,7 @@ OWN: dict[str, float] = {
     "elementwise_traffic": 0.35,
     "intra_node_efficiency": 0.25,
     "inter_node_efficiency": 0.3,
+    "network_contention": 0.8,
     "gradient_exposed": 0.4,
     "weight_exposed": 0.4,
     "overlap_slowdown": 0.7,
