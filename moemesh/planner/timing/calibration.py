@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -198,6 +199,12 @@ class Calibration:
 def stack_of(cluster: str) -> str:
     """The software stack of a cluster, "stack/device"."""
     return cluster.rpartition("/")[0]
+
+
+def release_years(release: str) -> float:
+    """The time of a release by year, month and patch ("stack 26.02.01"); 0 where none is named."""
+    year, month, patch, *_ = (*map(int, re.findall(r"\d+", release.rpartition(" ")[2])), 0, 0, 0)
+    return year + month / 12 + patch / 52
 
 
 def _generation(device: str) -> str:
