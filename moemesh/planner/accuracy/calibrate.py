@@ -3,16 +3,16 @@
 All constants are positive, so their logarithms are fitted. The loss of a run is that of its
 log-ratio, predicted over measured, in units of 2 %, square near zero and linear beyond (pseudo-
 Huber): a mislabelled row pulls no harder than a 2 % error. Each shared constant is held at its
-prior, each deviation (see `unknowns`) at zero, by a normal prior of its own width: a cluster with
-three rows moves little, one with a hundred finds its values. Levenberg-Marquardt with iterated
-weights, always from the priors: a start at the fit of all runs would know those that are left out.
+prior, each deviation at zero, by a normal prior of its own width: a cluster with three rows moves
+little, one with a hundred finds its values. A fit always starts at the priors: a start at the fit
+of all runs would know those that are left out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import log
 from typing import Literal
 
@@ -52,167 +52,52 @@ from moemesh.planner.timing.step_time import step_time
 
 Columns = tuple[ModelColumns, LayoutColumns, HardwareColumns]
 
-#: Width of what is held fixed, step of a numerical slope, slopes below which there is none.
-_FIXED = 1e-6
+#: Step of a numerical slope, slopes below which there is none.
 _STEP = 1e-4
 _NO_SLOPE = 1e-9
 _NUM_PROBES = 3
-#: How far a cluster that is known may move, of how far one may that is not.
-_KNOWN_SHARE = 0.4
 #: Rows whose layout is partly guessed ("tier C") count less.
 _WEIGHTS = {"C": 0.2}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """One kind of group that deviates: its members, the constants it may move, whose run is whose
-    (`members[place]`; -1 for none), and where its unknowns begin."""
-
-    members: tuple[str, ...]
-    names: tuple[str, ...]
-    place: NDArray[np.int64]
-    start: int
-
-    def places(self) -> list[tuple[str, slice]]:
-        """Each member with its place among the unknowns."""
-        width, start = len(self.names), self.start
-        return [
-            (member, slice(start + index * width, start + (index + 1) * width))
-            for index, member in enumerate(self.members)
-        ]
-
-    def logs(self, unknown: FloatArray, seen: NDArray[np.bool_]) -> dict[str, FloatArray]:
-        """Logarithms of the factors of members that have a run of those `seen`."""
-        known = {self.members[int(place)] for place in np.unique(self.place[seen]) if place >= 0}
-        return {member: unknown[place] for member, place in self.places() if member in known}
-
-
-class Unknowns:
-    """Runs as columns, and their constants as a function of one vector of unknowns.
-
-    The first unknowns are the shared constants, in the order of NAMES. `prior` and `width` are the
-    normal prior of each. `weights` may be set to 0 for runs that a fit must not see.
-    """
+class TimedRuns:
+    """Measured runs as columns, and their step times as a function of the logarithms of their
+    constants, `values` [constants, runs]. `weights` are 0 for runs that a fit must not see."""
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.columns: Columns = run_columns(runs)
         self.log_seconds: FloatArray = np.log([run.seconds or 1.0 for run in runs])
         self.weights: FloatArray = np.array([_WEIGHTS.get(run.tier, 1.0) for run in runs])
-        spreads: list[float] = [float(value) for value in SPREADS]
-        levels: list[Level] = []
-        for keys, own in (
-            ([run.cluster for run in runs], {name: x * CLUSTER_SHARE for name, x in OWN.items()}),
-            ([stack_of(run.cluster) for run in runs], OWN),
-            ([run.release for run in runs], RELEASE),
-        ):
-            members = tuple(sorted(set(keys) - {""}))
-            place = np.array([members.index(key) if key else -1 for key in keys], dtype=np.int64)
-            levels.append(Level(members=members, names=tuple(own), place=place, start=len(spreads)))
-            spreads += [own[name] for _ in levels[-1].members for name in levels[-1].names]
-        self.clusters, self.stacks, self.releases = levels
-        #: (runs, the unknown that moves each, place of the constant that it moves).
-        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
-        for level in levels:
-            rows = np.nonzero(level.place >= 0)[0]
-            first = level.start + level.place[rows] * len(level.names)
-            for offset, name in enumerate(level.names):
-                self._moves.append((rows, first + offset, NAMES.index(name)))
-        self.width: FloatArray = np.array(spreads, dtype=np.float64)
-        self.prior: FloatArray = np.zeros(len(spreads))
-        self.prior[: len(NAMES)] = np.log(PRIORS)
-        every = np.arange(len(runs))
-        self._touched = _Touched(self.columns, [every] * len(NAMES))
         # The runs that each constant can move, from a few random points.
         random = np.random.default_rng(0)
-        moved = np.zeros((len(self.log_seconds), len(NAMES)), dtype=bool)
+        self._touch(np.ones((len(NAMES), len(runs)), dtype=bool))
+        touched = np.zeros((len(runs), len(NAMES)), dtype=bool)
         for _ in range(_NUM_PROBES):
-            point = self.prior + random.normal(size=len(self.prior)) * self.width / 2
-            values = self._values(point)
-            found = self._touched.slopes(values, _log_seconds(self.columns, values))
-            moved |= np.abs(found) > _NO_SLOPE
-        self._touched = _Touched(
-            self.columns, [np.nonzero(moved[:, place])[0] for place in range(len(NAMES))]
+            logs = np.log(PRIORS) + random.normal(size=len(NAMES)) * SPREADS / 2
+            values = np.repeat(logs[:, None], len(runs), axis=1)
+            touched |= np.abs(self.slopes(values, self.errors(values))) > _NO_SLOPE
+        self._touch(touched.T)
+
+    def _touch(self, touched: NDArray[np.bool_]) -> None:
+        """Constants and runs whose slopes are not zero, all in one set of columns."""
+        self._constant, self._run = np.nonzero(touched)
+        self._moved: Columns = (
+            picked(self.columns[0], self._run),
+            picked(self.columns[1], self._run),
+            picked(self.columns[2], self._run),
         )
 
-    def hold_shared(self, known: Calibration) -> None:
-        """Keep shared constants, stacks and releases where `known` has them; clusters move from
-        where their relatives put them, as far as a stack may."""
-        self.prior[: len(NAMES)] = np.log([known.shared[name] for name in NAMES])
-        self.width[: len(NAMES)] = _FIXED
-        self.width[self.stacks.start :] = _FIXED
-        names = self.clusters.names
-        for member, place in self.clusters.places():
-            factors = known.deviations(member)
-            self.prior[place] = np.log([factors.get(name, 1.0) for name in names])
-            share = _KNOWN_SHARE if member in known.clusters else 1.0
-            self.width[place] = [OWN[name] * share for name in names]
-        for member, place in self.releases.places():
-            factors = known.release_factors(member)
-            self.prior[place] = np.log([factors.get(x, 1.0) for x in self.releases.names])
-
-    def errors(self, unknown: FloatArray) -> FloatArray:
+    def errors(self, values: FloatArray) -> FloatArray:
         """log(predicted / measured) of every run."""
-        return _log_seconds(self.columns, self._values(unknown)) - self.log_seconds
+        return _log_seconds(self.columns, values) - self.log_seconds
 
-    def slopes(self, unknown: FloatArray, errors: FloatArray) -> FloatArray:
-        """d errors / d unknown [runs, unknowns]. A deviation moves its runs exactly as the shared
-        constant does, so one evaluation per constant and run gives all."""
-        shared = self._touched.slopes(self._values(unknown), errors + self.log_seconds)
-        found = np.zeros((len(errors), len(unknown)))
-        found[:, : len(NAMES)] = shared
-        for rows, place, constant in self._moves:
-            found[rows, place] = shared[rows, constant]
-        return found
-
-    def _values(self, unknown: FloatArray) -> FloatArray:
-        """Logarithms of the constants [constants, runs]."""
-        values = np.repeat(unknown[: len(NAMES), None], len(self.log_seconds), axis=1)
-        for rows, place, constant in self._moves:
-            values[constant, rows] += unknown[place]
-        return values
-
-    def calibration(self, unknown: FloatArray, start: Calibration, *, share: bool) -> Calibration:
-        """The fitted constants of groups that have a run with weight; `start` knows the rest."""
-        seen = self.weights > 0
-        clusters, stacks, releases = (
-            level.logs(unknown, seen) for level in (self.clusters, self.stacks, self.releases)
-        )
-        found = replace(
-            start,
-            shared=_factors(NAMES, unknown[: len(NAMES)]),
-            clusters={
-                member: _factors(tuple(OWN), logs + stacks[stack_of(member)])
-                for member, logs in clusters.items()
-            },
-        )
-        if not share:
-            return found
-        return replace(
-            found,
-            stacks={member: _factors(tuple(OWN), logs) for member, logs in stacks.items()},
-            releases={member: _factors(tuple(RELEASE), logs) for member, logs in releases.items()},
-        )
-
-
-class _Touched:
-    """The runs that each constant moves, all in one set of columns."""
-
-    def __init__(self, columns: Columns, rows: Sequence[NDArray[np.int64]]) -> None:
-        self.runs = np.concatenate(rows)
-        self.constant = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
-        self.columns: Columns = (
-            picked(columns[0], self.runs),
-            picked(columns[1], self.runs),
-            picked(columns[2], self.runs),
-        )
-
-    def slopes(self, values: FloatArray, logs: FloatArray) -> FloatArray:
-        """d log seconds / d constant [runs, constants] at `values`, where it is `logs`."""
-        moved = values[:, self.runs]
-        moved[self.constant, np.arange(len(self.runs))] += _STEP
-        found = np.zeros((values.shape[1], values.shape[0]))
-        rise = _log_seconds(self.columns, moved) - logs[self.runs]
-        found[self.runs, self.constant] = rise / _STEP
+    def slopes(self, values: FloatArray, errors: FloatArray) -> FloatArray:
+        """d errors / d values [runs, constants], where they are `errors`."""
+        moved = values[:, self._run]
+        moved[self._constant, np.arange(len(self._run))] += _STEP
+        rise = _log_seconds(self._moved, moved) - (errors + self.log_seconds)[self._run]
+        found = np.zeros(values.shape[::-1])
+        found[self._run, self._constant] = rise / _STEP
         return found
 
 
@@ -222,7 +107,97 @@ def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     return np.log(total)
 
 
-def _factors(names: Sequence[str], logs: FloatArray) -> dict[str, float]:
+class _Unknowns(TimedRuns):
+    """The constants of runs as a function of one vector: logarithms of the shared constants, then
+    those of the factors of each cluster, stack and release. `width` is that of the normal prior of
+    each."""
+
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
+        super().__init__(runs)
+        self.prior: FloatArray = np.log(PRIORS)
+        self.width: FloatArray = SPREADS
+        #: Of each level the place among the unknowns of each member's factors.
+        self._levels: list[dict[str, slice]] = []
+        #: (runs, the unknown that moves each, place of the constant that it moves).
+        self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
+        self._keys = [
+            [run.cluster for run in runs],
+            [stack_of(run.cluster) for run in runs],
+            [run.release for run in runs],
+        ]
+        shares = {name: x * CLUSTER_SHARE for name, x in OWN.items()}
+        for keys, widths in zip(self._keys, (shares, OWN, RELEASE), strict=True):
+            places: dict[str, slice] = {}
+            for member in sorted(set(keys) - {""}):
+                start = len(self.width)
+                places[member] = slice(start, start + len(widths))
+                self.width = np.append(self.width, list(widths.values()))
+            rows = np.array([row for row, key in enumerate(keys) if key], dtype=np.int64)
+            first = np.array([places[keys[row]].start for row in rows], dtype=np.int64)
+            for offset, name in enumerate(widths):
+                self._moves.append((rows, first + offset, NAMES.index(name)))
+            self._levels.append(places)
+        self.prior = np.append(self.prior, np.zeros(len(self.width) - len(NAMES)))
+
+    def values(self, unknown: FloatArray) -> FloatArray:
+        """Logarithms of the constants [constants, runs]."""
+        values = np.repeat(unknown[: len(NAMES), None], len(self.log_seconds), axis=1)
+        for rows, place, constant in self._moves:
+            values[constant, rows] += unknown[place]
+        return values
+
+    def fit(self) -> FloatArray:
+        """The unknowns of least loss, from their priors: Gauss-Newton steps with iterated weights,
+        solved between runs, and halved where the loss rises."""
+        rows = np.nonzero(self.weights > 0)[0]
+        best, step, least = self.prior, np.zeros(len(self.prior)), np.inf
+        for _ in range(_MOST_ITERATIONS):
+            unknown = best + step
+            values = self.values(unknown)
+            found = self.errors(values)
+            errors = found[rows]
+            bent = np.sqrt(1 + (errors / _SCALE) ** 2)
+            loss = 2 * np.sum(self.weights[rows] * (bent - 1))
+            loss += np.sum(((unknown - self.prior) / self.width) ** 2)
+            if not loss < least:
+                step = step / 2
+                continue
+            if least - loss < _LEAST_GAIN * loss:
+                return unknown
+            best, least = unknown, loss
+            shared = self.slopes(values, found)[rows]
+            # A deviation moves its runs exactly as the shared constant does.
+            slopes = np.zeros((len(found), len(unknown)))
+            slopes[rows, : len(NAMES)] = shared
+            for moved, place, constant in self._moves:
+                slopes[moved, place] = slopes[moved, constant]
+            spread = (slopes := slopes[rows]) * self.width**2
+            wanted = slopes @ (unknown - self.prior) - errors
+            noise = np.diag(_SCALE**2 * bent / self.weights[rows])
+            pull = spread.T @ np.linalg.solve(spread @ slopes.T + noise, wanted)
+            step = np.clip(self.prior + pull - unknown, -_MOST_STEP, _MOST_STEP)
+        return best
+
+    def calibration(self, start: Calibration) -> Calibration:
+        """The fitted constants of groups that have a run with weight; `start` knows the rest."""
+        unknown = self.fit()
+        seen = np.nonzero(self.weights > 0)[0]
+        clusters, stacks, releases = (
+            {key: unknown[places[key]] for key in sorted({keys[row] for row in seen} - {""})}
+            for keys, places in zip(self._keys, self._levels, strict=True)
+        )
+        own = {key: logs + stacks[stack_of(key)] for key, logs in clusters.items()}
+        return replace(
+            start,
+            shared=factors_of(NAMES, unknown[: len(NAMES)]),
+            clusters={key: factors_of(OWN, logs) for key, logs in own.items()},
+            stacks={key: factors_of(OWN, logs) for key, logs in stacks.items()},
+            releases={key: factors_of(RELEASE, logs) for key, logs in releases.items()},
+        )
+
+
+def factors_of(names: Iterable[str], logs: FloatArray) -> dict[str, float]:
+    """Factors by the name of their constant."""
     return dict(zip(names, (float(x) for x in np.exp(logs)), strict=True))
 
 
@@ -230,10 +205,9 @@ def _factors(names: Sequence[str], logs: FloatArray) -> dict[str, float]:
 _SCALE = 0.02
 _MOST_STEP = 0.7
 _MOST_ITERATIONS = 40
-_MOST_TRIES = 8
-_ROUNDS = 2
 #: A gain below this share of the loss ends the search.
 _LEAST_GAIN = 1e-3
+_ROUNDS = 2
 
 #: What a cross-validation leaves out at once: a cluster's runs of one model on one number of
 #: devices, a model wherever it ran, all that one software stack measured, or a source of the table.
@@ -266,8 +240,7 @@ def fit(runs: Sequence[PublishedRun], start: Calibration) -> Calibration:
         if [run.layout for run in filled] == [run.layout for run in chosen]:
             break
         chosen = filled
-        unknowns = Unknowns(filled)
-        found = unknowns.calibration(_minimize(unknowns), start, share=True)
+        found = _Unknowns(filled).calibration(start)
     return found
 
 
@@ -293,7 +266,7 @@ def left_out_calibrations(
     if not usable:
         return {}
     keys = [_group(run, left_out) for run in usable]
-    unknowns = Unknowns([fill_in(run, start) for run in usable])
+    unknowns = _Unknowns([fill_in(run, start) for run in usable])
     weights = unknowns.weights
     found: dict[tuple[str, ...], Calibration] = {}
     for key in dict.fromkeys(keys):
@@ -301,7 +274,7 @@ def left_out_calibrations(
         unknowns.weights = np.where(hidden, 0.0, weights)
         found[key] = start
         if not hidden.all():
-            found[key] = unknowns.calibration(_minimize(unknowns), start, share=True)
+            found[key] = unknowns.calibration(start)
     return found
 
 
@@ -318,48 +291,6 @@ def _group(run: PublishedRun, left_out: LeftOut) -> tuple[str, ...]:
     if left_out == "model":
         return (run.row.get("arch", "").partition("#")[0].lower(),)
     return (run.cluster, run.row.get("model", ""), run.row["gpus"])
-
-
-def _minimize(unknowns: Unknowns) -> FloatArray:
-    """The unknowns of least loss, from their priors."""
-    prior, width, row_weights = unknowns.prior, unknowns.width, unknowns.weights
-
-    def cost(errors: FloatArray, unknown: FloatArray) -> float:
-        scaled = errors / _SCALE
-        fitted = 2 * np.sum(row_weights * (np.sqrt(1 + scaled**2) - 1))
-        return float(fitted + np.sum(((unknown - prior) / width) ** 2))
-
-    unknown, damping = prior.copy(), 1e-3
-    diagonal = np.diag_indices(len(prior))
-    rows = np.nonzero(row_weights > 0)[0]
-    errors = unknowns.errors(unknown)
-    least = cost(errors, unknown)
-    for _ in range(_MOST_ITERATIONS):
-        slopes = unknowns.slopes(unknown, errors)[rows]
-        weights = (row_weights / np.sqrt(1 + (errors / _SCALE) ** 2) / _SCALE**2)[rows]
-        normal = slopes.T @ (slopes * weights[:, None])
-        normal[diagonal] += 1 / width**2
-        gradient = slopes.T @ (weights * errors[rows]) + (unknown - prior) / width**2
-        better = None
-        for _ in range(_MOST_TRIES):
-            matrix = normal.copy()
-            matrix[diagonal] *= 1 + damping
-            step = np.clip(np.linalg.solve(matrix, -gradient), -_MOST_STEP, _MOST_STEP)
-            tried = unknown + step
-            tried_errors = unknowns.errors(tried)
-            tried_cost = cost(tried_errors, tried)
-            if tried_cost < least:
-                better = (tried, tried_errors, tried_cost)
-                break
-            damping *= 5
-        if better is None:
-            break
-        gained = least - better[2]
-        unknown, errors, least = better
-        damping = max(damping / 5, 1e-6)
-        if gained < _LEAST_GAIN * least:
-            break
-    return unknown
 
 
 # Errors of predictions for sources that the fit had not seen: what intervals are made of.

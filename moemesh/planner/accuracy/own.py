@@ -1,9 +1,11 @@
 """A cluster learned from its own runs: constants and corrections at once, doubts, how far it helps.
 
-Deviations of the constants (normal, of their widths) and corrections that runs share by likeness
-(:mod:`moemesh.planner.timing.own_runs`) are one Gaussian model of log(measured / predicted), so
-both come from one linear solve, repeated as the constants move. A run that the others contradict is
-trusted the less the farther off it is (Student's t), so one wrong row costs little.
+Deviations of the constants (normal, of their widths, drifting from release to release) and
+corrections that runs share by likeness (:mod:`moemesh.planner.timing.own_runs`) are one Gaussian
+model of log(measured / predicted), so both come from one linear solve, repeated as the constants
+move. How far either may go is averaged over a grid, by how well each run is foretold without it. A
+run that the others contradict is trusted the less the farther off it is (Student's t), so one wrong
+row costs little.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +24,7 @@ from moemesh.config.cluster import Cluster, OwnRun
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.calibrate import (
     NO_RUN,
-    Unknowns,
+    TimedRuns,
     left_out_calibrations,
     measured_runs,
 )
@@ -31,7 +34,13 @@ from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.intervals import own_width, shipped_intervals
 from moemesh.planner.layout_sources import from_plan, trained_shares
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.timing.calibration import Calibration
+from moemesh.planner.timing.calibration import (
+    NAMES,
+    SPREADS,
+    Calibration,
+    release_years,
+    stack_of,
+)
 from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.own_runs import (
     NOISE,
@@ -45,11 +54,21 @@ from moemesh.planner.timing.price import DEFAULT_STACK, software_of
 from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.run import Run, RunError, median_of
 
-_ROUNDS = 6
+_ROUNDS = 5
+#: Widths of the constants over those that they have between stacks, and amplitudes over the usual
+#: one, between which the runs choose; how far those of a cluster that is known move of that.
+_SHARES = (0.25, 0.5, 1.0, 2.0)
+_AMPLITUDES = (1 / 3, 1.0, 8 / 3)
+_KNOWN_SHARE = 0.4
+#: No constant moves farther than so many widths.
+_FARTHEST = 3.0
+#: Constants drift from release to release: over the width, and years after which they are others.
+_DRIFT = 0.7
+_DRIFT_YEARS = 1 / 3
 #: Of fewer runs none is doubted: too few others say what it should take.
 _FEWEST_TO_DOUBT = 4
 #: Degrees of freedom of Student's t; the trust below which a run is named.
-_FREEDOM = 4.0
+_FREEDOM = 2.0
 _DOUBTED = 0.1
 #: A table this many times off has another unit; equal layouts this far apart contradict each other.
 _OTHER_UNIT = 50.0
@@ -73,35 +92,56 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         raise UserError(NO_RUN)
     before = predict(usable, start)
     filled = [one.run for one in before]
-    unknowns = Unknowns(filled)
-    unknowns.hold_shared(start)
-    prior, width = unknowns.prior, unknowns.width
+    cluster, timed = filled[0].cluster, TimedRuns(filled)
+    constants = [start.constants(cluster, run.release) for run in filled]
+    logs = np.log([[getattr(one, name) for one in constants] for name in NAMES])
     # Schedules are simulated once: with other constants they wait about as long, relatively.
-    simulated = np.log([one.seconds or 1.0 for one in before]) - unknowns.log_seconds
-    waiting = simulated - unknowns.errors(prior)
+    simulated = np.log([one.seconds or 1.0 for one in before]) - timed.log_seconds
+    waiting = simulated - timed.errors(logs)
     _check_units(filled, -simulated)
-    points = places(features(*unknowns.columns[:2]))
+    columns = features(*timed.columns[:2])
+    points = places(columns)
     alike = covariance(points, points)
-    unknown, trust = prior.copy(), np.ones(len(filled))
-    weights = left_out = np.zeros(len(filled))
+    newest = max(run.release for run in filled)
+    years = np.array([release_years(run.release or newest) for run in filled])
+
+    def together(year: FloatArray) -> FloatArray:
+        """Covariance of the constants of these times and of the runs', over their width."""
+        return 1 + (_DRIFT * np.exp(-(((year[:, None] - years) / _DRIFT_YEARS) ** 2) / 2)) ** 2
+
+    width = SPREADS * (_KNOWN_SHARE if cluster in start.clusters else 1.0)
+    shift, trust = np.zeros((len(filled), len(NAMES))), np.ones(len(filled))
+    slopes, moved = shift, np.zeros(len(filled))
+    weights = left_out = moved
     for _ in range(_ROUNDS):
-        errors = unknowns.errors(unknown)
-        slopes = unknowns.slopes(unknown, errors)
-        wanted = slopes @ (unknown - prior) - errors - waiting
-        spread = slopes * width**2
-        known = spread @ slopes.T + alike
-        matrix = known + np.diag(NOISE**2 / (unknowns.weights * trust))
-        weights = np.linalg.solve(matrix, wanted)
-        left_out = weights / np.diag(np.linalg.inv(matrix))
-        unknown = prior + spread.T @ weights
-        rest = (wanted - known @ weights) / NOISE
+        errors = timed.errors(logs + shift.T)
+        slopes = timed.slopes(logs + shift.T, errors)
+        by_constants = (slopes * width**2) @ slopes.T * together(years)
+        wanted = (slopes * shift).sum(1) - errors - waiting
+        noise = NOISE**2 / (timed.weights * trust)
+        moved, weights, left_out, rest = _weighed(by_constants, alike, wanted, noise)
+        shift = _shift(together(years), moved, slopes, width)
         if len(filled) >= _FEWEST_TO_DOUBT:
-            trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + rest**2), 1.0)
-    if filled[0].cluster in start.clusters and _size(simulated) < _size(left_out):
+            trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + (rest / NOISE) ** 2), 1.0)
+    if cluster in start.clusters and _size(simulated) < _size(left_out):
         # A known cluster that foretells each run better without the others is not spoilt.
-        unknown, weights, left_out = prior, np.zeros(len(filled)), -simulated
-    found = unknowns.calibration(unknown, start, share=False)
-    columns = features(*unknowns.columns[:2])
+        moved, weights, left_out = 0 * moved, 0 * weights, -simulated
+
+    def factors(release: str) -> FloatArray:
+        return _shift(together(np.array([release_years(release)])), moved, slopes, width)[0]
+
+    here = factors(newest)
+    deviations, stack = start.deviations(cluster), stack_of(cluster)
+    known = {name for name in start.releases if name.rpartition(" ")[0] == stack}
+    releases = {
+        release: _scaled(start.release_factors(release), factors(release) - here)
+        for release in known | {run.release for run in filled} - {""}
+    }
+    found = replace(
+        start,
+        clusters={**start.clusters, cluster: _scaled(deviations, here)},
+        releases={**start.releases, **releases},
+    )
     own = tuple(
         OwnRun(
             run=one.run.id,
@@ -112,10 +152,50 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
             release=one.run.release,
             features={name: float(np.ravel(values)[row]) for name, values in columns.items()},
         )
-        for row, one in enumerate(predict(filled, found))
+        for row, one in enumerate(predict(filled, replace(found, own={})))
     )
-    found = replace(found, own={filled[0].cluster: OwnRuns(own)})
+    found = replace(found, own={cluster: OwnRuns(own)})
     return Learned(found, own, tuple(_doubts(filled, trust, left_out, distances(points, points))))
+
+
+def _weighed(
+    by_constants: FloatArray, alike: FloatArray, wanted: FloatArray, noise: FloatArray
+) -> FloatArray:
+    """Weights of runs [4, runs] by which constants move and corrections are made, errors of each
+    left out, and what stays unexplained: means over the shares and amplitudes, each as likely as
+    the runs that it leaves out find it."""
+    found: list[FloatArray] = []
+    scores: list[float] = []
+    for share, size in product(_SHARES, _AMPLITUDES):
+        known = share**2 * by_constants + size**2 * alike
+        inverse = np.linalg.inv(known + np.diag(noise))
+        weights, precision = inverse @ wanted, np.diag(inverse)
+        left_out = weights / precision
+        found.append(np.array(
+            [share**2 * weights, size**2 * weights, left_out, wanted - known @ weights]
+        ))  # fmt: skip
+        # Errors in their own unit, so that only the proportions of what may vary count.
+        standard = np.abs(left_out) * np.sqrt(precision)
+        most = 2.5 * np.median(standard)
+        unit = max(float(np.sqrt(np.mean(np.minimum(standard, most) ** 2))), 0.3)
+        density = np.log(precision) / 2 - log(unit) - 2.5 * np.log1p((standard / unit) ** 2 / 4)
+        scores.append(float(density.sum() - (log(share) ** 2 + log(size) ** 2) / 2.25) / 2)
+    chances = np.exp(np.array(scores) - max(scores))
+    return np.tensordot(chances / chances.sum(), np.array(found), 1)
+
+
+def _shift(
+    together: FloatArray, moved: FloatArray, slopes: FloatArray, width: FloatArray
+) -> FloatArray:
+    """How far the constants of each time move [times, constants], in logarithms."""
+    return np.clip((together * moved) @ slopes * width**2, -_FARTHEST * width, _FARTHEST * width)
+
+
+def _scaled(factors: dict[str, float], logs: FloatArray) -> dict[str, float]:
+    """Factors times those of `logs`, by the name of their constant."""
+    return {
+        name: factors.get(name, 1.0) * exp(x) for name, x in zip(NAMES, logs.tolist(), strict=True)
+    }
 
 
 def _size(errors: FloatArray) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -57,11 +58,11 @@ class Constants:
     permute_bytes: Annotated[Number, 0.4] = 8.0
     #: Reading and writing the gradient accumulator in each microbatch.
     accumulate_bytes: Annotated[Number, 0.3] = 4.0
-    #: Links: share of the data-sheet bandwidth inside and between nodes, loss per doubling of the
-    #: nodes of a group, latency of one collective.
+    #: Links: share of the data-sheet bandwidth inside and between nodes, the power of a group's
+    #: nodes by which its bandwidth falls, latency of one collective.
     intra_node_efficiency: Annotated[Number, 0.2] = 0.7
     inter_node_efficiency: Annotated[Number, 0.3] = 0.75
-    network_contention: Annotated[Number, 0.6] = 0.08
+    network_contention: Annotated[Number, 0.6] = 0.1
     collective_latency_us: Annotated[Number, 0.6] = 25.0
     #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
@@ -103,6 +104,7 @@ OWN: dict[str, float] = {
     "elementwise_traffic": 0.35,
     "intra_node_efficiency": 0.25,
     "inter_node_efficiency": 0.3,
+    "network_contention": 0.8,
     "gradient_exposed": 0.4,
     "weight_exposed": 0.4,
     "overlap_slowdown": 0.7,
@@ -197,6 +199,12 @@ class Calibration:
 def stack_of(cluster: str) -> str:
     """The software stack of a cluster, "stack/device"."""
     return cluster.rpartition("/")[0]
+
+
+def release_years(release: str) -> float:
+    """The time of a release by year, month and patch ("stack 26.02.01"); 0 where none is named."""
+    year, month, patch, *_ = (*map(int, re.findall(r"\d+", release.rpartition(" ")[2])), 0, 0, 0)
+    return year + month / 12 + patch / 52
 
 
 def _generation(device: str) -> str:

@@ -84,7 +84,7 @@ def accelerator_of(text: str) -> Accelerator | None:
     """The device and network that a free description names ("A100-80G 4x100G RoCE per node").
 
     Understands the device, ``NVL<n>`` nodes, NVLink given in brackets both ways ("(400GB/s)"), and
-    network rates in Gb/s for one card, several ("8x200G"), or a whole node ("1600G").
+    network rates in Gb/s for several cards ("8x200G") or a whole node ("1600G", "200G HDR").
     None when it names no device we know.
     """
     folded = text.upper()
@@ -104,7 +104,7 @@ def accelerator_of(text: str) -> Accelerator | None:
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
     elif cards := re.search(r"(\d+)X(\d+)G\b", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9 / 8
-    elif whole := re.search(r"\b(\d{4})G\b", folded):
+    elif whole := re.search(r"\b(\d{4}|\d{3}(?=G HDR))G\b", folded):
         per_node = float(whole.group(1)) * 1e9 / 8
     else:
         return found

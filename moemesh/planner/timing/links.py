@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moemesh.config.cluster import LinkCurve, LinkOperation
-from moemesh.planner.arithmetic import FloatArray, Number, floor, log2, maximum, minimum, where
+from moemesh.planner.arithmetic import FloatArray, Number, floor, maximum, minimum, where
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import HardwareColumns
 
@@ -137,12 +137,12 @@ class Links:
         else min(NVLink, members per node x NIC).
 
         Rings of all members leave a node over as many network cards as the group has members there:
-        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. `contention`
-        is the loss per doubling of the nodes.
+        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. The rate falls
+        with the number of nodes to the power of `contention`.
         """
         members = members_per_node(ranks, stride, self.node_size)
         nodes: Number = maximum(ranks / members, 1)
-        shared = members * self.inter / (1 + self.contention * log2(nodes))
+        shared = members * self.inter / nodes**self.contention
         return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
 
     def measured(

@@ -20,7 +20,7 @@ from moemesh.planner.timing.columns import LayoutColumns, ModelColumns
 
 #: Standard deviations of the logarithm: of a correction, and of a measured run around it.
 AMPLITUDE = 0.03
-NOISE = 0.02
+NOISE = 0.03
 #: How far one unit of a feature sets two runs apart; of sizes and degrees one doubling.
 SCALES: dict[str, float] = {
     "layers": 1.6, "experts": 0.4, "top_k": 0.3, "tp": 1.6, "pp": 1.6, "cp": 0.3, "ep": 0.3,

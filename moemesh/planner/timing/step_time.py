@@ -178,7 +178,7 @@ def data_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) 
     group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
     group = minimum(maximum(group, 1), n_dense)
     outside = maximum(n_dense / group, 1)
-    spread = 1 + constants.network_contention * log2(outside)
+    spread = outside**constants.network_contention
     across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.inter * spread
     inside = dense * _GRADIENT_BYTES / links.intra + across
     grouped = inside * constants.gradient_exposed
