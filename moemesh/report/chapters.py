@@ -123,7 +123,10 @@ def _defaults(preset: str | None) -> dict[str, object]:
     except ConfigError:
         found = load_run([], [], environ={}).config
     values = flat(config_values(found)).items()
-    return {key: list(one) if isinstance(one, tuple) else one for key, one in values}
+    return {
+        key: list(cast(tuple[object, ...], one)) if isinstance(one, tuple) else one
+        for key, one in values
+    }
 
 
 def training(run: Run) -> Chapter:

@@ -157,8 +157,8 @@ def timelines_stacked(
     for timeline in drawn:
         factor = MICROSECONDS[timeline.unit] / MICROSECONDS[last.unit]
         if (timeline.unit == "ticks") != (last.unit == "ticks"):
-            busy, other = (max(r.busy for r in one.statistics()) for one in (timeline, last))
-            factor = other / (busy or 1) or 1.0
+            own, wanted = (max(r.busy for r in one.statistics()) for one in (timeline, last))
+            factor = wanted / (own or 1) or 1.0
         factors.append(factor)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
     # Instants have no length: any scale will do.

@@ -193,16 +193,13 @@ def test_all_that_a_run_would_meet_is_told_at_once(
 
 @pytest.mark.parametrize("verb", [("config", "check"), ("train",), ("train", "--dry-run")])
 def test_a_missing_file_is_told_beside_a_wrong_key(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    verb: tuple[str, ...],
+    here: Path, invoke: Invoke, verb: tuple[str, ...]
 ) -> None:
     given = ["plan.dpp=2", "model.vocab_size=x", "data.path=gone.txt", "data.seq_len=0"]
 
     def told(*more: str) -> str:
         words = [word for one in (*given, *more) for word in ("--set", one)]
-        code, out, error = run(capsys, monkeypatch, *verb, *words)
+        code, out, error = invoke(*verb, *words)
         assert (code, out) == (2, "")
         return error
 
