@@ -162,7 +162,7 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
     return choose
 
 
-class Answer:
+class GrowingText:
     """The text that the tokens of one sequence make, until it ends; `say` gets it piece by piece.
 
     It ends at an id of `stops`, behind the text `stop`, or with `max_tokens` tokens.
@@ -317,7 +317,7 @@ def generate(
         if found is not None:
             stops = {found} if isinstance(found, int) else set(found)
             break
-    new_answer = partial(Answer, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
+    new_answer = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
     rows: dict[int, list[int]] = {}
     errors: dict[int, str] = {}
     for number, line in enumerate(wanted, start=1):
