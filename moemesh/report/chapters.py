@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
