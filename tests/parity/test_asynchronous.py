@@ -317,10 +317,12 @@ def no_stash() -> None:
 
 
 def off_by_one() -> None:
-    def version_for(self: WeightVersions, microbatch: int) -> int:
-        return max((microbatch + 1) // self.rule.window - 1, 0)
+    take = WeightVersions.take
 
-    WeightVersions._version_for = version_for  # type: ignore[method-assign]
+    def take_next(self: WeightVersions, microbatch: int) -> int:
+        return take(self, microbatch + 1)
+
+    WeightVersions.take = take_next  # type: ignore[method-assign]
 
 
 def dropped_early() -> None:
