@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -244,6 +245,12 @@ def test_links_resolve(document: str) -> None:
             assert anchor in {slug(head) for head in heads}, f"{document}: {target}"
 
 
+@functools.cache
+def python_files() -> list[str]:
+    folders = ("moemesh", "tests", "benchmarks", "examples")
+    return [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_and_targets_exist(document: str) -> None:
     """Paths, modules and make targets that are named in backquotes."""
@@ -251,6 +258,9 @@ def test_named_files_and_targets_exist(document: str) -> None:
         r"`((?:moemesh|tests|docs|examples|recipes)/[\w/.*-]+)`", text_of(document)
     ):
         assert list(ROOT.glob(name.rstrip("/"))), f"{document}: {name}"
+    if document not in ("docs/log.md", "CHANGELOG.md"):  # files that are gone have a history
+        for name in re.findall(r"`([\w/]+\.py)`", text_of(document)):
+            assert any(f"/{path}".endswith(f"/{name}") for path in python_files()), name
     for target in re.findall(r"`make ([\w-]+)`", text_of(document)):
         assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), target
 
