@@ -13,7 +13,6 @@ import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.packing import (
-    add_up,
     counts_by_quotient,
     counts_with_companions,
     pack,
@@ -21,7 +20,7 @@ from moemesh.balance.packing import (
     slots_at,
     total,
 )
-from moemesh.balance.polish import part_twins, polish, recount
+from moemesh.balance.polish import measured, part_twins, polish
 
 # Replica counts of a box with two slots per GPU: every heavy replica needs a light companion.
 #
@@ -233,11 +232,7 @@ def polish_box(
     slots: Ints,
 ) -> float:
     """`polish` what lies in `slots`; returns the load of the hottest GPU."""
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
+    counts, unit, load = measured(weight, num_gpus, slots)
     return polish(weight, counts, limit, goal, max_moves, swap_price, slots, unit, load)
 
 
@@ -247,11 +242,7 @@ def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots:
 
     By giving slots to other experts, no GPU over `limit`; or by swaps, whatever the load.
     """
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
+    counts, unit, load = measured(weight, num_gpus, slots)
     if by_swaps:
         separate(slots, unit, load)
     else:

@@ -21,8 +21,8 @@ from moemesh.balance.inputs import (
     like,
     scaled,
 )
-from moemesh.balance.packing import add_up, holds, largest
-from moemesh.balance.polish import locate, recount, shift
+from moemesh.balance.packing import holds, largest
+from moemesh.balance.polish import locate, measured, shift
 from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
 from moemesh.balance.search import solve
 from moemesh.balance.transfers import Rounds, schedule_transfers
@@ -213,12 +213,8 @@ def undo_moves(
     """Give slots back to what they held before, wherever no GPU gets over `limit` by it."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
+    counts, unit, load = measured(weight, num_gpus, slots)
     where = np.empty((len(weight), len(slots)), np.int64)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
     locate(slots, len(weight), per_gpu, where)
     for slot in range(len(slots)):
         gpu = slot // per_gpu

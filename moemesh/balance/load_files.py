@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from moemesh.balance.inputs import BalanceError
-from moemesh.config.toml import unreadable
+from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
 #: Names under which a file may hold its loads, and its placement.
@@ -113,7 +113,7 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
     # Spreadsheets begin a file with a mark of its encoding.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    header = rows.pop(0) if rows and not any(map(_is_number, rows[0][:2])) else None
+    header = rows.pop(0) if rows and not any(map(is_number, rows[0][:2])) else None
     if header is None and rows and rows[0][0].strip().lower() in _ROW_NAMES:
         header = rows.pop(0)  # as pandas writes it: experts have numbers for names
     if not rows:
@@ -125,7 +125,7 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
         )
     named = header is not None and header[0].strip().lower() in _ROW_NAMES
     # Words in every row are names, too ("1,000" is a number that we do not read, and no word).
-    named |= not any(_is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
+    named |= not any(is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
     if len(rows[0]) > 1 and named:
         rows = [row[1:] for row in rows]
         warn(f"{path}: the first column names the rows: it is no expert's load")
@@ -142,19 +142,11 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
                 )
     table: list[list[float]] = []
     for number, row in enumerate(rows):
-        wrong = [cell for cell in row if not _is_number(cell)]
+        wrong = [cell for cell in row if not is_number(cell)]
         if wrong:
             raise BalanceError(f"{path}: row {number} holds {wrong[0]!r}, which is no number")
         table.append([float(cell) for cell in row])
     return table
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _read_numpy(path: Path) -> Any:

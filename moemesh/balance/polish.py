@@ -152,6 +152,17 @@ def recount(slots: Ints, weight: Floats, counts: Ints, unit: Floats) -> None:
 
 
 @compiled
+def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, Floats]:
+    """`counts`, `unit` and `load` of what lies in the slots."""
+    counts = np.empty(len(weight), np.int64)
+    unit = np.empty(len(weight))
+    load = np.empty(num_gpus)
+    recount(slots, weight, counts, unit)
+    add_up(slots, unit, load)
+    return counts, unit, load
+
+
+@compiled
 def price_splits(
     weight: Floats,
     counts: Ints,

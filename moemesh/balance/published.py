@@ -12,8 +12,8 @@ import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.groups import gather_node
-from moemesh.balance.packing import add_up, largest, sift_down, total
-from moemesh.balance.polish import recount
+from moemesh.balance.packing import largest, sift_down, total
+from moemesh.balance.polish import measured
 
 
 @compiled
@@ -127,9 +127,4 @@ def published_layers(
 @compiled
 def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
     """Largest load of a GPU when every expert's load is split evenly over its replicas."""
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
-    return largest(load)
+    return largest(measured(weight, num_gpus, slots)[2])

@@ -271,25 +271,18 @@ def fill_runs(
     num_places = len(place_expert)
     left = counts.copy()
     room = quota.copy()
-    for place in range(num_places):
-        expert = place_expert[place]
-        if expert < 0:
-            continue
-        rank = place_rank[place]
-        tokens = min(left[rank, expert], room[place])
-        sent[rank, place] = tokens
-        left[rank, expert] -= tokens
-        room[place] -= tokens
-    for place in range(num_places):
-        expert = place_expert[place]
-        if expert < 0 or node == 1:
-            continue
-        start = place_rank[place] - place_rank[place] % node
-        for rank in range(start, min(start + node, num_ranks)):
-            tokens = min(left[rank, expert], room[place])
-            sent[rank, place] += tokens
-            left[rank, expert] -= tokens
-            room[place] -= tokens
+    # To the own rank, then inside the node.
+    for width in (1, node):
+        for place in range(num_places):
+            expert = place_expert[place]
+            if expert < 0:
+                continue
+            start = place_rank[place] - place_rank[place] % width
+            for rank in range(start, min(start + width, num_ranks)):
+                tokens = min(left[rank, expert], room[place])
+                sent[rank, place] += tokens
+                left[rank, expert] -= tokens
+                room[place] -= tokens
     # The rest: ranks in order beside places in order, cut at each other's ends.
     cursor = np.zeros(num_experts, np.int64)
     for place in range(num_places):

@@ -24,18 +24,14 @@ from moemesh.watch.progress_words import Ticket
 # NCCL knows no tags and needs sends and receives of one moment in one :func:`exchange`.
 
 
-def send(
-    x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str, tag: int = 0
-) -> None:
+def send(x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str) -> None:
     """Send `x` to rank `destination_index` of `axis`; back when `x` may be changed again."""
-    start_send(x.contiguous(), axis, destination_index, phase=phase, caller=caller, tag=tag).wait()
+    start_send(x.contiguous(), axis, destination_index, phase=phase, caller=caller).wait()
 
 
-def receive(
-    into: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str, tag: int = 0
-) -> Tensor:
+def receive(into: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str) -> Tensor:
     """Fill `into` (contiguous) with what rank `source_index` of `axis` sends, and return it."""
-    start_receive(into, axis, source_index, phase=phase, caller=caller, tag=tag).wait()
+    start_receive(into, axis, source_index, phase=phase, caller=caller).wait()
     return into
 
 

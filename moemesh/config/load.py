@@ -32,7 +32,6 @@ from moemesh.config.shown import cut
 from moemesh.config.sources import (
     ConfigSource,
     Leaf,
-    merge,
     preset_names,
     read_environment,
     read_file,
@@ -107,7 +106,8 @@ def resolve(
     ]
     problems = [problem for source in given for problem in source.problems]
     problems += _unknown_keys(given)
-    chosen = merge(given)
+    # All leaves; later sources win.
+    chosen = {key: leaf for source in given for key, leaf in source.leaves.items()}
     preset, path, broken, choice_problems = _choose_model(chosen)
     problems += choice_problems
     if path is None or PRESET_KEY in broken:
@@ -115,7 +115,7 @@ def resolve(
     else:
         base = read_folder(Path(path))
     problems += base.problems
-    leaves = merge([base, *given])
+    leaves = {**base.leaves, **chosen}
     # Of train.steps and train.epochs a stronger source overrules one by giving the other, so that
     # --set can end a run whose file says it in the other way.
     last = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -259,14 +259,6 @@ def read_preset(name: str) -> ConfigSource:
     return ConfigSource(
         leaves={f"model.{key}": Leaf(value=value, origin=origin) for key, value in table.items()}
     )
-
-
-def merge(sources: Iterable[ConfigSource]) -> dict[str, Leaf]:
-    """All leaves; later sources win."""
-    merged: dict[str, Leaf] = {}
-    for source in sources:
-        merged.update(source.leaves)
-    return merged
 
 
 def _not_a_section(section: str, leaf: Leaf) -> Problem:

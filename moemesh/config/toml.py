@@ -40,6 +40,15 @@ def format_value(value: object) -> str:
     return str(value)
 
 
+def is_number(text: str) -> bool:
+    """Whether Python reads `text` as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def unreadable(error: Exception) -> str:
     """Why a text is no TOML, in words; `error` is that of decoding or of tomllib."""
     if isinstance(error, UnicodeDecodeError):

@@ -32,6 +32,7 @@ from moemesh.model.attention_core import (
     kept_output,
     sink_gradient,
 )
+from moemesh.model.batch import position_ids
 from moemesh.model.seams import KeyValues
 from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Partial, merge, nothing_seen, wide
@@ -42,9 +43,8 @@ from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 def _order(length: int, ranks: int, device: torch.device) -> Tensor:
     """The positions in the order of the ranks."""
-    runs = (run for index in range(ranks) for run in context_runs(length, ranks, index))
-    parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+    runs = [run for index in range(ranks) for run in context_runs(length, ranks, index)]
+    return position_ids(tuple(runs), device)
 
 
 def in_rank_order(x_L: Tensor, ranks: int) -> Tensor:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_path
+from moemesh.config.toml import is_number
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
 #: Sizes from which on a file is no schedule that a person wrote.
@@ -200,26 +201,18 @@ def _rows(schedule: Schedule) -> Iterable[tuple[str, list[str]]]:
 
 def _quoted(text: str) -> str:
     """`text` as one token: as it is when it is a plain word, else a JSON string."""
-    if _BARE.fullmatch(text) and not _is_float(text):
+    if _BARE.fullmatch(text) and not is_number(text):
         return text
     quoted = json.dumps(text)
     # One token without blanks, and no comment.
     return quoted.replace(" ", "\\u0020").replace("#", "\\u0023")
 
 
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _parse_value(text: str) -> int | float | str | None:
     """The value of a parameter; None when `text` is none of its forms."""
     if _INTEGER.fullmatch(text):
         return int(text)
-    if _is_float(text):
+    if is_number(text):
         return float(text)
     if _BARE.fullmatch(text):
         return text
