@@ -110,16 +110,14 @@ class Permutation:
         mask = (np.uint64(1) << self._half) - np.uint64(1)
         left, right = numbers >> self._half, numbers & mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            # SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): every bit of a word moves
+            # every bit of the result.
+            words = right ^ key
+            words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            words ^= words >> np.uint64(31)
+            left, right = right, left ^ (words & mask)
         return (left << self._half) | right
-
-
-def _mixed(words: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014), uint64 [n]: every bit of a word
-    moves every bit of the result."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 class Interleaving:

@@ -105,10 +105,23 @@ class TensorPiece(NamedTuple):
         sizes: list[int] = []
         inner: list[slice] = []
         for group in groups:
-            span, shape, rest = _span([self.view[dim] for dim in group], [wanted[d] for d in group])
-            ranges.append(span)
-            sizes += shape
-            inner += rest
+            # The shortest range of the stored dim that holds what is wanted, its shape, and what to
+            # take of that shape: behind the first dim with several, all of the view.
+            start, left = 0, prod(self.view[dim] for dim in group)
+            stop: int | None = None
+            for dim in group:
+                part, size = wanted[dim], self.view[dim]
+                if stop is not None:
+                    sizes.append(size)
+                    inner.append(slice(part.start, part.stop))
+                    continue
+                left //= max(size, 1)
+                start += part.start * left
+                sizes.append(len(part))
+                inner.append(slice(None))
+                if len(part) != 1:
+                    stop = start + len(part) * left
+            ranges.append(range(start, start + 1 if stop is None else stop))
         return ranges, sizes, inner
 
     def store(self, logical: Tensor) -> Tensor:
@@ -146,21 +159,3 @@ def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) ->
         found = found.to(torch.promote_types(found.dtype, part.dtype))  # pieces may differ
         found[slices(common, box)] = part
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
-
-
-def _span(view: Sequence[int], wanted: Sequence[range]) -> tuple[range, list[int], list[slice]]:
-    """Span of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
-    shape, and what to take of that shape."""
-    start, left = 0, prod(view)
-    shape: list[int] = []
-    for dim, (size, part) in enumerate(zip(view, wanted, strict=True)):
-        left //= max(size, 1)
-        start += part.start * left
-        shape.append(len(part))
-        if len(part) != 1:
-            stop = start + len(part) * left
-            shape += view[dim + 1 :]
-            rest = [slice(None)] * (dim + 1)
-            rest += [slice(inner.start, inner.stop) for inner in wanted[dim + 1 :]]
-            return range(start, stop), shape, rest
-    return range(start, start + 1), shape, [slice(None)] * len(shape)
