@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil, prod
 from pathlib import Path
@@ -40,7 +40,6 @@ from moemesh.planner.planned_layout import (
 )
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.schedule.plan_schedule import step_problems
-from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import tensors
 from moemesh.sharding.stages import cut_layers
 
@@ -177,26 +176,6 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
     for problem in plan.check(model):
         return problem.message
     return plan.model_copy(update={"dispatcher": "all_to_all"}) if is_auto else plan
-
-
-# Runs in which some weights do not train: the settings that say so, and the shares that do.
-
-
-#: What may be set beside a plan: what trains.
-KEYS = ("lora.", "train.freeze", "train.train_only", "train.esft")
-
-
-def read_tuned(model_words: Sequence[str], settings: Sequence[str]) -> RunConfig:
-    """The configuration that `settings` of what trains ("lora.rank=8"), as ``--set`` takes them,
-    make with the model that `model_words` name ("model.preset=tiny"). Raises ConfigError with every
-    problem found."""
-    for setting in settings:
-        key = setting.partition("=")[0].strip()
-        if not key.startswith(KEYS):
-            message = "a search takes from --set what trains, and chooses the rest itself"
-            fix = "keys such as lora.rank, train.freeze or train.train_only"
-            raise ConfigError([Problem.of("conflict", key, None, message, fix)])
-    return load_run([], [*model_words, *settings], environ={}).config
 
 
 def trained_shares(config: RunConfig) -> dict[str, float | bool]:

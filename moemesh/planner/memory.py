@@ -62,14 +62,10 @@ class RankMemory:
     buffers: float
     workspace: float = 0.0
 
-    @property
-    def weights(self) -> float:
-        return self.dense_weights + self.expert_weights
-
     @cached_property
     def states(self) -> float:
         """Weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
+        return self.dense_weights + self.expert_weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
@@ -427,7 +423,7 @@ def _peaks(
         buffers = exact.buffers if layout.zero >= 3 else 0.0
         allocated = exact.states + activations + logits + working + buffers
         if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
-            whole = sum(rank_weights(shape, layout, rank).on_rank(layout))
+            whole = sum(known[key][0].on_rank(layout))
             allocated = allocated + allocation.whole_bytes * whole
         yield PeakMemory(
             rank=rank,

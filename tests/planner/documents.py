@@ -52,12 +52,12 @@ def states(old: str) -> str:
     body: list[list[str]] = []
     for name, keys in STRATEGIES.items():
         four, many = (rank_memory(_DENSE, _layout(ranks, **keys), 0) for ranks in (4, 64))
-        parts = (four.weights, four.gradients, four.optimizer, four.states, many.states)
+        parts = (four.dense_weights, four.gradients, four.optimizer, four.states, many.states)
         body.append([name, *map(_each, parts)])
         if keys["data"] == "parameter_server":
             layout = _layout(4, **keys).changed(optimizer_bytes=0)
             worker = rank_memory(_DENSE, layout, 0)
-            parts = (worker.weights, worker.gradients, worker.optimizer, worker.states)
+            parts = (worker.dense_weights, worker.gradients, worker.optimizer, worker.states)
             body.append(["the same, a worker", *map(_each, parts), _each(worker.states)])
     header = ("strategy", "weights", "gradients", "optimizer", "N = 4", "N = 64")
     return rows(header, body)

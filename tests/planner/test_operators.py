@@ -35,7 +35,7 @@ def test_links_are_priced_by_the_layouts_of_their_ends() -> None:
     builder = GraphBuilder(CostModel(axes=(axis,), compute_seconds=max))
     first = builder.port("first", {0: 4, 1: 4}, 16.0)
     builder.link(builder.port("ids", {0: 4, 1: 4}, 16.0, constant=True), first)
-    (constant,) = builder.graph().edges
+    (constant,) = builder.edges
     # R, S0, S1 to R, S0, S1: nothing comes back to data.
     assert constant.seconds.tolist() == [[0, 0, 0], [12, 0, 3], [12, 3, 0]]
 

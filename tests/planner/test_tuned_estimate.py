@@ -24,7 +24,8 @@ def test_states_and_traffic_are_those_of_what_trains(tmp_path: Path) -> None:
     trained = num_trained(ADAPTED.tuning, ADAPTED.model, ADAPTED.plan)
     memory, before = found.memory.worst, every.memory.worst
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
-    assert memory.weights == before.weights + 4 * trained
+    weights = [one.dense_weights + one.expert_weights for one in (memory, before)]
+    assert weights[0] == weights[1] + 4 * trained
     assert memory.activations == before.activations
     less = before.total - memory.total
     assert found.peak.needed == pytest.approx(every.peak.needed - less)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
 from moemesh.planner.parameters import attended_tokens
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
@@ -42,7 +41,7 @@ class TransformerBlocks:
     """
 
     def __init__(self, shape: ModelShape, batch: int, sequence: int, costs: CostModel) -> None:
-        self.shape, self.sequence, self._builder = shape, sequence, GraphBuilder(costs)
+        self.shape, self.sequence, self.graph = shape, sequence, GraphBuilder(costs)
         self.tokens = batch * sequence
         #: Bytes of the residual stream.
         self.stream_bytes = float(self.tokens * shape.hidden_size * _ELEMENT_BYTES)
@@ -69,7 +68,7 @@ class TransformerBlocks:
         }
         #: Matrices in front of the activation: gate and up, or one.
         self.ups = 2 if shape.gated else 1
-        builder, cuts = self._builder, {0: batch, 1: sequence}
+        builder, cuts = self.graph, {0: batch, 1: sequence}
         builder.group(STREAM)
         stream = builder.port(STREAM, cuts, self.stream_bytes)
         builder.group(EMBEDDING)
@@ -103,7 +102,6 @@ class TransformerBlocks:
         size, dims = 4.0 * self.tokens * shape.vocab_size, (*_TOKENS, "vocabulary")
         kept = {"output_bytes": 4.0 * self.tokens, "kept_bytes": size}
         self._add("loss", [logits], (dims,), _TOKENS, size, cut=dims, **kept)
-        self.graph: OperatorGraph = builder.graph()
 
     def _add(
         self,
@@ -128,7 +126,7 @@ class TransformerBlocks:
             moved_bytes=moved_bytes,
             **kept | values,
         )
-        return self._builder.add(spec, *sources)
+        return self.graph.add(spec, *sources)
 
     def _norm(self, name: str, source: int) -> int:
         ends, scale = ([source], (_STREAM,), _STREAM), float(self.shape.norm_weights)

@@ -12,7 +12,7 @@ copies: its costs count that often, so a model of 60 layers of two kinds is a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -87,13 +87,13 @@ class Cost(NamedTuple):
         return self.state_bytes + in_flight * self.saved_bytes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class OperatorGraph:
     """Operators, edges, and how many equal copies of each group there are (default: one)."""
 
-    operators: tuple[Operator, ...]
-    edges: tuple[Edge, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    operators: list[Operator] = field(default_factory=list[Operator])
+    edges: list[Edge] = field(default_factory=list[Edge])
+    counts: dict[str, int] = field(default_factory=dict[str, int])
 
     def count(self, group: str) -> int:
         """The number of equal copies of a group."""

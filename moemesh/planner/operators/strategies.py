@@ -194,21 +194,19 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
 # Putting operators together: who reads whose output, every link priced by its resharding.
 
 
-class GraphBuilder:
+class GraphBuilder(OperatorGraph):
     """Collects operators and who reads whose output; operators are known by their position."""
 
     def __init__(self, costs: CostModel) -> None:
+        super().__init__()
         self.costs = costs
-        self._operators: list[Operator] = []
-        self._edges: list[Edge] = []
         self._constant: set[int] = set()
-        self._counts: dict[str, int] = {}
         self._group = ""
 
     def group(self, name: str, count: int = 1) -> None:
         """Begin a group: what is added from now on belongs to it, and there are `count` copies."""
         self._group = name
-        self._counts[name] = count
+        self.counts[name] = count
 
     def port(
         self, name: str, sizes: dict[int, int], num_bytes: float, *, constant: bool = False
@@ -226,24 +224,24 @@ class GraphBuilder:
         operator = Operator(
             name=name, strategies=tuple(strategies), group=self._group, output_bytes=num_bytes
         )
-        self._operators.append(operator)
-        position = len(self._operators) - 1
+        self.operators.append(operator)
+        position = len(self.operators) - 1
         if constant:
             self._constant.add(position)
         return position
 
     def add(self, spec: OperatorSpec, *inputs: int) -> int:
         """An operator that reads the outputs of `inputs`, in order."""
-        self._operators.append(operator_of(spec, self.costs, self._group))
-        target = len(self._operators) - 1
+        self.operators.append(operator_of(spec, self.costs, self._group))
+        target = len(self.operators) - 1
         for index, source in enumerate(inputs):
             self.link(source, target, index)
         return target
 
     def link(self, source: int, target: int, input_index: int = 0) -> None:
         """`target` reads the output of `source`; the change of layout belongs to this group."""
-        reader, num_bytes = self._operators[target], self._operators[source].output_bytes
-        left = [strategy.output for strategy in self._operators[source].strategies]
+        reader, num_bytes = self.operators[target], self.operators[source].output_bytes
+        left = [strategy.output for strategy in self.operators[source].strategies]
         wanted = [strategy.inputs[input_index] for strategy in reader.strategies]
         backward = source not in self._constant
         # Every pair of layouts is priced once: many strategies leave the same layout.
@@ -252,18 +250,5 @@ class GraphBuilder:
             for a, b in product(set(left), set(wanted))
         }
         seconds = np.array([[prices[a, b] for b in wanted] for a in left])
-        self._edges.append(
-            Edge(
-                source=source,
-                target=target,
-                seconds=seconds,
-                input_index=input_index,
-                group=self._group,
-            )
-        )
-
-    def graph(self) -> OperatorGraph:
-        """All that was added."""
-        return OperatorGraph(
-            operators=tuple(self._operators), edges=tuple(self._edges), counts=self._counts
-        )
+        ends = {"source": source, "target": target, "input_index": input_index}
+        self.edges.append(Edge(**ends, seconds=seconds, group=self._group))

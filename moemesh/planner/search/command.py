@@ -19,7 +19,7 @@ from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout_sources import plan_of, read_plan, read_tuned, trained_shares, untrained
+from moemesh.planner.layout_sources import plan_of, read_plan, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
@@ -37,6 +37,7 @@ from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
 from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
+from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 
 # Published runs of a model on a kind of device, beside what is predicted for their layouts.
@@ -80,6 +81,8 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
 
 #: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
 _SHORT = 64
+#: What may be set beside a plan: what trains.
+_TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft")
 #: The beginning of a file that `plan --write` may write anew.
 PLAN_FILE = "# Written by `moemesh plan`"
 #: Keys of [plan] that every answer names, with their defaults, too.
@@ -247,7 +250,14 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
     if request.settings:
         if known.config is None:
             raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
-        run = read_tuned(_words(_model_settings(known)), request.settings)
+        for setting in request.settings:
+            key = setting.partition("=")[0].strip()
+            if not key.startswith(_TUNED):
+                message = "a search takes from --set what trains, and chooses the rest itself"
+                fix = "keys such as lora.rank, train.freeze or train.train_only"
+                raise ConfigError([Problem.of("conflict", key, None, message, fix)])
+        words = [*_words(_model_settings(known)), *request.settings]
+        run = load_run([], words, environ={}).config
         known = known._replace(settings=tuple(request.settings), run=run)
     space = Space(
         trained={} if known.run is None else trained_shares(known.run),

@@ -78,6 +78,7 @@ _SELECTIVE = (
     "attention core", "activation", "shared activation", "expert up", "expert activation",
 )  # fmt: skip
 _RECOMPUTES = ("none", "selective", "full")
+_problem = partial(Problem.of, "partition")
 
 
 def imply(
@@ -463,7 +464,3 @@ def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) ->
         message = f"{microbatches} microbatches must divide global_batch ({global_batch})"
         fix = f"microbatches = {nearest_divisors(global_batch, microbatches)}"
         yield _problem("microbatches", microbatches, message, fix)
-
-
-def _problem(key: str, value: object, message: str, fix: str) -> Problem:
-    return Problem.of("partition", key, value, message, fix)

@@ -398,4 +398,4 @@ def two_branch_network(
         output_bytes=4.0 * batch,
     )
     builder.add(loss, joined)
-    return builder.graph()
+    return builder

@@ -199,11 +199,17 @@ class TwoLevelSearch:
         self.cap_bytes = cluster.memory_bytes * pricing(cluster).usable_share
         # The given number of stages, or all that divide the devices and leave each stage a layer.
         counts = [n for n in divisors(cluster.num_devices) if n <= shape.num_layers]
-        meshes = [
-            StageMesh(self, num_stages, axes)
-            for num_stages in ([request.stages] if request.stages else counts)
-            for axes in logical_meshes(cluster, cluster.num_devices // num_stages)
-        ]
+        meshes: list[StageMesh] = []
+        for num_stages in [request.stages] if request.stages else counts:
+            # One axis over all devices of a stage, and outer x inner with the inner axis inside a
+            # node. Inside one node both have the same links, so only outer <= inner is tried.
+            devices, node = cluster.num_devices // num_stages, cluster.gpus_per_node
+            meshes.append(StageMesh(self, num_stages, {"devices": devices}))
+            for inner in divisors(devices):
+                outer = devices // inner
+                is_new = devices > node or outer <= inner
+                if min(outer, inner) > 1 and not node % inner and is_new:
+                    meshes.append(StageMesh(self, num_stages, {"outer": outer, "inner": inner}))
         self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)
 
     def best(self, divide: Divide) -> tuple[StageMesh, Division]:
@@ -232,18 +238,3 @@ class TwoLevelSearch:
                 "more nodes, or more microbatches"
             )
         return best
-
-
-def logical_meshes(cluster: Cluster, devices: int) -> list[dict[str, int]]:
-    """One axis over all devices, and outer x inner with the inner axis inside a node.
-
-    Inside one node both axes have the same links, so only outer <= inner is listed.
-    """
-    found = [{"devices": devices}]
-    for inner in divisors(devices):
-        outer = devices // inner
-        if min(outer, inner) == 1 or cluster.gpus_per_node % inner:
-            continue
-        if devices > cluster.gpus_per_node or outer <= inner:
-            found.append({"outer": outer, "inner": inner})
-    return found
