@@ -37,29 +37,10 @@ ampnet = partial(build, "ampnet")
 NAMES = tuple(RECIPES)
 
 __all__ = [
-    "NAMES",
-    "Costs",
-    "Schedule",
-    "ampnet",
-    "build",
-    "check",
-    "chimera",
-    "dualpipe",
-    "dualpipe_v",
-    "gpipe",
-    "interleaved_1f1b",
-    "load",
-    "one_f_one_b",
-    "pipedream",
-    "pipedream_2bw",
-    "save",
-    "search",
-    "terapipe",
-    "to_text",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+    "NAMES", "Costs", "Schedule", "ampnet", "build", "check", "chimera", "dualpipe", "dualpipe_v",
+    "gpipe", "interleaved_1f1b", "load", "one_f_one_b", "pipedream", "pipedream_2bw", "save",
+    "search", "terapipe", "to_text", "zb_h1", "zb_h2", "zb_v",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ import typer
 from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
 from moemesh.cli.options import Complete, settings, with_options
+from moemesh.cli.terminal import folded
 from moemesh.trace.strict_json import strict_json
 
 #: Columns of a line of an example, which can be copied from the help: two of indentation by click
@@ -55,19 +55,11 @@ def with_examples(text: str) -> str:
     paragraphs: list[str] = []
     for one in inspect.cleandoc(text).split("\n\n"):
         if all(line.startswith(_INDENT) for line in one.splitlines()):
+            commands = inspect.cleandoc(one).replace("\\\n", "").splitlines()
             lines: list[str] = []
-            for command in inspect.cleandoc(one).replace("\\\n", "").splitlines():
-                # An option and its value stay on one line.
-                kept = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
-                parts = wrap(
-                    kept,
-                    _COLUMNS - 2,
-                    subsequent_indent=_INDENT,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-                *first, last = (part.replace("\0", " ") for part in parts)
-                lines += [*(f"{part} \\" for part in first), last]
+            for command in commands:  # an option and its value stay on one line
+                text = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
+                lines += folded(text, _COLUMNS, _INDENT, kept="\0")
             # click keeps the lines of a paragraph that begins with a backspace.
             one = "\n".join(["\b", *(_INDENT + line for line in lines)])
         paragraphs.append(one)

@@ -95,7 +95,8 @@ def with_options(
     """
     signature = inspect.signature(verb)
     parameters = list(signature.parameters.values())
-    kind, names = parameters[0].annotation if parameters else None, list[str]()
+    kind: Any = parameters[0].annotation if parameters else None
+    names: list[str] = []
     if is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
         names = [one.name for one in fields(kind)]

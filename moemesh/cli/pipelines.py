@@ -1,8 +1,6 @@
 """The verb schedule: simulate, draw and check a pipeline."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +9,7 @@ import typer
 
 from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.terminal import progress, table
+from moemesh.cli.terminal import WIDTH, progress, table, wrapped
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from moemesh.schedule.answer import ScheduleAnswer
     from moemesh.schedule.closed_forms import ClosedForm
 
-#: Characters of a line of text.
-LINE = 80
 _LEGEND = """\
 bubble rate: idle share of the longest span of a rank. activation: most of a
 rank, in microbatches on its layers. weights: copies that a rank keeps. sent:
@@ -75,8 +71,9 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
             "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
         )  # fmt: skip
         typer.echo(f"{table(header, comparison_rows(compared))}\n\n{_LEGEND}")
-        for line in _wrapped([f"{one.name}: {one.refused}" for one in compared if not one.answer]):
-            typer.echo(line)
+        for one in compared:
+            if one.answer is None:
+                typer.echo("\n".join(wrapped(f"{one.name}: {one.refused}")))
         return
     from moemesh.report import timeline_text
     from moemesh.report.files import check_target, kind_of, write_texts
@@ -132,12 +129,12 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
     lines = [
         f"{schedule.name}: {', '.join(parts)}",
         f"costs: {found.costs}",
-        *_wrapped(found.notes),
+        *(line for note in found.notes for line in wrapped(note)),
         "",
     ]
     columns = max(map(len, picture.splitlines()), default=0)
     if 0 < columns <= width:
-        lines += [picture, *_wrapped([legend(picture)]), ""]
+        lines += [picture, *wrapped(legend(picture)), ""]
     elif picture:
         note = f"the picture is {columns:,} columns wide: --text prints it, --svg FILE draws it"
         lines += [note, ""]
@@ -146,7 +143,9 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
         line = f"{name:{column}}  {value:>10}  {formula}".rstrip()
         # A formula with its conditions may be too long to stand behind its value.
         lines += (
-            [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
+            [line]
+            if len(line) <= WIDTH
+            else [line.removesuffix(formula).rstrip(), f"    {formula}"]
         )
     formulas = None if closed is None else closed.peak_activation
     ranks = [
@@ -159,10 +158,6 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
     ]
     header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
     return "\n".join([*lines, "", table(header, ranks, left=0)])
-
-
-def _wrapped(notes: Sequence[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, LINE, subsequent_indent="    ")]
 
 
 def _formula(closed: "ClosedForm | None", metric: str) -> str:

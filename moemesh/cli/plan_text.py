@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain, count
 from math import floor
 from textwrap import indent
 
-from moemesh.cli.terminal import table
+from moemesh.cli.terminal import folded, table, wrapped
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.estimate import Estimate, by_axis, estimate
 from moemesh.planner.intervals import Interval, shipped_intervals
@@ -35,7 +34,6 @@ from moemesh.report.svg import COLOURS
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
-WIDTH = 80
 #: Keys of [plan] that the table of the page shows.
 COLUMNS = (
     *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
@@ -203,8 +201,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
         told = f"   {roles}{said}{'' if one is best else ', else as 1'}{alike}"
         lines += [row, *wrapped(told, "   ")]
     lines.append("")
-    told = (risk_of_memory(planned), planned.own_runs, *published(planned), cheapest(planned))
-    lines += [line for text in (*told, certified(planned)) for line in wrapped(text)]
+    lines += [line for sentence in judged(planned) for line in wrapped(sentence)]
     for rival in planned.rivals:
         lines += ["", f"why not {rival.asked}?"]
         for sentence in rival_sentences(rival, best, capacity):
@@ -410,29 +407,27 @@ def published(planned: PlannedAnswer) -> list[str]:
     return lines
 
 
-def cheapest(planned: PlannedAnswer) -> str:
-    """The layout of fewer nodes with the fewest GPU-hours; nothing without a number of tokens."""
-    tokens, found = planned.tokens, planned.cheapest
-    if tokens is None:
-        return ""
-    if found is None:
-        return "cheapest: 1, to one percent: fewer nodes save no GPU-hours"
-    hours, first = (planned.speed(one).gpu_hours(tokens) for one in (found, planned.candidates[0]))
-    nodes = found.layout.world_size // planned.cluster.gpus_per_node
-    return (
-        f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
-        f"{planned.speed(found).days(tokens):,.1f} days, {keys_text(found.layout)}"
-    )
-
-
-def certified(planned: PlannedAnswer) -> str:
-    """The certificate in a sentence."""
-    proof, best = planned.certificate, planned.candidates[0]
+def judged(planned: PlannedAnswer) -> list[str]:
+    """The risk, what was published, the layout of fewer nodes with the fewest GPU-hours (where the
+    number of tokens is known), and the certificate, in sentences."""
+    best, found, told = planned.candidates[0], planned.cheapest, list[str]()
+    if planned.tokens is not None and found is None:
+        told.append("cheapest: 1, to one percent: fewer nodes save no GPU-hours")
+    elif planned.tokens is not None and found is not None:
+        hours, first = (planned.speed(one).gpu_hours(planned.tokens) for one in (found, best))
+        nodes = found.layout.world_size // planned.cluster.gpus_per_node
+        told.append(
+            f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
+            f"{planned.speed(found).days(planned.tokens):,.1f} days, {keys_text(found.layout)}"
+        )
+    proof = planned.certificate
     gap = best.seconds / proof.lower_bound_seconds - 1
-    return (
+    told.append(
         f"certificate: of {proof.examined:,} layouts none that fits beats "
         f"{proof.lower_bound_seconds:.3f} s (1: {gap:+.1%})"
     )
+    own = [planned.own_runs] if planned.own_runs else []
+    return [risk_of_memory(planned), *own, *published(planned), *told]
 
 
 def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]:
@@ -477,26 +472,6 @@ def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[s
     if not not_trained(best.layout, planned.model):
         return folded(train_command(best.layout, planned.model))
     return folded(f"moemesh estimate {asked} --plan {best.layout.text}")
-
-
-def wrapped(line: str, indent: str = "    ") -> list[str]:
-    """The line in pieces of at most 80 columns; a word that is longer stays whole."""
-    return textwrap.wrap(
-        line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
-
-
-def folded(command: str) -> list[str]:
-    """A call in lines of at most 80 columns that a shell reads as one: broken before options."""
-    lines = [""]
-    for part in command.replace(" --", "\n--").split("\n"):
-        joined = f"{lines[-1]} {part}" if lines[-1] else part
-        if lines[-1] and len(joined) > WIDTH - 2:
-            lines[-1] += " \\"
-            lines.append(f"  {part}")
-        else:
-            lines[-1] = joined
-    return lines
 
 
 def memory_parts(one: Candidate) -> list[tuple[str, float]]:
@@ -546,8 +521,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
         mfu_words(planned),
     ]
     notes = (
-        *filter(None, (risk_of_memory(planned), *published(planned), cheapest(planned))),
-        certified(planned),
+        *judged(planned),
         f"binding: {planned.advice.binding}",
         *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
     )

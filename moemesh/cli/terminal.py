@@ -1,7 +1,9 @@
 """The terminal of all verbs: tables, numbers in few words, progress of what takes long."""
 
+import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +49,33 @@ def beside(table: str, texts: Iterable[str]) -> str:
     width = max(map(len, lines))
     pairs = zip(lines, texts, strict=True)
     return "\n".join(f"{line:{width}}  {text}" for line, text in pairs)
+
+
+#: Columns of a line of sentences.
+WIDTH = 80
+
+
+def wrapped(line: str, indent: str = "    ") -> list[str]:
+    """The line in pieces of at most 80 columns; a word that is longer stays whole."""
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def folded(
+    command: str, width: int = WIDTH, indent: str = "  ", kept: str = " (?!--)"
+) -> list[str]:
+    """A command in lines of at most `width` columns that a shell reads as one; blanks that `kept`
+    matches end no line: by default it is broken before options only."""
+    parts = textwrap.wrap(
+        re.sub(kept, "\0", command),
+        width - 2,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    *first, last = (part.replace("\0", " ") for part in parts)
+    return [*(f"{part} \\" for part in first), last]
 
 
 def interval(numbers: range) -> str:

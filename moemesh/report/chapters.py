@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
@@ -32,6 +31,7 @@ from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
+from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 #: Rows of the table of memory: as many as those of the classes of as many ranks.
@@ -123,11 +123,7 @@ def _defaults(preset: str | None) -> dict[str, object]:
         found = load_run([], chosen, environ={}).config
     except ConfigError:
         found = load_run([], [], environ={}).config
-    values = flat(config_values(found)).items()
-    return {
-        key: list(cast(tuple[object, ...], one)) if isinstance(one, tuple) else one
-        for key, one in values
-    }
+    return flat({name: finite(one) for name, one in config_values(found).items()})
 
 
 def training(run: Run) -> Chapter:

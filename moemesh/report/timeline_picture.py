@@ -166,10 +166,10 @@ def timelines_stacked(
     boxes = [box for panel in panels for box in panel.boxes]
     # The pipeline kinds first, then the others by their busy time, so that the eleventh kind of
     # helper does not take a colour away.
-    busy: defaultdict[str, float] = defaultdict(float)
+    worked: defaultdict[str, float] = defaultdict(float)
     for box in boxes:
-        busy[key_of(box.record)] += box.record.duration
-    others = sorted(busy.keys() - KINDS.keys(), key=lambda key: (-busy[key], key))
+        worked[key_of(box.record)] += box.record.duration
+    others = sorted(worked.keys() - KINDS.keys(), key=lambda key: (-worked[key], key))
     palette = (*svg.COLOURS[1:], *(svg.tint(colour) for colour in svg.COLOURS))
     colours = KINDS | {key: palette[i % len(palette)] for i, key in enumerate(others)}
     rows, y = list[str](), 0.0
@@ -202,7 +202,7 @@ def timelines_stacked(
     second = "pipe 1" if any(box.record.pipe for box in boxes) else "odd chunk"
     tints = {key_of(box.record): box.colour(colours) for box in boxes if box.tinted}
     named = [(LONG_NAMES.get(key, key), key) for key in colours]
-    entries = [(name, colours[key]) for name, key in named if key in busy]
+    entries = [(name, colours[key]) for name, key in named if key in worked]
     entries += [(f"{name}, {second}", tints[key]) for name, key in named if key in tints]
     entries = entries[:_MAX_KEYS]
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]

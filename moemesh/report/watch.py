@@ -39,13 +39,13 @@ _NEWEST = 0.1
 T = TypeVar("T")
 
 
+@dataclass
 class Tail:
     """The lines that are new in a file, each time it is asked; a file that got shorter is read
     again from the beginning."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+    path: Path
+    _offset: int = 0
 
     def objects(self) -> tuple[bool, list[dict[str, Any]] | None]:
         """Whether the file was cut back, and the JSON objects of the next lines that are finished,

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from moemesh.cli.plan_text import WIDTH, folded, plan_text, step_parts
+from moemesh.cli.plan_text import plan_text, step_parts
+from moemesh.cli.terminal import WIDTH, folded
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
