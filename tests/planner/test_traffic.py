@@ -98,13 +98,6 @@ def test_tensor_parallelism() -> None:
     assert sum(blocks(rebuild="input").values()) == 10 * layers
 
 
-def test_exit_all_to_all_is_2n_times_cheaper_than_all_reduce() -> None:
-    found = volumes(tp=4, attention_exit="all_to_all")
-    heads = 512 * 4096 * 2 / 4
-    assert set(events(found, "tp", "all_to_all")) == {heads * 3 / 4}
-    assert 2 * 3 / 4 * STREAM / (heads * 3 / 4) == 2 * 4
-
-
 def test_experts() -> None:
     """(e-1)/e k (u/t) h w; 2 forward and 2 backward, 2 more when recomputed."""
     wire = 7 / 8 * 2 * STREAM / 2
@@ -118,13 +111,6 @@ def test_experts() -> None:
     assert events(coded, "ep", "all_to_all") == {wire: 3 * layers, smaller: layers}
 
 
-def test_expert_tensor_parallelism_gathers_lanes() -> None:
-    found = volumes(dp=8, ep=4, etp=2)
-    rows = 2 * STREAM
-    assert events(found, "etp", "all_gather") == {rows: 2 * 32 * 4}
-    assert events(found, "etp", "reduce_scatter") == {rows: 2 * 32 * 4}
-
-
 def test_pipeline() -> None:
     """2 v m messages of u h w from an inner rank, m from either end; cut over tp with SP."""
     keys: dict[str, Any] = {"pp": 4, "tp": 2}
@@ -135,24 +121,6 @@ def test_pipeline() -> None:
     assert events(whole, "pp", "send_receive") == {STREAM: 64}
     turned = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
     assert events(volumes(0, **keys, **turned), "pp", "send_receive") == {STREAM / 2: 32 * 3}
-
-
-@pytest.mark.parametrize(
-    ("context", "forward", "backward"),
-    [
-        # Gradients of bf16 keys travel in fp32.
-        ("ring", 2 * 512 * 1024 * 2, 3),
-        ("all_gather", 2 * 512 * 1024 * 2, 2),
-        ("all_to_all", 128 * (2 * 4096 + 2 * 1024) * 2, 1),
-    ],
-)
-def test_context_parallelism(context: Any, forward: int, backward: int) -> None:
-    found = [item for item in volumes(cp=4, context=context) if item.axis == "cp"]
-    sent = dict.fromkeys(("forward", "backward"), 0.0)
-    for item in found:
-        sent[item.phase] += item.total_wire_bytes
-    assert sent["forward"] == 3 / 4 * forward * 32 * 32
-    assert sent["backward"] == backward * sent["forward"]
 
 
 def test_data_parallelism() -> None:
@@ -190,14 +158,19 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
 # The closed forms and the exact ledger of our own library agree where both speak.
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "keys",
     [
         {"tp": 2, "ep": 2},
+        {"tp": 4, "attention_exit": "all_reduce"},
+        {"tp": 4, "attention_exit": "all_to_all"},
         {"dp": 4, "ep": 4, "microbatches": 2},
+        {"dp": 4, "tp": 2, "ep": 8, "payload": "fp8"},
         {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
         {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
         {"pp": 2, "tp": 2, "microbatches": 4},
+        {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
         {"cp": 4},
         {"cp": 2, "context": "all_gather", "recompute": "full"},
         {"cp": 2, "recompute": "selective", "microbatches": 2},
@@ -205,12 +178,12 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
         {"cp": 4, "pp": 2, "context": "all_to_all", "recompute": "selective", "microbatches": 2},
     ],
 )
-def test_closed_forms_and_exact_ledger(keys: dict[str, Any]) -> None:
+def test_closed_forms_and_exact_ledger(keys: dict[str, Any], dtype: str) -> None:
     config, plan = ModelConfig(num_layers=4), Plan(**keys)
     batch: dict[str, Any] = {"seq_len": 64, "global_batch": 8}
     names: set[str] = set()
-    exact = predict_ledger(config, plan, dtype="float32", **batch)
-    layout = from_plan(plan, config, dtype="float32", **batch)
+    exact = predict_ledger(config, plan, dtype=dtype, **batch)
+    layout = from_plan(plan, config, dtype=dtype, **batch)
     closed = volumes_ledger(from_model_config(config), layout, 0)
     for entry in closed.entries():
         if entry.caller in ("gradients", "head", "embedding", "head.loss"):
