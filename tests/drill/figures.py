@@ -75,7 +75,7 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "40 layouts: gradients equal to one process to 1e-6",
             "",
             None,
-            "tests/parity/test_parity.py tests/parity/test_experts.py",
+            "tests/parity/test_parity.py",
         ),
         Figure(
             "R9",

@@ -13,51 +13,7 @@ from moemesh.config.layout import Layout
 from tests.ranks import mesh_on_ranks
 
 EXAMPLES = json.loads((Path(__file__).parent / "seed_examples.json").read_text())
-ALL_TO_ALL = EXAMPLES["all_to_all"]
 WIDTH = 3
-
-
-def even(mesh: Mesh, before: list[list[int]]) -> list[int]:
-    x = torch.tensor(before[mesh.rank])
-    return collectives.all_to_all(x, mesh["ep"], caller="example").tolist()
-
-
-def test_even_all_to_all():
-    example = ALL_TO_ALL["even"]
-    layout = Layout(dp=example["world"], ep=example["world"])
-    assert mesh_on_ranks(layout, even, example["before"]) == example["after"]
-
-
-def uneven(mesh: Mesh, input_splits: list[int]) -> list[int]:
-    axis = mesh["ep"]
-    x = torch.full((sum(input_splits),), mesh.rank)
-    output_splits = [mesh.rank + 1] * 4
-    return collectives.all_to_all(x, axis, input_splits, output_splits, caller="example").tolist()
-
-
-def two_phase(mesh: Mesh, input_splits: list[int]) -> tuple[list[int], list[int]]:
-    x = torch.full((sum(input_splits),), mesh.rank)
-    counts = torch.tensor(input_splits)
-    output_splits = collectives.exchange_counts(counts, mesh["ep"], caller="counts").tolist()
-    rows = collectives.all_to_all(x, mesh["ep"], input_splits, output_splits, caller="example")
-    return rows.tolist(), output_splits
-
-
-def test_uneven_all_to_all_with_and_without_known_splits():
-    example = ALL_TO_ALL["uneven"]
-    layout = Layout(dp=example["world"], ep=example["world"])
-    splits = example["input_splits_on_every_rank"]
-    assert mesh_on_ranks(layout, uneven, splits) == example["after"]
-    found = mesh_on_ranks(layout, two_phase, splits)
-    assert [rows for rows, _ in found] == example["after"]
-    # "[k+1]*4" of rank k
-    assert [output_splits for _, output_splits in found] == [[k + 1] * 4 for k in range(4)]
-
-
-def test_rank_0_receives_four_items_one_of_them_its_own():
-    """The seed says three; its own printed output shows four."""
-    after = ALL_TO_ALL["uneven"]["after"][0]
-    assert len(after) == 4 and after.count(0) == 1
 
 
 def groups(mesh: Mesh) -> tuple[list[int], list[int]]:

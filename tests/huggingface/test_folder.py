@@ -173,16 +173,6 @@ def test_an_unknown_tensor_of_a_layer_that_is_trained_ahead_is_named() -> None:
     assert ahead_tensors(names, config, "deepseek_v3", 1) == {names[2]}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mtp.fc.weight", "model.mtp_block.0.mlp.gate.weight", "model.rotary_emb.inv_freq",
-     "model.layers.0.self_attn.rotary_emb.inv_freq"],
-)  # fmt: skip
-def test_tensors_that_no_model_of_transformers_has_a_use_for(tmp_path: Path, name: str) -> None:
-    save_file(tensors() | {name: torch.zeros(2)}, tmp_path / SINGLE)
-    HuggingFaceWeights(tmp_path, CONFIG, GIVEN)
-
-
 def test_one_file_counts_before_an_index(folder: Path) -> None:
     """As in transformers, where a model was saved over a larger one."""
     changed = {name: tensor.zero_() for name, tensor in tensors().items()}

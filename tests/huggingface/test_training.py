@@ -1,4 +1,7 @@
-"""Training equals transformers: the losses of 20 steps on the same batches, step by step."""
+"""Training equals transformers: a step of every family, and 20 steps on the same batches.
+
+In float64: what transformers computes in float32 whatever the dtype, it computes in float64 here.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ from moemesh.train.weights.conversion import convert
 from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load
-from tests.huggingface.tiny import COMMON, build, save
-from tests.huggingface.training_cases import CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
+from tests.huggingface.tiny import COMMON, FAMILIES, build, make, save
+from tests.huggingface.training_cases import AUXILIARY, CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
 from tests.waiting import PATIENCE
 
 pytest.importorskip("transformers")
@@ -44,6 +47,26 @@ SETTINGS: dict[str, Any] = {
     "train.warmup_steps": 5,
     "train.clip": 1.0,
     "train.validation_batches": 1,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
+_LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 32}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.1}
+#: Ways to stretch positions.
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3},
+    "yarn": _YARN,
+    "yarn-long": _YARN | _MSCALES | {"factor": 40.0, "original_max_position_embeddings": 4096},
+    "yarn-fractions": _YARN | {"truncate": False},
+    "yarn-factor": _YARN | {"attention_factor": 0.9},
 }
 #: Of auxiliary losses: large enough to be seen in every digit.
 COEFFICIENT = 0.05
@@ -125,13 +148,46 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "minimax_m2"])
-def test_padding_is_left_out(tmp_path: Path, kind: str) -> None:
-    """Loss, auxiliary loss and the gradients of the routers, of sequences that end early."""
-    folder = prepare(Case(kind, auxiliary=True), tmp_path)[0]
+#: A family, and keys besides those of its tiny model.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in FAMILIES},
+    # All channels of a head turn, or half of them.
+    **{
+        f"{kind}-{name}": (kind, {"rope_parameters": rope})
+        for kind in ("llama", "glm4_moe")
+        for name, rope in ROPES.items()
+    },
+    "mixtral-window": ("mixtral", {"sliding_window": 24}),
+    "qwen2_moe-normalized": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "deepseek_v2-yarn": ("deepseek_v2", {"q_lora_rank": None, "rope_parameters": _YARN | _MSCALES}),
+    "deepseek_v2-greedy": ("deepseek_v2", {"topk_method": "greedy", "attention_bias": True}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": _YARN | _MSCALES}),
+    "deepseek_v3-half-pairs": (
+        "deepseek_v3",
+        {"rope_interleave": False, "attention_bias": True, "q_lora_rank": None},
+    ),
+    "glm4_moe-one-group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False}),
+    "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.5, "sliding_window": 16}),
+    "granitemoe-bias": ("granitemoe", {"attention_bias": True}),
+    "dots1-bias": ("dots1", {"attention_bias": True, "n_group": 2, "topk_group": 1}),
+    "ernie4_5_moe-least": ("ernie4_5_moe", {"moe_norm_min": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_of_a_step(name: str, tmp_path: Path) -> None:
+    """With auxiliary losses, of sequences that end early: padding is left out."""
+    kind, changes = MODELS[name]
+    folder = tmp_path / "model"
+    make(kind, **changes, pad_token_id=COMMON["vocab_size"] - 1).save_pretrained(folder)
+    options = {"output_router_logits": True} if kind in AUXILIARY else {}
+    if options:
+        values = json.loads((folder / "config.json").read_text())
+        values |= options | {"router_aux_loss_coef": COEFFICIENT}
+        (folder / "config.json").write_text(json.dumps(values))
     generator = torch.Generator().manual_seed(5)
-    tokens_BS = torch.randint(COMMON["vocab_size"], (3, 33), generator=generator)
-    valid_BS = torch.arange(32) < torch.tensor([32, 20, 7])[:, None]
+    tokens_BS = torch.randint(COMMON["vocab_size"] - 1, (3, 129), generator=generator)
+    valid_BS = torch.arange(128) < torch.tensor([128, 90, 7])[:, None]
     batch = Batch(
         tokens_BS=tokens_BS[:, :-1],
         targets_BS=tokens_BS[:, 1:],
@@ -140,24 +196,28 @@ def test_padding_is_left_out(tmp_path: Path, kind: str) -> None:
     )
     model = load(folder, torch.float64)
     output = model(batch)
-    assert output.losses_T is not None
+    assert output.losses_T is not None and model.embedding is not None
     ours = output.losses_T[valid_BS.flatten()].mean() + output.aux
     ours.backward()
-    assert output.aux > 0.01
+    assert (output.aux > 0.01) == bool(options)
     targets_BS = batch.targets_BS.masked_fill(~valid_BS, -100)
     settings = TrainConfig(dtype="float64", optimizer="sgd", lr=1e-9, clip=0.0, steps=1)
     step = Step(batch.tokens_BS, targets_BS, valid_BS)
-    losses, theirs = train_plainly(folder, [step], settings, output_router_logits=True)
+    losses, theirs = train_plainly(folder, [step], settings, **options)
     assert float(ours.detach()) == pytest.approx(losses[0], rel=1e-12)
-    routers = [
+    expected = [
         parameter.grad
         for name, parameter in theirs.named_parameters()
-        if name.endswith(("mlp.gate.weight", "router.weight"))
+        if name.endswith((".gate.weight", "router.weight", "router.layer.weight"))
     ]
-    mine = [moe.router.weight.grad for moe in model.moe_layers().values()]
-    assert len(mine) == len(routers) > 1
-    for found, expected in zip(mine, routers, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    found = [moe.router.weight.grad for moe in model.moe_layers().values()]
+    pairs = zip(
+        [*found, model.embedding.weight.grad],
+        [*expected, theirs.get_input_embeddings().weight.grad],
+        strict=True,
+    )
+    for mine, of_transformers in pairs:
+        torch.testing.assert_close(mine, of_transformers, rtol=1e-9, atol=1e-12)
 
 
 def test_what_a_folder_trains_with(tmp_path: Path) -> None:

@@ -38,26 +38,6 @@ def test_shards_add_up_to_the_loss_of_one_process() -> None:
     assert round(sum(parts), 6) == 1.109643
 
 
-def test_the_wrong_ways_give_other_numbers() -> None:
-    probabilities_TE, experts_TK = example()
-    scope_T = torch.zeros(12, dtype=torch.int64)
-    counts_QE = count(experts_TK, scope_T, 1, NUM_EXPERTS)
-    shards = list(
-        zip(probabilities_TE.split(list(SHARDS)), experts_TK.split(list(SHARDS)), strict=True)
-    )
-    # T = 3 times the local tokens, in f and in P.
-    local_times_three = [
-        float(one_scope(p, counts_QE, 3 * len(p))) * 12 / (3 * len(p)) for p, _ in shards
-    ]
-    own_counts = [
-        float(one_scope(p, count(e, scope_T[: len(p)], 1, NUM_EXPERTS), len(p))) for p, e in shards
-    ]
-    exact = [float(one_scope(p, counts_QE, 12)) for p, _ in shards]
-    assert round(sum(local_times_three), 6) == 1.146529
-    assert round(sum(own_counts) / 3, 6) == 1.356844
-    assert round(sum(exact) / 3, 6) == 0.369881  # averaged once too often
-
-
 def routing_of(scope: str, num_sequences: int, padded: list[int] | None = None) -> float:
     """Both losses of two, or one, sequences of the example's 12 tokens."""
     config = config_of(

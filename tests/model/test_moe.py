@@ -9,8 +9,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moemesh.comm.overlap import overlapped_exchange
+from moemesh.config.model import ModelConfig
+from moemesh.model.batch import Batch
 from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
+from moemesh.model.initialization import initialize
+from moemesh.model.layers import MLP
 from moemesh.model.moe import MoE
+from moemesh.model.transformer import Transformer
 from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
 from moemesh.parallel.expert.build import overlapped
@@ -99,3 +104,36 @@ def test_weight_gradients_are_computed_while_those_of_tokens_travel(
     assert backward[at - 1] == "backward back 1 starts"
     assert backward[at + 1] == f"gradients of {num_chunks}"
     assert "back 1 ends" in backward[at:]
+
+
+def test_multipliers_are_those_of_scaled_weights() -> None:
+    """Each multiplier of Granite is a factor of weights: the same losses in float64."""
+    keys = {"vocab_size": 32, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 4,
+            "head_dim": 6, "intermediate_size": 20, "expert_intermediate_size": 10,
+            "aux_loss_coefficient": 0.0, "expert_bias": True}  # fmt: skip
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 5.0}
+    plain, scaled = (Transformer(ModelConfig(**(keys | more))) for more in ({}, factors))
+    for model in (plain, scaled):
+        initialize(model, seed=1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
+            ours += 0.3 * torch.randn(ours.shape, dtype=torch.float64, generator=generator)
+            theirs.copy_(ours)
+        assert plain.embedding is not None and plain.head is not None
+        plain.embedding.weight *= 3.0
+        plain.head.weight /= 5.0
+        for layer in plain.layers.values():
+            block = layer.feed_forward
+            written = [layer.attention.output]
+            if isinstance(block, MLP):
+                written.append(block.down)
+            else:
+                written += [block.experts.down, block.experts.down_bias, block.shared.down]
+            for weight in written:
+                weight *= 0.25
+    tokens = torch.randint(32, (2, 20), generator=generator)
+    batch = Batch(tokens_BS=tokens[:, :-1], targets_BS=tokens[:, 1:], sequences_B=torch.arange(2))
+    expected, got = (model(batch).losses_T for model in (plain, scaled))
+    assert expected is not None and got is not None and expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)

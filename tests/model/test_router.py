@@ -1,7 +1,6 @@
 """Every knob of the router against the loop, and against numbers worked out by hand."""
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -69,31 +68,6 @@ def test_route_is_the_loop(knobs: dict[str, Any], biased: bool) -> None:
         weights, experts = route_reference(logits, config, None if bias is None else bias.tolist())
         assert routing.experts_TK[token].tolist() == experts
         assert routing.weights_TK[token].tolist() == pytest.approx(weights, rel=1e-12)
-
-
-def test_by_hand() -> None:
-    """Logits log(1), log(2), log(5), log(2): softmax 0.1 0.2 0.5 0.2; the tie goes to expert 1."""
-    logits_TE = torch.tensor([[1.0, 2.0, 5.0, 2.0]], dtype=torch.float64).log()
-    few = {"num_experts": 4, "experts_per_token": 2}
-
-    def weights_of(bias: torch.Tensor | None = None, **knobs: Any) -> tuple[list[int], Any]:
-        routing = route(logits_TE, config_of(**few, **knobs), bias, None)
-        return routing.experts_TK[0].tolist(), pytest.approx(routing.weights_TK[0].tolist())
-
-    assert weights_of(router_normalize=False) == ([2, 1], [0.5, 0.2])
-    assert weights_of() == ([2, 1], [5 / 7, 2 / 7])
-    assert weights_of(router_when="after", router_normalize=False) == ([2, 1], [5 / 7, 2 / 7])
-    assert weights_of(router_normalize_eps=0.3, router_scale=2.0) == ([2, 1], [1.0, 0.4])
-    assert weights_of(router_normalize_min=1.0) == ([2, 1], [0.5, 0.2])
-    assert weights_of(router_score="sigmoid", router_normalize=False) == ([2, 1], [5 / 6, 2 / 3])
-    softplus = [math.sqrt(math.log(6)), math.sqrt(math.log(3))]
-    assert weights_of(router_score="sqrtsoftplus", router_normalize=False) == ([2, 1], softplus)
-    # The bias chooses experts 3 and 0, the weights stay the plain scores.
-    bias = torch.tensor([0.6, -0.5, 0.0, 0.7], dtype=torch.float64)
-    assert weights_of(bias, router_normalize=False) == ([3, 0], [0.2, 0.1])
-    # Groups {0, 1} = 0.3 and {2, 3} = 0.7.
-    grouped = {"router_groups": 2, "router_normalize": False}
-    assert weights_of(**grouped) == ([2, 3], [0.5, 0.2])
 
 
 def test_groups_with_negative_scores() -> None:

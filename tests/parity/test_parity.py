@@ -60,6 +60,12 @@ CASES = rows(
     moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all
     moe | tp=2 ep=2 dispatcher=all_gather
     moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all dispatcher=all_gather
+    # Every dispatcher in chunks.
+    *moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=3
+    *moe | tp=2 dp=2 ep=4 dispatcher=low_latency dispatch_chunks=2
+    *moe | tp=2 dp=2 ep=4 dispatcher=auto combine=exact ranks_per_node=2
+    moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather combine=exact dispatch_chunks=2
+    moe | tp=2 dp=2 ep=2 etp=2 dispatcher=low_latency dispatch_chunks=3 | padded
     # One axis at a time, then mixtures.
     moe | dp=2
     moe | tp=2

@@ -184,17 +184,3 @@ class TestMistakes:
         etp = rank_memory(shape, PlannedLayout(dp=4, tp=2, ep=4, etp=2, **keys), 0)
         assert tp.expert_weights == one.expert_weights == 2 * etp.expert_weights
         assert tp.dense_weights < one.dense_weights
-
-    def test_ep_does_not_divide_activations(self) -> None:
-        shape = load_model("mixtral-8x7b").shape
-        found = {
-            ep: rank_memory(shape, PlannedLayout(dp=8, ep=ep, seq_len=64, global_batch=8), 0)
-            for ep in (1, 2, 8)
-        }
-        assert len({memory.activations for memory in found.values()}) == 1
-
-    def test_imbalance_multiplies_routed_rows(self) -> None:
-        shape = load_model("mixtral-8x7b").shape
-        layout = PlannedLayout(dp=8, ep=8, seq_len=64, global_batch=8)
-        more = rank_memory(shape, layout.changed(imbalance=2.0), 0).activations
-        assert more > rank_memory(shape, layout, 0).activations

@@ -23,7 +23,6 @@ from moemesh.planner.stage_cut import with_values
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
-MOE = from_arch_table("moe-30B", ARCHS)
 
 
 def layout(**values) -> PlannedLayout:
@@ -76,26 +75,11 @@ def test_every_habit_costs():
         assert peak_memory(LLAMA, head, more).needed > plain
 
 
-def test_recompute_and_sharding_save():
-    plain = peak_memory(LLAMA, layout(dp=8, microbatch=2), Allocation())
-    again = layout(dp=8, microbatch=2, recompute=frozenset({"full"}))
-    assert peak_memory(LLAMA, again, Allocation()).needed < plain.needed
-    sharded = peak_memory(LLAMA, layout(dp=8, microbatch=2, zero=3), Allocation())
-    assert sharded.states < plain.states / 2
-
-
 def test_first_stage_holds_most_microbatches_the_last_the_logits():
     even = layout(pp=4, dp=2, microbatch=1, layers_per_stage=(3, 3, 3, 3))
     assert peak_memory(LLAMA, even, Allocation()).rank == 0
     loss = replace(Allocation(), logit_bytes=60.0)
     assert peak_memory(LLAMA, even, loss).rank == 3
-
-
-def test_expert_parallelism_divides_weights_not_rows():
-    one = peak_memory(MOE, layout(dp=8, ep=1), Allocation())
-    eight = peak_memory(MOE, layout(dp=8, ep=8), Allocation())
-    assert one.activations == eight.activations
-    assert eight.states < one.states
 
 
 def test_fits_counts_what_no_allocator_sees():

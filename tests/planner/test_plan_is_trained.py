@@ -39,6 +39,7 @@ FEW = (
     ("qwen3-30b-a3b", "dgx_h200", 1, 32768, 1, 2),
     ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 2),
     ("tiny", "laptop_cpu", 2, 128, 32, 3),
+    ("qwen3-30b-a3b", "gb200_nvl72", 1, 32768, 1, 2),  # more ranks in a node than key/value heads
 )
 _CHANCE = random.Random(20261122)
 MANY = tuple(
@@ -81,6 +82,8 @@ def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) ->
     assert result.exit_code == 0, (words, result.output, result.exception)
     settings = [word for word in words[2:] if word != "--set"]
     config = load_run([], settings).config
+    assert (config.data.seq_len, config.data.global_batch) == (layout.seq_len, layout.global_batch)
+    assert plan_of(layout) == config.plan
     cut = cut_layers(config.model, config.plan.num_stages, config.plan.layers_per_stage)
     assert Stages.of(model.shape, layout).sizes == tuple(len(layers) for layers in cut)
     sizes = {"seq_len": layout.seq_len, "global_batch": layout.global_batch}

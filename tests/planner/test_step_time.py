@@ -67,17 +67,6 @@ def test_parts_add_up_to_the_step():
         assert min(parts) >= 0
 
 
-def test_more_microbatches_fill_the_pipeline_better():
-    few, many = price(pp=8, dp=2, global_batch=32), price(pp=8, dp=2, global_batch=512)
-    assert few.total / 32 > 1.1 * many.total / 512
-
-
-def test_interleaving_divides_the_bubble():
-    plain = price(pp=8, dp=1, global_batch=16)
-    chunks = price(pp=8, dp=1, global_batch=16, stages_per_rank=5, schedule="interleaved_1f1b")
-    assert chunks.bubble < plain.bubble / 4
-
-
 def test_shape_of_the_group_decides_data_parallel_time():
     """The same bytes with 8, then 1 member a node."""
     dense = price(tp=1, dp=64, zero=1, global_batch=512)
@@ -190,34 +179,6 @@ def test_rounding_is_no_bubble():
         assert sum(
             getattr(found, item.name) for item in fields(found) if item.name != "total"
         ) == pytest.approx(found.total, rel=1e-12)
-
-
-def test_one_microbatch_gains_nothing_from_splitting_backwards():
-    """One microbatch goes down and up: only its weight gradients can be put off."""
-    times = {}
-    for name in ("1f1b", "zb_h1", "zb_h2"):
-        layout = pipelined(name, 4, 1)
-        times[name] = simulated(DENSE, layout, Stages.of(DENSE, layout))
-    assert times["zb_h1"].total == times["zb_h2"].total < times["1f1b"].total
-    assert times["zb_h2"].bubble > 1.5 * float(times["zb_h2"].compute)
-
-
-def test_seconds_depend_on_where_the_layers_are_cut():
-    layout = pipelined("1f1b", 4, 16)
-    even = replace(layout, layers_per_stage=(10, 10, 10, 10))
-    skewed = replace(layout, layers_per_stage=(34, 2, 2, 2))
-    assert simulated(DENSE, skewed, Stages.of(DENSE, skewed)).total > 2 * (
-        simulated(DENSE, even, Stages.of(DENSE, even)).total
-    )
-
-
-def test_slices_of_sequences_shorten_the_bubble_of_terapipe():
-    whole, cut = (pipelined("terapipe", 4, 4, slices=number) for number in (1, 8))
-    plain = pipelined("gpipe", 4, 4)
-    one, eight, gpipe = (simulated(DENSE, x, Stages.of(DENSE, x)) for x in (whole, cut, plain))
-    assert one.total == pytest.approx(gpipe.total, rel=1e-12)
-    assert eight.bubble < one.bubble / 4
-    assert eight.launches > 2 * one.launches
 
 
 def simulated(shape: ModelShape, layout: PlannedLayout, stages: Stages) -> StepTime:

@@ -9,7 +9,7 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout_sources import from_plan, read_plan
+from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
@@ -18,42 +18,6 @@ from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import Volume, step_volumes, volumes_ledger
 
 MIB, GIB = 2**20, 2**30
-
-#: A published table of one step's traffic: axis, operation, MiB a transfer, transfers, GiB in all,
-#: share. The printed TP total is 1775; 360 x 4992 and the printed share, 52.9 %, both give 1755.
-#: The share of PP, 0.147 %, is printed as 0.14 %.
-TABLE = [
-    ("DP", "all_reduce", {711.75: 64}, 44.484375, 0.0134),
-    ("PP", "send_receive", {192.0: 26}, 4.875, 0.0015),
-    ("TP", "all_reduce", {360.0: 4992}, 1755.0, 0.5289),
-    ("SP", "all_gather", {180.0: 4992, 360.0: 1664}, 1462.5, 0.4408),
-    ("EP", "all_to_all", {10.5: 4992}, 51.1875, 0.0154),
-]
-_AXIS = {"edp": "DP", "pp": "PP", "ep": "EP"}
-
-
-def table_rows() -> dict[tuple[str, str], Counter[float]]:
-    """Events by MiB, of an inner stage; the sums of norms and routers over tp are not listed."""
-    layout = read_plan("traffic-table").layout
-    found: dict[tuple[str, str], Counter[float]] = {}
-    for volume in step_volumes(load_model("traffic-table").shape, layout, 1):
-        if (volume.axis, volume.caller) == ("tp", "gradients"):
-            continue
-        axis = _AXIS.get(volume.axis, "TP" if volume.op == "all_reduce" else "SP")
-        rows = found.setdefault((axis, volume.op), Counter())
-        rows[volume.wire_bytes / MIB] += int(volume.events)
-    return found
-
-
-def test_the_published_table_comes_out_of_the_ordinary_formulas() -> None:
-    rows = table_rows()
-    assert set(rows) == {(axis, op) for axis, op, *_ in TABLE}
-    total = sum(size * count for row in rows.values() for size, count in row.items())
-    for axis, op, transfers, gib, share in TABLE:
-        assert rows[axis, op] == transfers
-        volume = sum(size * count for size, count in rows[axis, op].items())
-        assert volume / 1024 == gib
-        assert round(volume / total, 4) == pytest.approx(share, abs=6e-5)
 
 
 # Single formulas. Bytes one rank sends.
@@ -98,13 +62,6 @@ def test_tensor_parallelism() -> None:
     assert sum(blocks(rebuild="input").values()) == 10 * layers
 
 
-def test_exit_all_to_all_is_2n_times_cheaper_than_all_reduce() -> None:
-    found = volumes(tp=4, attention_exit="all_to_all")
-    heads = 512 * 4096 * 2 / 4
-    assert set(events(found, "tp", "all_to_all")) == {heads * 3 / 4}
-    assert 2 * 3 / 4 * STREAM / (heads * 3 / 4) == 2 * 4
-
-
 def test_experts() -> None:
     """(e-1)/e k (u/t) h w; 2 forward and 2 backward, 2 more when recomputed."""
     wire = 7 / 8 * 2 * STREAM / 2
@@ -118,13 +75,6 @@ def test_experts() -> None:
     assert events(coded, "ep", "all_to_all") == {wire: 3 * layers, smaller: layers}
 
 
-def test_expert_tensor_parallelism_gathers_lanes() -> None:
-    found = volumes(dp=8, ep=4, etp=2)
-    rows = 2 * STREAM
-    assert events(found, "etp", "all_gather") == {rows: 2 * 32 * 4}
-    assert events(found, "etp", "reduce_scatter") == {rows: 2 * 32 * 4}
-
-
 def test_pipeline() -> None:
     """2 v m messages of u h w from an inner rank, m from either end; cut over tp with SP."""
     keys: dict[str, Any] = {"pp": 4, "tp": 2}
@@ -135,24 +85,6 @@ def test_pipeline() -> None:
     assert events(whole, "pp", "send_receive") == {STREAM: 64}
     turned = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
     assert events(volumes(0, **keys, **turned), "pp", "send_receive") == {STREAM / 2: 32 * 3}
-
-
-@pytest.mark.parametrize(
-    ("context", "forward", "backward"),
-    [
-        # Gradients of bf16 keys travel in fp32.
-        ("ring", 2 * 512 * 1024 * 2, 3),
-        ("all_gather", 2 * 512 * 1024 * 2, 2),
-        ("all_to_all", 128 * (2 * 4096 + 2 * 1024) * 2, 1),
-    ],
-)
-def test_context_parallelism(context: Any, forward: int, backward: int) -> None:
-    found = [item for item in volumes(cp=4, context=context) if item.axis == "cp"]
-    sent = dict.fromkeys(("forward", "backward"), 0.0)
-    for item in found:
-        sent[item.phase] += item.events * item.wire_bytes
-    assert sent["forward"] == 3 / 4 * forward * 32 * 32
-    assert sent["backward"] == backward * sent["forward"]
 
 
 def test_data_parallelism() -> None:
@@ -190,14 +122,19 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
 # The closed forms and the exact ledger of our own library agree where both speak.
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "keys",
     [
         {"tp": 2, "ep": 2},
+        {"tp": 4, "attention_exit": "all_reduce"},
+        {"tp": 4, "attention_exit": "all_to_all"},
         {"dp": 4, "ep": 4, "microbatches": 2},
+        {"dp": 4, "tp": 2, "ep": 8, "payload": "fp8"},
         {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
         {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
         {"pp": 2, "tp": 2, "microbatches": 4},
+        {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
         {"cp": 4},
         {"cp": 2, "context": "all_gather", "recompute": "full"},
         {"cp": 2, "recompute": "selective", "microbatches": 2},
@@ -205,12 +142,12 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
         {"cp": 4, "pp": 2, "context": "all_to_all", "recompute": "selective", "microbatches": 2},
     ],
 )
-def test_closed_forms_and_exact_ledger(keys: dict[str, Any]) -> None:
+def test_closed_forms_and_exact_ledger(keys: dict[str, Any], dtype: str) -> None:
     config, plan = ModelConfig(num_layers=4), Plan(**keys)
     batch: dict[str, Any] = {"seq_len": 64, "global_batch": 8}
     names: set[str] = set()
-    exact = predict_ledger(config, plan, dtype="float32", **batch)
-    layout = from_plan(plan, config, dtype="float32", **batch)
+    exact = predict_ledger(config, plan, dtype=dtype, **batch)
+    layout = from_plan(plan, config, dtype=dtype, **batch)
     closed = volumes_ledger(from_model_config(config), layout, 0)
     for entry in closed.entries():
         if entry.caller in ("gradients", "head", "embedding", "head.loss"):
