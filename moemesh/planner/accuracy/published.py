@@ -412,6 +412,7 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
         scatter_gather=has("scatter_gather", "1"),
         deduplicated=has("dedup"),
         overlapped_exchange=has("overlap") or layout.schedule == "dualpipe",
+        overlapped_tensor=has("tensor_overlap"),
         natural_routing=has("natural"),
         token_drop=has("token_drop"),
         graphs=has("graphs"),

@@ -323,7 +323,10 @@ def select(predictions: Sequence[Prediction]) -> list[Selection]:
         if len(members) < _FEWEST_CHOICES or not measured:
             continue
         fitting = [one for one in members if one.fits] or members
-        picked = min(fitting, key=lambda one: (one.seconds or 0.0) / _sequences(one))
+        # Equal layouts are equal, whatever the rounding of their columns.
+        picked = min(
+            fitting, key=lambda one: float(f"{(one.seconds or 0.0) / _sequences(one):.9g}")
+        )
         best = min(measured, key=_measured_time)
         regret = None
         if picked.run.seconds:

@@ -371,7 +371,9 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     x = layout.etp
     expert_tensor = where((x > 1) & has, 2 * (x - 1) * rows / links.bandwidth(x, 1), 0)
     return LayerTransfers(
-        tensor=tensor * _attention_share(work),
+        tensor=tensor
+        * _attention_share(work)
+        * where(layout.overlapped_tensor == 1, constants.overlapped_tensor_exposed, 1),
         context=context * constants.context_exposed,
         exchange=exchange * share,
         expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),

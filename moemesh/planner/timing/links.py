@@ -137,8 +137,8 @@ class Links:
         else min(NVLink, members per node x NIC).
 
         Rings of all members leave a node over as many network cards as the group has members there:
-        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. The rate falls
-        with the number of nodes to the power of `contention`.
+        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. The rate
+        falls with the number of nodes to the power of `contention`.
         """
         members = members_per_node(ranks, stride, self.node_size)
         nodes: Number = maximum(ranks / members, 1)
