@@ -71,7 +71,7 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.planner.accuracy.calibration_file import use_cluster
     from moemesh.planner.accuracy.own import lessons
     from moemesh.planner.accuracy.published import read_runs
-    from moemesh.planner.accuracy.validate import json_text, summarize, validate
+    from moemesh.planner.accuracy.validate import predict, summarize
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.curves import Agreement, agreement_chart
     from moemesh.report.files import write_texts
@@ -89,8 +89,8 @@ def validate_runs(request: ValidateRequest) -> None:
             unseen = summarize(cross_validate(read, start, left_out=kind))
             further += ["", f"with a whole {name} left out:", _errors(unseen, by_source=False)]
     else:
-        validation = validate(read, calibration)
-    texts = [] if request.out is None else [(request.out, json_text(validation))]
+        validation = summarize(predict(read, calibration))
+    texts = [] if request.out is None else [(request.out, validation.json_text())]
     drawn: defaultdict[str, list[Prediction]] = defaultdict(list)
     for one in validation.predictions:
         drawn[one.run.source or one.run.cluster].append(one)
@@ -185,7 +185,7 @@ def calibrate(request: CalibrateRequest) -> None:
     )
     from moemesh.planner.accuracy.own import learn, run_of_folder, unused
     from moemesh.planner.accuracy.published import read_runs
-    from moemesh.planner.accuracy.validate import validate
+    from moemesh.planner.accuracy.validate import predict, summarize
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.files import write_texts
 
@@ -203,7 +203,7 @@ def calibrate(request: CalibrateRequest) -> None:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         found = fit(read, start)
         write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
-        typer.echo(report(validate(read, found)))
+        typer.echo(report(summarize(predict(read, found))))
         return
     chosen = runs_of_cluster(measured_runs(read), wanted)
     learned = learn(chosen, shipped_calibration())
@@ -213,7 +213,7 @@ def calibrate(request: CalibrateRequest) -> None:
     sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]
-    lines = [report(validate(chosen, learned.calibration)), "", *doubts]
+    lines = [report(summarize(predict(chosen, learned.calibration))), "", *doubts]
     lines += [""] * bool(doubts)
     typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))
 

@@ -5,7 +5,8 @@ a prediction by a fit without that source (`moemesh.planner.accuracy.calibrate` 
 is one draw, however many rows it has: its errors share one weight. The interval of a prediction x
 is [x / e^w, x e^w], symmetric because nobody knows the sign of the next source's bias:
 
-    seconds   w: 80 % quantile of |log(measured / predicted)|, of sources alike
+    seconds   w: quantile of |log(measured / predicted)|, of sources alike; the quantile with which
+              the mean share of a left-out source within reaches 80 %
     memory    w: where the mean over sources of the share of runs within reaches 80 %
 
 Alike are device generations: one that at least three sources measured, or one that fewer did. Most
@@ -147,20 +148,26 @@ class Intervals:
         deviation = (self.known_width if known else self.memory_width) / _NORMAL_80
         return NormalDist(0.0, deviation).cdf(log(capacity / needed))
 
-    def seconds_width(self, generation: str, *, without: str = "") -> float:
-        """Half the interval in logarithms; `without` leaves a source out."""
+    def seconds_width(
+        self, generation: str, *, without: str = "", level: float | None = None
+    ) -> float:
+        """Half the interval in logarithms; `without` leaves a source out, `level` is the quantile
+        of errors."""
         known = generation in self.well_measured
         others = [one for one in self.seconds if one.source != without]
         alike = [one for one in others if (one.generation in self.well_measured) == known]
         by_source: dict[str, list[float]] = {}
         for one in alike or others:
             by_source.setdefault(one.source, []).extend(abs(error) for error in one.errors)
-        # The quantile of errors of which each source has the same weight in all: between the
-        # middles of the steps of their distribution.
-        rows = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
-        errors, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
-        places = (np.cumsum(weights) - weights / 2) / weights.sum()
-        return float(np.interp(LEVEL, places, errors))
+        return _quantile(by_source.values(), self._seconds_quantile if level is None else level)
+
+    @cached_property
+    def _seconds_quantile(self) -> float:
+        """The next source is not among those whose errors are known: a little more than 80 %."""
+        levels = (LEVEL + step / 100 for step in range(20))
+        return next(
+            (one for one in levels if self.seconds_coverage(one).of_sources >= LEVEL), LEVEL
+        )
 
     @cached_property
     def memory_width(self) -> float:
@@ -173,11 +180,11 @@ class Intervals:
         mean over few sources hides the one that is off. That of any stack where none is known."""
         return max((_memory_width([one]) for one in self.known), default=self.memory_width)
 
-    def seconds_coverage(self) -> Coverage:
+    def seconds_coverage(self, level: float | None = None) -> Coverage:
         """Each source against the widths that the others give."""
         hits: dict[str, list[bool]] = {}
         for one in self.seconds:
-            width = self.seconds_width(one.generation, without=one.source)
+            width = self.seconds_width(one.generation, without=one.source, level=level)
             hits.setdefault(one.source, []).extend(abs(error) <= width for error in one.errors)
         return Coverage(
             by_source={name: sum(found) / len(found) for name, found in hits.items()},
@@ -208,6 +215,15 @@ def own_width(own: Sequence[float], strangers: float) -> float:
         return strangers
     sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
     return float(np.quantile(sizes, LEVEL))
+
+
+def _quantile(sources: Iterable[Sequence[float]], level: float) -> float:
+    """A quantile of numbers of which each source has the same weight in all: between the
+    middles of the steps of their distribution."""
+    rows = [(value, 1 / len(found)) for found in sources for value in found]
+    values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
+    places = (np.cumsum(weights) - weights / 2) / weights.sum()
+    return float(np.interp(level, places, values))
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:

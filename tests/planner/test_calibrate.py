@@ -29,6 +29,7 @@ from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.timing.calibration import (
     NAMES,
     OWN,
+    SPREADS,
     Calibration,
     prior_calibration,
     read_calibration,
@@ -74,7 +75,7 @@ def test_one_row_barely_moves_the_priors():
     slow = [replace(run, seconds=run.seconds * 1.3) for run in runs]
     found = learn(slow, prior_calibration()).calibration
     for name, factor in found.clusters["aleph_alpha/A100-80G"].items():
-        assert abs(np.log(factor)) < 3 * OWN[name]
+        assert abs(np.log(factor)) < 2 * SPREADS[NAMES.index(name)]
 
 
 def test_a_mislabelled_row_does_not_bend_the_fit():
@@ -161,7 +162,7 @@ def test_contradictory_cluster_files(tmp_path):
     out = tmp_path / "cluster.toml"
     calibrate(runs=[table], out=out)
     text = out.read_text()
-    out.write_text(text.replace("inter_node_bandwidth = 2", "inter_node_bandwidth = 0.0 #"))
+    out.write_text(text.replace("inter_node_bandwidth = ", "inter_node_bandwidth = 0.0 #"))
     with pytest.raises(ConfigError, match="inter_node_bandwidth"):
         load_cluster(str(out))
     out.write_text(text + "speed = 3.0\n")

@@ -20,7 +20,7 @@ def parse(**values):
 @pytest.mark.parametrize(
     ("text", "name", "intra", "inter", "node"),
     [
-        ("A100-80G NVL8 200G HDR-IB", "A100-80G", 300, 25, 8),
+        ("A100-80G NVL8 200G HDR-IB", "A100-80G", 300, 3.125, 8),
         ("A100-40G NVL8 1600G RoCE", "A100-40G", 300, 25, 8),
         ("A100/A800-80G 4x100G RoCE per node", "A100-80G", 300, 6.25, 8),
         ("A100-80G 8x200G RoCE", "A100-80G", 300, 25, 8),

@@ -9,14 +9,14 @@ import pytest
 from moemesh.cli import main
 from moemesh.cli.accuracy import report
 from moemesh.planner.accuracy.published import parse_run, read_runs
-from moemesh.planner.accuracy.validate import error_statistics, validate
+from moemesh.planner.accuracy.validate import error_statistics, predict, summarize
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
 
 
 @pytest.fixture(scope="module")
 def validation():
-    return validate([parse_run(one, ARCHS) for one in ROWS], shipped_calibration())
+    return summarize(predict([parse_run(one, ARCHS) for one in ROWS], shipped_calibration()))
 
 
 def test_shipped_constants_predict_published_runs(validation):
@@ -42,7 +42,7 @@ def test_picks_the_measured_best_and_never_what_ran_out(validation):
 
 
 def test_json_has_every_row(validation):
-    found = json.loads(json.dumps(validation.to_json()))
+    found = json.loads(validation.json_text())
     assert [one["id"] for one in found["rows"]] == [int(one["id"]) for one in ROWS]
     for one in found["rows"]:
         assert one["seconds"] > 0
@@ -53,8 +53,8 @@ def test_json_has_every_row(validation):
 
 def test_unpriced_rows_say_why_and_stay():
     rows = [row(5, src="x", arch="unknown", hardware="H100", gpus=8, gbs=8, seq=128), ROWS[0]]
-    found = validate([parse_run(one, ARCHS) for one in rows], shipped_calibration())
-    first, second = found.to_json()["rows"]
+    found = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
+    first, second = json.loads(found.json_text())["rows"]
     assert first["seconds"] is None
     assert "no entry" in first["reason"]
     assert second["seconds"] > 0
@@ -66,8 +66,8 @@ def test_unknown_software_on_known_devices_is_predicted():
     """A source that the package has never seen gets the constants of its device's relatives."""
     known = parse_run(llama(1, 2, 1, 1, 31.3), ARCHS)
     other = parse_run(llama(1, 2, 1, 1, 31.3, src="my_cluster"), ARCHS)
-    found = validate([known], shipped_calibration()).predictions[0].seconds
-    guessed = validate([other], shipped_calibration()).predictions[0].seconds
+    found = predict([known], shipped_calibration())[0].seconds
+    guessed = predict([other], shipped_calibration())[0].seconds
     assert 0.75 < guessed / found < 1.33
 
 
@@ -83,7 +83,7 @@ def test_error_statistics():
 
 def test_worse_constants_show(validation):
     """The test bites: with the bare priors the same rows are further off."""
-    bare = validate([parse_run(one, ARCHS) for one in ROWS], prior_calibration())
+    bare = summarize(predict([parse_run(one, ARCHS) for one in ROWS], prior_calibration()))
     assert bare.dense.median > validation.dense.median
 
 

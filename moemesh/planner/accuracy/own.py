@@ -132,7 +132,7 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
 
     here = factors(newest)
     deviations, stack = start.deviations(cluster), stack_of(cluster)
-    known = {name for name in start.releases if name.rpartition(" ")[0] == stack}
+    known = {name for name in start.releases if stack_of(name, " ") == stack}
     releases = {
         release: _scaled(start.release_factors(release), factors(release) - here)
         for release in known | {run.release for run in filled} - {""}

@@ -119,13 +119,8 @@ def _count(text: str) -> str:
 
 
 #: How published tables word what they recompute.
-_RECOMPUTE_WORDS: dict[str, frozenset[str]] = {
-    "": frozenset(),
-    "none": frozenset(),
-    "full": frozenset({"full"}),
-    "selective": frozenset({"attention"}),
-}
-_WORDS: dict[str, str] = {
+_RECOMPUTE_WORDS: dict[str, str] = {
+    "none": "", "full": "full", "selective": "attention",
     "attn": "attention", "core_attn": "attention", "attention": "attention", "core": "attention",
     "layernorm": "norm", "norm": "norm", "rmsnorm": "norm", "act": "activation",
     "moe_act": "activation", "activation": "activation", "moe": "moe", "mla_up_proj": "mla_up",
@@ -137,18 +132,14 @@ _WORDS: dict[str, str] = {
 
 def recompute_from_words(text: str) -> frozenset[str]:
     """The recomputation in a table's column `recompute`; raises ConfigError for unknown words."""
-    text = text.strip()
-    if text in _RECOMPUTE_WORDS:
-        return _RECOMPUTE_WORDS[text]
-    inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.lower())
-    found: set[str] = set()
-    for part in (piece.strip() for piece in re.split(r"[,+;]", inner)):
-        if part not in _WORDS:
-            message = f"`{part}` names nothing that can be recomputed"
-            fix = f"known: none, full, selective, {', '.join(sorted(_WORDS))}"
-            raise ConfigError([Problem.of("not-a-choice", "recompute", text, message, fix)])
-        found.add(_WORDS[part])
-    return frozenset(found)
+    inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.strip().lower())
+    parts = [part.strip() for part in re.split(r"[,+;]", inner or "none")]
+    if unknown := [part for part in parts if part not in _RECOMPUTE_WORDS]:
+        message = f"`{unknown[0]}` names nothing that can be recomputed"
+        known = {"none", "full", "selective"}
+        fix = f"known: none, full, selective, {', '.join(sorted(_RECOMPUTE_WORDS.keys() - known))}"
+        raise ConfigError([Problem.of("not-a-choice", "recompute", text.strip(), message, fix)])
+    return frozenset(_RECOMPUTE_WORDS[part] for part in parts) - {""}
 
 
 def from_run(row: Mapping[str, str]) -> PlannedLayout:
@@ -412,6 +403,7 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
         scatter_gather=has("scatter_gather", "1"),
         deduplicated=has("dedup"),
         overlapped_exchange=has("overlap") or layout.schedule == "dualpipe",
+        overlapped_tensor=has("tensor_overlap"),
         natural_routing=has("natural"),
         token_drop=has("token_drop"),
         graphs=has("graphs"),

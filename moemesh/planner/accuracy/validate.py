@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import statistics as numbers
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp
 from typing import Any
+
+import numpy as np
 
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.arithmetic import FloatArray
@@ -91,7 +93,7 @@ def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool
 
 
 def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
-    """The step times of runs, one row each, their schedules simulated."""
+    """The step times of runs, their schedules simulated."""
     stages = [Stages.of(*run.priced[:2]) for run in runs]
     return step_time(*run_columns(runs), stacked(constants), stages=stages).total
 
@@ -100,20 +102,16 @@ def run_columns(
     runs: Sequence[PublishedRun],
 ) -> tuple[ModelColumns, LayoutColumns, HardwareColumns]:
     """Runs as what the formulas read, one row each."""
-    models: list[ModelColumns] = []
-    layouts: list[LayoutColumns] = []
-    devices: list[HardwareColumns] = []
-    for run in runs:
-        shape, layout, device = run.priced
-        models.append(model_row(shape))
-        layouts.append(_layout_row(run))
-        devices.append(hardware_row(device, precision_of(layout)))
-    return stacked(models), stacked(layouts), stacked(devices)
+    priced = [run.priced for run in runs]
+    return (
+        stacked([model_row(shape) for shape, _, _ in priced]),
+        stacked([_layout_row(run) for run in runs]),
+        stacked([hardware_row(device, precision_of(layout)) for _, layout, device in priced]),
+    )
 
 
 def _layout_row(run: PublishedRun) -> LayoutColumns:
-    shape, layout, _ = run.priced
-    return layout_row(shape, layout, run.software)
+    return layout_row(*run.priced[:2], run.software)
 
 
 def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
@@ -216,7 +214,7 @@ class Validation:
     selection: SelectionStatistics | None
     selections: tuple[Selection, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def json_text(self) -> str:
         """{"rows": one object a row of the table, "statistics": ...}; seconds and bytes."""
         rows: list[dict[str, Any]] = []
         for one in self.predictions:
@@ -227,50 +225,37 @@ class Validation:
                 "fits": one.fits,
             }
             rows.append(row | ({"reason": one.run.reason} if one.run.reason else {}))
-        return {
-            "rows": rows,
-            "statistics": {
-                "step_time_by_source": {
-                    name: asdict(found) for name, found in self.by_source.items()
-                },
-                "step_time_dense": _plain(self.dense),
-                "step_time_moe": _plain(self.moe),
-                "memory": _plain(self.memory),
-                "fits": _plain(self.fit),
-                "selection": _plain(self.selection),
-            },
+        statistics = {
+            "step_time_by_source": self.by_source,
+            "step_time_dense": self.dense,
+            "step_time_moe": self.moe,
+            "memory": self.memory,
+            "fits": self.fit,
+            "selection": self.selection,
         }
-
-
-def _plain(found: Any) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
-
-
-def validate(runs: Sequence[PublishedRun], calibration: Calibration) -> Validation:
-    """Predict every row and compare with what was measured."""
-    return summarize(predict(runs, calibration))
+        found = {"rows": rows, "statistics": statistics}
+        return json.dumps(found, indent=1, allow_nan=False, default=asdict) + "\n"
 
 
 def summarize(predictions: Sequence[Prediction]) -> Validation:
-    """The statistics of predictions that are already made."""
+    """The statistics of predictions."""
     timed = [one for one in predictions if one.error is not None and one.run.ended == "ok"]
     judged = [one for one in timed if one.run.tier not in _SANITY_TIERS]
-    sources: dict[str, list[float]] = defaultdict(list)
+    sources: dict[str, list[float | None]] = defaultdict(list)
     for one in timed:
-        sources[one.run.source or one.run.cluster].append(one.error or 0.0)
-    errors = {name: error_statistics(found) for name, found in sorted(sources.items())}
-    labelled = [
-        one for one in predictions if one.fits is not None and one.run.ended in ("ok", "OOM")
+        sources[one.run.source or one.run.cluster].append(one.error)
+    found = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
+    fit = selection = None
+    labels = [
+        (one.fits, one.run.ended == "ok")
+        for one in predictions
+        if one.fits is not None and one.run.ended in ("ok", "OOM")
     ]
-    fit = None
-    if labelled:
-        right = sum(one.fits == (one.run.ended == "ok") for one in labelled)
-        wrongly = sum(bool(one.fits) and one.run.ended == "OOM" for one in labelled)
-        number = len(labelled)
-        fit = FitStatistics(count=number, right=right / number, wrongly_fits=wrongly / number)
-    selections = select(predictions)
-    selection = None
-    if selections:
+    if number := len(labels):
+        right = sum(fits == ran for fits, ran in labels) / number
+        wrongly = labels.count((True, False)) / number
+        fit = FitStatistics(count=number, right=right, wrongly_fits=wrongly)
+    if selections := _select(predictions):
         regrets = [one.regret for one in selections if one.regret is not None]
         selection = SelectionStatistics(
             groups=len(selections),
@@ -280,76 +265,58 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         )
     return Validation(
         predictions=tuple(predictions),
-        by_source={name: found for name, found in errors.items() if found},
-        dense=error_statistics(one.error or 0.0 for one in judged if not one.run.is_moe),
-        moe=error_statistics(one.error or 0.0 for one in judged if one.run.is_moe),
-        memory=error_statistics(
-            one.memory_error for one in predictions if one.memory_error is not None
-        ),
+        by_source={name: errors for name, errors in found.items() if errors},
+        dense=error_statistics([one.error for one in judged if not one.run.is_moe]),
+        moe=error_statistics([one.error for one in judged if one.run.is_moe]),
+        memory=error_statistics([one.memory_error for one in predictions]),
         fit=fit,
         selection=selection,
         selections=tuple(selections),
     )
 
 
-def error_statistics(errors: Iterable[float]) -> ErrorStatistics | None:
-    """Statistics of relative errors; None without any."""
-    found = list(errors)
+def error_statistics(errors: Sequence[float | None]) -> ErrorStatistics | None:
+    """Statistics of the relative errors that are known; None without any."""
+    found = [error for error in errors if error is not None]
     if not found:
         return None
-    sizes = sorted(abs(error) for error in found)
-    # Between the neighbours of rank share (n - 1), linearly.
-    place = 0.95 * (len(sizes) - 1)
-    below = int(place)
-    above = min(below + 1, len(sizes) - 1)
+    sizes = np.abs(found)
     return ErrorStatistics(
         count=len(found),
-        median=numbers.median(sizes),
-        p95=sizes[below] + (place - below) * (sizes[above] - sizes[below]),
-        worst=sizes[-1],
-        bias=numbers.median(found),
+        median=float(np.median(sizes)),
+        p95=float(np.quantile(sizes, 0.95)),
+        worst=float(np.max(sizes)),
+        bias=float(np.median(found)),
     )
 
 
-def select(predictions: Sequence[Prediction]) -> list[Selection]:
-    """The planner's choice in each group of runs that are alternatives to one another."""
+def _select(predictions: Sequence[Prediction]) -> list[Selection]:
+    """The planner's choice in each group of runs that are alternatives to one another; runs of a
+    group may differ in their batch, so seconds of a sequence count."""
+
+    def each(one: Prediction, seconds: float | None) -> float:
+        return (seconds or 0.0) / (one.run.layout.global_batch if one.run.layout else 1)
+
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for one in predictions:
         if one.seconds is not None and one.run.ended in ("ok", "OOM"):
             groups[one.run.group].append(one)
     found: list[Selection] = []
     for key, members in sorted(groups.items()):
-        measured = [one for one in members if one.run.seconds]
+        measured = {one.run.id: each(one, one.run.seconds) for one in members if one.run.seconds}
         if len(members) < _FEWEST_CHOICES or not measured:
             continue
         fitting = [one for one in members if one.fits] or members
-        picked = min(fitting, key=lambda one: (one.seconds or 0.0) / _sequences(one))
-        best = min(measured, key=_measured_time)
-        regret = None
-        if picked.run.seconds:
-            regret = _measured_time(picked) / _measured_time(best) - 1
+        # Equal layouts are equal, whatever the rounding of their columns.
+        picked = min(fitting, key=lambda one: float(f"{each(one, one.seconds):.9g}")).run.id
+        best = min(measured, key=lambda run: measured[run])
         found.append(
             Selection(
                 group=", ".join(part for part in key if part),
                 choices=len(members),
-                picked=picked.run.id,
-                best=best.run.id,
-                regret=regret,
+                picked=picked,
+                best=best,
+                regret=measured[picked] / measured[best] - 1 if picked in measured else None,
             )
         )
     return found
-
-
-def _sequences(one: Prediction) -> int:
-    """Sequences of a step: runs of one group may differ in their batch."""
-    return one.run.layout.global_batch if one.run.layout else 1
-
-
-def _measured_time(one: Prediction) -> float:
-    """Measured seconds a sequence."""
-    return (one.run.seconds or 0.0) / _sequences(one)
-
-
-def json_text(validation: Validation) -> str:
-    """The rows and statistics as one JSON object."""
-    return json.dumps(validation.to_json(), indent=1, allow_nan=False) + "\n"

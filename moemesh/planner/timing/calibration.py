@@ -66,9 +66,10 @@ class Constants:
     collective_latency_us: Annotated[Number, 0.6] = 25.0
     #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
-    #: Exposed shares: expert all-to-all that is overlapped by design, context exchange, pipeline
-    #: sends, gradient reduction, weight gathering.
+    #: Exposed shares: expert all-to-all and tensor-parallel traffic that are overlapped by design,
+    #: context exchange, pipeline sends, gradient reduction, weight gathering.
     overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
+    overlapped_tensor_exposed: Annotated[Number, 0.5] = 0.5
     context_exposed: Annotated[Number, 0.5] = 0.55
     pipeline_exposed: Annotated[Number, 0.3] = 1.0
     gradient_exposed: Annotated[Number, 0.5] = 0.4
@@ -163,8 +164,8 @@ class Calibration:
         one before it, or of the first."""
         if release in self.releases or not release:
             return dict(self.releases.get(release, {}))
-        stack = release.rpartition(" ")[0]
-        known = sorted(name for name in self.releases if name.rpartition(" ")[0] == stack)
+        stack = stack_of(release, " ")
+        known = sorted(name for name in self.releases if stack_of(name, " ") == stack)
         before = [name for name in known if name <= release]
         return dict(self.releases[(before or known[:1])[-1]]) if known else {}
 
@@ -196,9 +197,9 @@ class Calibration:
         return Allocation(**cast("dict[str, Any]", settings))
 
 
-def stack_of(cluster: str) -> str:
-    """The software stack of a cluster, "stack/device"."""
-    return cluster.rpartition("/")[0]
+def stack_of(cluster: str, mark: str = "/") -> str:
+    """The software stack of a cluster, "stack/device", or of a release, "stack 26.02"."""
+    return cluster.rpartition(mark)[0]
 
 
 def release_years(release: str) -> float:

@@ -46,6 +46,8 @@ class Software:
     deduplicated: bool = False
     #: The expert exchange runs beside another microbatch's computation.
     overlapped_exchange: bool = False
+    #: Tensor-parallel traffic runs beside the products that need it, in pieces.
+    overlapped_tensor: bool = False
     #: Experts are chosen by the router itself; otherwise a benchmark forces an even load.
     natural_routing: bool = False
     #: Choices beyond capacity are dropped.

@@ -371,7 +371,9 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     x = layout.etp
     expert_tensor = where((x > 1) & has, 2 * (x - 1) * rows / links.bandwidth(x, 1), 0)
     return LayerTransfers(
-        tensor=tensor * _attention_share(work),
+        tensor=tensor
+        * _attention_share(work)
+        * where(layout.overlapped_tensor == 1, constants.overlapped_tensor_exposed, 1),
         context=context * constants.context_exposed,
         exchange=exchange * share,
         expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),
@@ -406,75 +408,66 @@ def longer(device: Number, host: Number) -> Number:
     return (device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _backward_tensor(work: PricedStep, transfers: LayerTransfers) -> Number:
-    """Backward traffic of one tensor-parallel block: with SP it gathers its input again."""
-    regather = work.layout.sequence_parallel * work.constants.sequence_parallel_regather
-    return transfers.tensor * (1 + regather)
+def _block_time(
+    work: PricedStep,
+    block: BlockTime,
+    forward: Number,
+    backward: Number,
+    extra: Number = 0.0,
+) -> LayerTime:
+    """A block with its transfers, `forward` and `backward`, and what selective recomputation runs
+    again: its norms and activations, and `extra`."""
+    layout, products = work.layout, block.products
+    summed = block.weights * work.accumulate / work.hbm
+    later = where(layout.adapters == 1, 0, products) + summed
+    again = layout.again_norm * block.elementwise / 2 + extra
+    back = products + later + core_backward_factor(work) * block.core + 2 * block.elementwise
+    ahead = products + block.core + block.elementwise + forward
+    return LayerTime(ahead, back + backward + again, later)
 
 
-def _attention_part(work: PricedStep, block: BlockTime, transfers: LayerTransfers) -> LayerTime:
-    layout, constants = work.layout, work.constants
+def layer_times(
+    work: PricedStep,
+    attention: BlockTime,
+    mlp: BlockTime,
+    experts: ExpertTime,
+    transfers: LayerTransfers,
+) -> tuple[LayerTime, LayerTime]:
+    """A dense layer and one with experts."""
+    model, layout, constants = work.model, work.layout, work.constants
     fixed = constants.layer_overhead_us * 1e-6
-    passes = where(layout.adapters == 1, 1, 2)
-    forward = block.products + block.core + block.elementwise + transfers.tensor
-    forward = forward + transfers.context + fixed
-    backward = passes * block.products + core_backward_factor(work) * block.core
-    backward = backward + 2 * block.elementwise + _backward_tensor(work, transfers)
-    backward = (
-        backward + 2 * transfers.context + 2 * fixed + block.weights * work.accumulate / work.hbm
+    # With sequence parallelism a block gathers its input again.
+    tensor = transfers.tensor
+    back = tensor * (1 + layout.sequence_parallel * constants.sequence_parallel_regather)
+    first = _block_time(
+        work,
+        attention,
+        tensor + transfers.context + fixed,
+        back + 2 * transfers.context + 2 * fixed,
+        where(layout.kernel >= FUSED, layout.again_attention * attention.core, 0),
     )
-    again = layout.again_norm * block.elementwise / 2
-    again = again + where(layout.kernel >= 2, layout.again_attention * block.core, 0)
-    return LayerTime(
-        forward, backward + again, _weight_gradient(work, block.products, block.weights)
-    )
-
-
-def _weight_gradient(work: PricedStep, products: Number, weights: Number) -> Number:
-    """Weight gradients of products: as many operations again, and the sum of gradients."""
-    return where(work.layout.adapters == 1, 0, products) + weights * work.accumulate / work.hbm
-
-
-def dense_layer(
-    work: PricedStep, attention: BlockTime, mlp: BlockTime, transfers: LayerTransfers
-) -> LayerTime:
-    layout = work.layout
-    first = _attention_part(work, attention, transfers)
-    passes = where(layout.adapters == 1, 1, 2)
-    tensor = where(layout.parallel_block == 1, 0, transfers.tensor)
-    back = where(layout.parallel_block == 1, 0, _backward_tensor(work, transfers))
-    forward = mlp.products + mlp.elementwise + tensor
-    backward = passes * mlp.products + 2 * mlp.elementwise + back
-    backward = backward + mlp.weights * work.accumulate / work.hbm
-    backward = backward + layout.again_norm * mlp.elementwise / 2
-    whole = first.forward + forward
-    back = first.backward + backward + layout.again_full * whole
-    later = _weight_gradient(work, mlp.products, mlp.weights)
-    return LayerTime(whole, back, first.weight_gradient + later)
-
-
-def routed_layer(
-    work: PricedStep, attention: BlockTime, experts: ExpertTime, transfers: LayerTransfers
-) -> LayerTime:
-    layout = work.layout
-    first = _attention_part(work, attention, transfers)
-    passes = where(layout.adapters == 1, 1, 2)
-    shared_tensor = where(work.model.shared_width > 0, transfers.tensor, 0)
+    alone = layout.parallel_block == 1
+    dense = _block_time(work, mlp, where(alone, 0, tensor), where(alone, 0, back))
+    shared_tensor = where(model.shared_width > 0, tensor, 0)
     moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
-    products = experts.products + experts.shared_products
-    forward = products + experts.elementwise + moved
-    backward = passes * products + 2 * experts.elementwise + moved
-    weights = experts.expert_weights + experts.shared_weights
-    backward = backward + weights * work.accumulate / work.hbm
-    again = layout.again_moe * forward + layout.again_norm * experts.elementwise / 2
+    block = BlockTime(
+        products=experts.products + experts.shared_products,
+        core=0.0,
+        elementwise=experts.elementwise,
+        weights=experts.expert_weights + experts.shared_weights,
+    )
+    again = layout.again_moe * (block.products + block.elementwise + moved)
     again = again + layout.again_shared * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
-    first_products = (work.model.mlp_matrices - 1) / work.model.mlp_matrices * experts.products
+    first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.products
     again = again + layout.again_experts * first_products
-    ahead = first.forward + forward
-    back = first.backward + backward + again + layout.again_full * ahead
-    host = experts.overhead
-    whole = longer(ahead, host)
-    behind = longer(back, (2 + layout.again_full) * host)
-    later = _weight_gradient(work, products, weights)
-    return LayerTime(whole, behind, first.weight_gradient + later, whole + behind - ahead - back)
+    routed = _block_time(work, block, moved, moved, again)
+    found: list[LayerTime] = []
+    for second in (dense, routed):
+        ahead = first.forward + second.forward
+        behind = first.backward + second.backward + layout.again_full * ahead
+        found.append(LayerTime(ahead, behind, first.weight_gradient + second.weight_gradient))
+    whole = longer(found[1].forward, experts.overhead)
+    behind = longer(found[1].backward, (2 + layout.again_full) * experts.overhead)
+    waiting = whole + behind - found[1].forward - found[1].backward
+    return found[0], LayerTime(whole, behind, found[1].weight_gradient, waiting)

@@ -50,12 +50,11 @@ from moemesh.planner.timing.compute import (
     attended,
     attention_block,
     core_backward_factor,
-    dense_layer,
     expert_block,
+    layer_times,
     layer_transfers,
     mlp_block,
     model_ends,
-    routed_layer,
 )
 from moemesh.planner.timing.links import Links, LinkTable, known
 from moemesh.schedule.step import duration
@@ -313,8 +312,7 @@ def _timed(
     transfers = layer_transfers(work, links)
     dense_weights = attention.weights + mlp.weights
     routed_weights = attention.weights + experts.shared_weights
-    dense = dense_layer(work, attention, mlp, transfers)
-    routed = routed_layer(work, attention, experts, transfers)
+    dense, routed = layer_times(work, attention, mlp, experts, transfers)
     times = _PassTimes(
         dense=sharded_unit(work, links, dense, dense_weights, 0.0),
         routed=sharded_unit(work, links, routed, routed_weights, experts.expert_weights),
