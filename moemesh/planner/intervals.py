@@ -21,7 +21,7 @@ are those of strangers: with four runs the interval is the strangers', with fift
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import exp, log
