@@ -62,7 +62,7 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: PlannedAns
 def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
     page = plan_document(planned, "--model m").to_html()
     pieces = re.findall(r'width="([\d.]+)"[^>]*><title>layout (\d)[^:]*: ([^<]*)</title>', page)
-    capacity = planned.cluster.memory_bytes * planned.usable_share
+    capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
     widths: dict[tuple[str, bool], float] = {}
     for width, number, said in pieces:
         of_bar = number, " s (" in said
@@ -74,7 +74,7 @@ def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
         assert seconds == pytest.approx(found.seconds / first.seconds, abs=0.01)
         needed = widths[f"{number}", False] / widths["1", False]
         assert needed == pytest.approx(found.memory.needed / first.memory.needed, abs=0.01)
-    assert "usable: " in page and f"{planned.usable_share:.1%}" in page
+    assert "usable: " in page and f"{planned.pricing.usable_share:.1%}" in page
     assert first.memory.needed <= capacity
 
 
