@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moemesh.ops.fusion import FEWEST_NUMBERS
 from moemesh.ops.grouped_gemm import grouped_weight_gradient, row_ends
 from moemesh.ops.weight_gradient import weight_gradient
+from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
 BLOCK_ROWS = 256
@@ -34,7 +34,7 @@ def block_rows(dtype: torch.dtype, width: int) -> int:
     """Number of rows of experts of this `width` that end a block on a CPU."""
     # In larger blocks the SwiGLU of narrow experts would take its compiled form, which rounds in
     # another way; that of wide ones has taken it in blocks of BLOCK_ROWS.
-    is_wide = BLOCK_ROWS * width >= FEWEST_NUMBERS
+    is_wide = BLOCK_ROWS * width >= ONE_PASS_NUMBERS
     return SHORT_BLOCK_ROWS if dtype.itemsize == 2 and is_wide else BLOCK_ROWS
 
 

@@ -18,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -77,8 +79,6 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-#: A tensor with fewer numbers than this is left to torch.
-FEWEST_NUMBERS = 1 << 16
 #: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
 MOST_THREADS = 2
 
@@ -89,7 +89,7 @@ def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
-        and x.numel() >= tensors * FEWEST_NUMBERS
+        and x.numel() >= tensors * ONE_PASS_NUMBERS
         and x.is_contiguous()
         and torch.get_num_threads() <= MOST_THREADS
     )

@@ -34,6 +34,10 @@ MEASURED_PEAKS = {
     "": "peak, measured",
 }
 
+#: On a CPU a function of at least so many numbers runs in one compiled pass, which keeps its input
+#: and nothing else (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
+ONE_PASS_NUMBERS = 1 << 16
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

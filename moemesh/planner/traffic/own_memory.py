@@ -30,7 +30,7 @@ from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
-from moemesh.trace.memory_profile import DEFERRED, MemoryProfile
+from moemesh.trace.memory_profile import DEFERRED, ONE_PASS_NUMBERS, MemoryProfile
 
 # Model states: weights to snapshots.
 #
@@ -214,9 +214,9 @@ class LayerMemory(RankStep):
 
     Each storage counts once, where it is kept first. Of a microbatch, a rank has `whole` tokens of
     its sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers have w bytes,
-    W = max(w, 4) in norms, routers and sums. On a CPU a norm is made of several operations, which
-    keep copies; CUDA's fused norm keeps only its input and the inverse root. The positions that a
-    dispatch plan itself holds are not counted.
+    W = max(w, 4) in norms, routers and sums. On a CPU a norm of few numbers, or of a view, is made
+    of several operations, which keep copies; CUDA's fused norm keeps only its input and the inverse
+    root. The positions that a dispatch plan itself holds are not counted.
     """
 
     def __post_init__(self) -> None:
@@ -295,12 +295,9 @@ class LayerMemory(RankStep):
         else:
             yield from self._grouped(whole)
         if whole:
-            tables = length * model.rotary_dim * w
-            # They are made in float64: every use keeps a copy in a narrower dtype.
-            if w < 8:
-                yield Saved("attention", 4 * tables, is_again=again)
-            else:
-                yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
+            # Cosines and sines, converted once for all layers.
+            tables = 2 * length * model.rotary_dim * w
+            yield Saved("attention", tables, is_again=again, is_shared=True)
         if self.swaps:
             # Whole sequences: of a token the queries, keys, values and output of the heads that
             # this rank of cp attends with, and their log-sum-exp.
@@ -346,9 +343,12 @@ class LayerMemory(RankStep):
         # Query heads of several groups are copied side by side; those of one are a view.
         copied = heads if keys > 1 else 0.0
         if model.qk_norm and model.qk_norm_over == "head":
-            # Keys in front of it are a view of the projections, unless they are made wider.
-            inputs = heads + keys if w < self.wide else copied
-            per_head = self.wide * (size * (inputs + heads + keys) + heads + keys)
+            # In front of it a view of the projections, unless it is made wider.
+            of_keys = self.wide * keys * (size * (1 + (w < self.wide)) + 1)
+            of_queries = self.wide * (size * (heads + (heads if w < self.wide else copied)) + heads)
+            if copied and self._is_one_pass(whole * heads * size):
+                of_queries = w * size * heads
+            per_head = of_queries + of_keys
             if model.clip_qkv:
                 channels += heads + 2 * keys
         elif model.qk_norm:
@@ -382,8 +382,10 @@ class LayerMemory(RankStep):
         for size, beside in ((latent, rotary), (rank, 0)):
             if size:
                 # Input, normalised copy and inverse root of a norm.
-                kept = local * (wide * (2 * size + 1) + w * beside * (w == wide))
-                yield Saved("attention", kept)
+                kept = wide * (2 * size + 1) + w * beside * (w == wide)
+                if not beside and self._is_one_pass(local * size):
+                    kept = w * size
+                yield Saved("attention", local * kept)
         if not rank and self.plan.tp > 1:
             gathered = whole * w * model.hidden_size
             yield Saved("attention", gathered, held=gathered)
@@ -398,7 +400,13 @@ class LayerMemory(RankStep):
         yield Saved("attention", 2 * queries + values, is_again=self.is_again)
 
     def _norm(self, rows: int) -> Saved:
-        return Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
+        hidden = self.model.hidden_size
+        if self._is_one_pass(rows * hidden):
+            return Saved("norms", rows * self.w * hidden)
+        return Saved("norms", rows * self.wide * (2 * hidden + 1))
+
+    def _is_one_pass(self, numbers: float) -> bool:
+        return self.w <= 4 and numbers >= ONE_PASS_NUMBERS
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
         """A dense MLP, or the shared experts: input; gate, up, silu(gate) and product."""
@@ -424,8 +432,10 @@ class LayerMemory(RankStep):
         entered = local * wide * model.hidden_size
         yield Saved("router", entered, held=entered, gradient=local * wide * experts)
         scores = wide * experts + (0 if model.router_score == "softmax" else wide)
-        # Choices, which of them are none, and what normalisation divides.
-        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
+        # Choices, and what normalisation divides; where a choice may be none, which of them are.
+        weights = k * _INT64 + (k + 1) * wide * model.router_normalize
+        if model.router_selection in ("expert_choice", "sinkhorn"):
+            weights += k + model.router_normalize
         yield Saved("router", local * (scores + weights))
         if model.has_aux_loss:
             # The scope of each token, and its loss.
