@@ -433,7 +433,9 @@ def _traffic(
             f"routing; not to the byte: {exact}"
         )
     rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
-    of_rank = partial(predict_ledger, config, exact, **layout.step_sizes, on_accelerator=on_accelerator)
+    of_rank = partial(
+        predict_ledger, config, exact, **layout.step_sizes, on_accelerator=on_accelerator
+    )
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     if exact.data == "parameter_server" and other != rank:
@@ -532,9 +534,8 @@ def estimate_run(
         ranks.append(replace(memory, dense_weights=dense, **own))
     tuned = MemoryEstimate(ranks=tuple(ranks))
     less = found.memory.worst.total - tuned.worst.total
-    peak = replace(
-        found.peak, allocated=found.peak.allocated - less, needed=found.peak.needed - less
-    )
+    allocated, needed = found.peak.allocated - less, found.peak.needed - less
+    peak = replace(found.peak, allocated=allocated, needed=needed)
     ledger = predict_ledger(
         config.model,
         plan,
@@ -550,7 +551,7 @@ def estimate_run(
         + ("" if layout.adapters else "and seconds ")
         + "those of training everything"
     )
-    instead = None if found.fits(peak.needed) else found.instead
+    instead = None if found.fits(needed) else found.instead
     return replace(
         found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
     )

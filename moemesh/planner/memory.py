@@ -471,12 +471,8 @@ def _peaks(
 ) -> Iterator[PeakMemory]:
     """The peaks of the ranks one of which is the worst. `known`: what other layouts share, states
     those with the same ZeRO and exit, activations those that compute the same again."""
-    layout = with_values(
-        layout,
-        gradient_bytes=allocation.gradient_bytes,
-        optimizer_bytes=allocation.optimizer_bytes,
-        fused_activation=allocation.fused_activation,
-    )
+    known_better = ("gradient_bytes", "optimizer_bytes", "fused_activation")
+    layout = with_values(layout, **{name: getattr(allocation, name) for name in known_better})
     hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
     is_full = "full" in layout.recompute
     # What a stack keeps of layers beyond their tensors: norms, and scores; and scores at work.
@@ -523,9 +519,8 @@ def _peaks(
             if content.has_head:
                 numbers = layout.tokens * shape.vocab_size
                 logits = allocation.logit_bytes * numbers / layout.tp
-                logits = logits + where(
-                    layout.tp > 1, allocation.gathered_logit_bytes * numbers, 0.0
-                )
+                gathered_logits = allocation.gathered_logit_bytes * numbers
+                logits = logits + where(layout.tp > 1, gathered_logits, 0.0)
                 head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
                 logits = logits + allocation.head_gradient_bytes * head
             activations = held(layout, rank, kept)

@@ -158,9 +158,8 @@ class WeightCounts(NamedTuple):
 
     def plus(self, other: WeightCounts, count: int = 1) -> WeightCounts:
         """These and `count` times others."""
-        return WeightCounts(
-            *(mine + count * theirs for mine, theirs in zip(self, other, strict=True))
-        )
+        pairs = zip(self, other, strict=True)
+        return WeightCounts(*(mine + count * theirs for mine, theirs in pairs))
 
     def on_rank(self, layout: PlannedLayout) -> tuple[float, float]:
         """(all others, those of experts) on one rank."""

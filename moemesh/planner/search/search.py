@@ -365,9 +365,8 @@ def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
         parts = found.breakdown(fastest)
         waits = {name: parts[name] for name in parts if name not in _WORK}
         name = max(waits, key=lambda part: waits[part])
-        binding = (
-            f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
-        )
+        share = waits[name] / seconds
+        binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
     # Layouts that are faster than all that fit, the ones that miss their memory by least.
     why_not: dict[str, str] = {}
     own = found.seconds(best)

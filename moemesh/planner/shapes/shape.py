@@ -145,9 +145,8 @@ class ModelShape(Section):
             message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
             complain("experts_per_token", message, f"experts_per_token = {experts}")
         if experts % max(groups := self.router_groups, 1):
-            complain(
-                "router_groups", f"router_groups ({groups}) must divide num_experts ({experts})"
-            )
+            message = f"router_groups ({groups}) must divide num_experts ({experts})"
+            complain("router_groups", message)
         if problems:
             raise ConfigError(problems)
 

@@ -203,9 +203,8 @@ def solve_division(
     for stage, seconds in enumerate(table):
         found: dict[tuple[int, int], int] = {}
         for first, end in np.argwhere(seconds * num_microbatches <= even.seconds).tolist():
-            at_ends = (first == 0) == (stage == 0) and (end == num_layers) == (
-                stage == num_stages - 1
-            )
+            is_last = stage == num_stages - 1
+            at_ends = (first == 0) == (stage == 0) and (end == num_layers) == is_last
             if first < end and at_ends and np.isfinite(seconds[first, end]):
                 found[first, end] = program.variable(float(seconds[first, end]) * scale)
         runs.append(found)
@@ -274,9 +273,8 @@ def compare(request: PartitionRequest) -> list[Partition]:
             problems.append(_problem("method", method, message, fix))
     if (schedule := request.schedule) not in SCHEDULES:
         message = f"stages are divided for {' and '.join(SCHEDULES)}"
-        problems.append(
-            _problem("schedule", schedule, message, nearest_choice(schedule, SCHEDULES))
-        )
+        fix = nearest_choice(schedule, SCHEDULES)
+        problems.append(_problem("schedule", schedule, message, fix))
     for name in ("seq_len", "global_batch", "evaluations", "nodes", "stages", "microbatches"):
         value: int | None = getattr(request, name)
         if value is not None and value < 1:

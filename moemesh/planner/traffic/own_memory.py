@@ -214,9 +214,8 @@ class LayerMemory(RankStep):
         #: Heads of this rank.
         self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
         #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
-        self.is_padded = model.value_head_dim < model.query_head_dim and (
-            plan.cp == 1 or plan.context == "all_to_all"
-        )
+        pads = plan.cp == 1 or plan.context == "all_to_all"
+        self.is_padded = model.value_head_dim < model.query_head_dim and pads
         #: Whether what lies between the projections of attention is computed again.
         self.is_again = self.is_selective and plan.recompute_attention
         #: Heads for positions: the projections are sent, and what arrives is kept in their place.
@@ -529,9 +528,8 @@ def predict_activations(
             most, peak = total, dict(kept)
 
     # In a block the forward counts before anything is given back.
-    orders = (
-        sorted(entry, key=lambda op: op.kind != "F") for entry in schedule.orders[memory.here["pp"]]
-    )
+    entries = schedule.orders[memory.here["pp"]]
+    orders = (sorted(entry, key=lambda op: op.kind != "F") for entry in entries)
     for op in chain.from_iterable(orders):
         layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
         #: Kind of one storage for all layers -> the first layer that keeps it.
@@ -602,12 +600,8 @@ def predict_memory(
     when the plan's schedule cannot be made.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
-    element = ELEMENT_BYTES[dtype]
-    states = predict_states(
-        placement, element=element, optimizer=optimizer, momentum=momentum, rank=rank
-    )
-    kinds = predict_activations(
-        placement, global_batch=global_batch, element=element, rank=rank, routing=routing
-    )
+    own = {"element": ELEMENT_BYTES[dtype], "rank": rank}
+    states = predict_states(placement, **own, optimizer=optimizer, momentum=momentum)
+    kinds = predict_activations(placement, **own, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)
