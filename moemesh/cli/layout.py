@@ -121,8 +121,8 @@ def _axes_table(held: "Holdings") -> str:
         groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
         groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
         where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
-        text = " | ".join(groups) if axis.size > 1 else "each rank by itself"
-        rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where, text))
+        text = " | ".join(groups) if len(axis.groups[0]) > 1 else "each rank by itself"
+        rows.append((axis.axis, str(len(axis.groups[0])), str(len(axis.groups)), where, text))
     lines = table(("axis", "size", "groups", "a group is on"), [row[:4] for row in rows])
     return beside(lines, ["ranks of each group", *(row[4] for row in rows)])
 

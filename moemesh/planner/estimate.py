@@ -276,7 +276,7 @@ class Estimate:
             near = {
                 "plan": self.instead.layout.text,
                 "change": self.instead.change,
-                "memory_bytes": self.instead.needed,
+                "memory_bytes": self.instead.memory.needed,
                 "seconds": self.instead.seconds,
             }
         memory = self.memory

@@ -16,7 +16,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem, public
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import LARGEST_DEGREE, Plan
+from moemesh.config.plan import LARGEST_DEGREE, Plan, Recompute
 from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.graph import FloatArray, IntegerProgram, solve
@@ -77,7 +77,6 @@ _TENSOR = {
 _SELECTIVE = (
     "attention core", "activation", "shared activation", "expert up", "expert activation",
 )  # fmt: skip
-_RECOMPUTES = ("none", "selective", "full")
 _problem = partial(Problem.of, "partition")
 
 
@@ -137,7 +136,7 @@ def _ranked(
     found: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
-            for recompute in _RECOMPUTES:
+            for recompute in get_args(Recompute):
                 keys: dict[str, object] = {"recompute": recompute}
                 for names, legal in ((dense, _DENSE), (experts, _EXPERTS)):
                     for key in filter(None, legal):

@@ -250,7 +250,8 @@ class LayerMemory(RankStep):
             found.append(self._layer(number, layer, whole, local, length))
             found.append(head)
         if self.model.has_joint_aux_loss:
-            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+            size = self.scopes(number) * (_FLOAT64 * self.model.num_experts + _INT64)
+            found.append(SavedTensors([Saved("dispatch", size)]))
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
@@ -418,7 +419,8 @@ class LayerMemory(RankStep):
             # The scope of each token, and its loss.
             is_shared = model.aux_loss_scope == "sequence"
             yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
-            size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, wide)
+            # Frequencies and numbers of tokens of each scope.
+            size = self.scopes(number) * (wide * experts + _INT64) * (not model.has_joint_aux_loss)
             if model.router_score != "softmax":
                 size += local * wide * experts
             if model.z_loss_coefficient:
@@ -451,10 +453,6 @@ class LayerMemory(RankStep):
         """Bytes of `rows` rows of one factor's width, for each of the adapters."""
         lora = self.model.lora
         return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
-
-    def _loss_of_scopes(self, number: int, wide: int) -> float:
-        """Frequencies and numbers of tokens of each scope."""
-        return self.scopes(number) * (wide * self.model.num_experts + _INT64)
 
     def _rows(self, number: int, layer: int) -> tuple[float, ...]:
         """Of this rank in one layer, over all chunks: rows of the experts' source, rows at the
