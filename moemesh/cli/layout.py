@@ -93,8 +93,9 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
         groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
         groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
         where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
-        rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where))
-        told.append(" | ".join(groups) if axis.size > 1 else "each rank by itself")
+        size = len(axis.groups[0])
+        rows.append((axis.axis, str(size), str(len(axis.groups)), where))
+        told.append(" | ".join(groups) if size > 1 else "each rank by itself")
     axes = table(("axis", "size", "groups", "a group is on"), rows)
     lines = [f"{held.world_size} ranks{nodes}", "", beside(axes, told), ""]
     if held.model is None:

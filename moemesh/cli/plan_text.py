@@ -121,7 +121,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     elif near is not None:
         slower = near.seconds / found.seconds["total"] - 1
         lines += [
-            f"            nearest that fits: {near.change}: {_size(near.needed)}, "
+            f"            nearest that fits: {near.change}: {_size(near.memory.needed)}, "
             f"{near.seconds:.4g} s a step ({slower:+.1%})",
             f"            --plan {near.layout.text}",
         ]
@@ -454,7 +454,7 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
             + (f"; against the first: {excess}" if excess else "")
         )
         if near := rival.nearest:
-            size = _size(near.needed)
+            size = _size(near.memory.needed)
             told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     if rival.verdict == "equal":
         return [*told, "as fast as the first: the time model does not tell them apart"]

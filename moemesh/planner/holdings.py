@@ -34,10 +34,6 @@ class AxisGroups(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
     nodes: int
 
-    @property
-    def size(self) -> int:
-        return len(self.groups[0])
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:

@@ -128,11 +128,9 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
         train=of_what_trains.train.model_copy(update={"dtype": "bfloat16"}),
         lora=of_what_trains.lora,
     )
-    again = from_plan(plan, seq_len=seq_len, global_batch=batch).changed(
-        ranks_per_node=layout.ranks_per_node,
-        layers_per_stage=layout.layers_per_stage,
-        **{name: getattr(layout, name) for name in TRAINED},
-    )
+    again = from_plan(plan, seq_len=seq_len, global_batch=batch)
+    same = ("ranks_per_node", "layers_per_stage", *TRAINED)
+    again = again.changed(**{name: getattr(layout, name) for name in same})
     unsaid = [
         plan_problem(layout, "not-available", item.name, "no key of [plan] says this", "")
         for item in fields(layout)

@@ -158,9 +158,8 @@ class WeightCounts(NamedTuple):
 
     def plus(self, other: WeightCounts, count: int = 1) -> WeightCounts:
         """These and `count` times others."""
-        return WeightCounts(
-            *(mine + count * theirs for mine, theirs in zip(self, other, strict=True))
-        )
+        pairs = zip(self, other, strict=True)
+        return WeightCounts(*(mine + count * theirs for mine, theirs in pairs))
 
     def on_rank(self, layout: PlannedLayout) -> tuple[float, float]:
         """(all others, those of experts) on one rank."""
@@ -280,7 +279,7 @@ def count_parameters(shape: ModelShape) -> Parameters:
     moe, table = shape.num_moe_layers, shape.vocab_size * shape.hidden_size
     ends = {name: weights.total for name, weights in end_weights(shape).items()}
     mtp, parts = ends.pop("mtp"), Counter(ends)
-    for is_moe, number in ((False, shape.num_dense_layers), (True, moe)):
+    for is_moe, number in ((False, shape.num_layers - moe), (True, moe)):
         for name, weights in layer_parts(shape, is_moe).items():
             parts[name] += number * weights.total
     total = sum(parts.values())

@@ -255,6 +255,11 @@ class PlannedLayout(Shown):
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def step_sizes(self) -> dict[str, Any]:
+        """Sequences and number type of a step, as predictions of a run take them."""
+        return {name: getattr(self, name) for name in ("seq_len", "global_batch", "dtype")}
+
+    @property
     def num_stages(self) -> int:
         """Stages of one pipe; a V has two on every rank."""
         if self.schedule in V_SCHEDULES:

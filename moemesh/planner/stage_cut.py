@@ -102,15 +102,11 @@ class Stages:
         ends = (0, *accumulate(self.sizes))
         return tuple(dict(Counter(self.shape.kinds[first:end])) for first, end in pairwise(ends))
 
-    def on(self, rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds."""
-        return self.step.stages_of(rank)
-
     @cached_property
     def contents(self) -> tuple[RankContent, ...]:
         """The parts of every pipeline rank."""
         found: list[RankContent] = []
-        for own in map(self.on, range(self.step.ranks)):
+        for own in map(self.step.stages_of, range(self.step.ranks)):
             chunks = tuple(self.kinds[stage] for stage in own)
             kinds = sum(map(Counter, chunks), Counter[LayerKind]())
             found.append(RankContent(chunks, kinds, 0 in own, self.last in own))

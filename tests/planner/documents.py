@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from moemesh.config.plan import Plan
-from moemesh.planner.activations import layer_kept
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import kv_cache_bytes, rank_memory
+from moemesh.planner.memory import kv_cache_bytes, layer_kept, rank_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model

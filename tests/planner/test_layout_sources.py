@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.accuracy.published import recompute_from_words
-from moemesh.planner.activations import layer_kept
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import from_plan, plan_of, read_plan
+from moemesh.planner.memory import layer_kept
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load_shape import load_model

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from moemesh.planner.activations import layer_kept
-from moemesh.planner.memory import estimate_memory, kv_cache_bytes, rank_memory, rank_weights
+from moemesh.planner.memory import (
+    estimate_memory,
+    kv_cache_bytes,
+    layer_kept,
+    rank_memory,
+    rank_weights,
+)
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model

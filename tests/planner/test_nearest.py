@@ -43,7 +43,7 @@ def test_the_nearest_is_the_fastest_of_all_single_changes_that_fit(text: str) ->
     capacity = CLUSTER.memory_bytes * pricing(CLUSTER).usable_share
     assert needed(model, CLUSTER, start)[0] > capacity
     near = nearest_that_fits(shape, CLUSTER, start)
-    assert near is not None and near.needed <= capacity
+    assert near is not None and near.memory.needed <= capacity
     assert near.layout.world_size == start.world_size
     for count in (1, 2):
         prices = [

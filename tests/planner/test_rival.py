@@ -73,7 +73,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     assert rival.candidate is not None and rival.nearest is not None
     assert rival.short == pytest.approx(rival.candidate.memory.needed - found.capacity)
     assert rival.memory[0][0] == "states"
-    assert rival.nearest.needed <= found.capacity
+    assert rival.nearest.memory.needed <= found.capacity
 
 
 @pytest.mark.parametrize(

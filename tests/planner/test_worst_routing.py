@@ -10,10 +10,10 @@ import pytest
 import moemesh as mm
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.planner.estimate import of_own_run
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, capacity_of, count_choices
 from moemesh.planner.traffic.own_memory import predict_activations
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.planner.worst_routing import of_own_run
 
 SEQ_LEN, BATCH = 16, 8
 PLANS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import parallelize
-from moemesh.planner.worst_routing import of_own_run
+from moemesh.planner.estimate import of_own_run
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes

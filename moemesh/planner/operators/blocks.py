@@ -249,7 +249,5 @@ class TransformerBlocks:
         )
         act = self._activation("expert activation", up, wide, rows * width * _ELEMENT_BYTES)
         down = self._product("expert down", "expert_width", "hidden", act, experts=experts)
-        returned, cut = (_ROWS, _GATES), _TOKENS
-        return self._add(
-            "combine", [down, gates], returned, _STREAM, moved, cut=cut, kept_bytes=0.0
-        )
+        back = (_ROWS, _GATES), _STREAM, moved
+        return self._add("combine", [down, gates], *back, cut=_TOKENS, kept_bytes=0.0)

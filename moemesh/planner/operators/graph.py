@@ -186,11 +186,9 @@ class IntegerProgram:
             constraints=optimize.LinearConstraint(matrix, *np.array(self._rows, dtype=float).T),
             options=options,
         )
-        return ProgramAnswer(
-            values=None if answer.x is None else np.asarray(answer.x, dtype=float),
-            infeasible=int(answer.status) == 2,
-            num_nodes=int(getattr(answer, "mip_node_count", 0) or 0),
-        )
+        found = None if answer.x is None else np.asarray(answer.x, dtype=float)
+        num_nodes = int(getattr(answer, "mip_node_count", 0) or 0)
+        return ProgramAnswer(found, infeasible=answer.status == 2, num_nodes=num_nodes)
 
 
 class Assignment(NamedTuple):

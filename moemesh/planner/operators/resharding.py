@@ -64,10 +64,6 @@ class MeshAxis:
         return (self.size - 1) * self.latency + share * num_bytes * self.seconds_per_byte
 
 
-def _cuts(placement: str) -> bool:
-    return placement[0] == "S"
-
-
 def reshard_seconds(
     num_bytes: float,
     source: MeshLayout,
@@ -86,7 +82,7 @@ def reshard_seconds(
         before = tuple(names.get(placement, placement) for placement in start)
         after = tuple(names.get(placement, placement) for placement in end)
         if before != after:
-            dims = {place for place in (*before, *after) if _cuts(place)}
+            dims = {place for place in (*before, *after) if place[0] == "S"}
             places = tuple(sorted(dims | {"R", "P"}))
             seconds += _all_paths(num_bytes, before, places, tuple(axes))[after]
     return seconds
@@ -107,17 +103,17 @@ def _all_paths(
         #: Bytes that one rank holds.
         held = num_bytes
         for placement, axis in zip(layout, axes, strict=True):
-            if _cuts(placement):
+            if placement[0] == "S":
                 held /= axis.size
         for index, axis in enumerate(axes):
             # Pieces of pieces: only the innermost axis that cuts a dim may change.
             inner = set(layout[index + 1 :])
             old = layout[index]
-            if _cuts(old) and old in inner:
+            if old[0] == "S" and old in inner:
                 continue
             for new in places:
                 after = (*layout[:index], new, *layout[index + 1 :])
-                if new == old or (_cuts(new) and new in inner) or after in done:
+                if new == old or (new[0] == "S" and new in inner) or after in done:
                     continue
                 # Nothing moves to slice, to pad with zeros, or to keep one copy beside zeros.
                 step = 0.0
@@ -125,9 +121,9 @@ def _all_paths(
                     pass
                 elif old == "P":
                     step = axis.gather(held) * (2 if new == "R" else 1)
-                elif _cuts(old) and new == "R":
+                elif old[0] == "S" and new == "R":
                     step = axis.gather(held * axis.size)
-                elif _cuts(old) and new != "P":
+                elif old[0] == "S" and new != "P":
                     step = axis.gather(held)
                 heapq.heappush(heap, (seconds + step, after))
     return done

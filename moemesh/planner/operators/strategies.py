@@ -108,12 +108,10 @@ def cost_model(
     stride = prod(axes.values())
     for name, size in axes.items():
         stride //= size
-        bandwidth = float(group.bandwidth(size, stride))
+        per_byte = 1 / float(group.bandwidth(size, stride))
         inside = size * stride <= cluster.gpus_per_node
         latency = cluster.intra_node_latency if inside else cluster.inter_node_latency
-        links.append(
-            MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=1 / bandwidth)
-        )
+        links.append(MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=per_byte))
     peak, memory = cluster.peak_flops["bfloat16"] * _EFFICIENCY, cluster.memory_bandwidth
 
     def compute_seconds(flops: float, moved_bytes: float) -> float:
@@ -170,9 +168,8 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
         seconds = seconds / costs.microbatches + exchanged
         moved = spec.moved_bytes / shards + weights * costs.weight_bytes
         forward = costs.compute_seconds(spec.flops / shards, moved)
-        name = ",".join(
-            f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
-        )
+        taken = zip(costs.axes, ways, strict=True)
+        name = ",".join(f"{axis.name}={way}" for axis, way in taken if way != WHOLE)
         strategy = Strategy(
             name=name or WHOLE,
             inputs=tuple(_layout(dims, ways, "B") for dims in spec.inputs),

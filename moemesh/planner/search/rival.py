@@ -65,10 +65,8 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candi
     space = Space(
         num_devices=layout.world_size,
         node_size=cluster.gpus_per_node,
-        seq_len=layout.seq_len,
-        global_batch=layout.global_batch,
-        precision=layout.precision,
         trained={name: getattr(layout, name) for name in TRAINED},
+        **{name: getattr(layout, name) for name in ("seq_len", "global_batch", "precision")},
     )
     try:
         found = SearchSpace(shape, cluster, space)

@@ -57,11 +57,6 @@ class Candidate:
     def seconds(self) -> float:
         return self.breakdown["total"]
 
-    @property
-    def needed(self) -> float:
-        """Bytes that a device must have."""
-        return self.memory.needed
-
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
@@ -155,11 +150,7 @@ class SearchSpace:
         order = first[allowed[first]].tolist()
         allowed[first] = False
         rest = _ascending(np.flatnonzero(allowed), self.bounds)
-        return self._fastest(chain(order, rest), count)
-
-    def fastest(self, numbers: IntArray, count: int) -> list[int]:
-        """The `count` fastest of layouts, as :meth:`fitting`."""
-        return self._fastest(_ascending(numbers, self.bounds), count)
+        return self.fastest(chain(order, rest), count)
 
     @cached_property
     def _lowest(self) -> IntArray:
@@ -167,7 +158,8 @@ class SearchSpace:
         every = np.arange(len(self.bounds))
         return np.fromiter(islice(_ascending(every, self.bounds), _FIRST), int)
 
-    def _fastest(self, order: Iterable[int], count: int) -> list[int]:
+    def fastest(self, order: Iterable[int], count: int) -> list[int]:
+        """The `count` fastest of layouts that come by their bounds, as :meth:`fitting`."""
         found: list[tuple[float, float, int]] = []
         for index in order:
             if len(found) >= count and self.bounds[index] > found[count - 1][0] * (1 + _ROUNDING):
@@ -267,12 +259,12 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candida
         leader, pool = safe[0], fits & (found.needed <= safe_bytes)
     limit = min(found.seconds(leader) * (1 + TIE), seconds * (1 + SAFER))
 
-    def order(index: int) -> tuple[int, float, float]:
+    def merit(index: int) -> tuple[int, float, float]:
         risk = max(float(found.needed[index]) - safe_bytes, 0.0)
         return int(found.mechanisms[index]), risk, found.seconds(index)
 
     may_tie = np.flatnonzero(pool & (found.bounds <= limit)).tolist()
-    best = min((one for one in may_tie if found.seconds(one) <= limit), key=order)
+    best = min((one for one in may_tie if found.seconds(one) <= limit), key=merit)
     roles = {best: ["recommended"]}
     roles.setdefault(fastest, []).append("fastest")
     if safe:
@@ -282,7 +274,8 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candida
     nearly = seconds * (1 + NEAR)
     may = np.flatnonzero(fits & (found.bounds <= nearly))
     levels = found.mechanisms[may]
-    firsts = (found.fastest(may[levels == level], 1)[0] for level in np.unique(levels))
+    same = (_ascending(may[levels == level], found.bounds) for level in np.unique(levels))
+    firsts = (found.fastest(order, 1)[0] for order in same)
     simplest = next(index for index in firsts if found.seconds(index) <= nearly)
     is_simple = found.mechanisms[best] == found.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
@@ -365,9 +358,8 @@ def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
         parts = found.breakdown(fastest)
         waits = {name: parts[name] for name in parts if name not in _WORK}
         name = max(waits, key=lambda part: waits[part])
-        binding = (
-            f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
-        )
+        share = waits[name] / seconds
+        binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
     # Layouts that are faster than all that fit, the ones that miss their memory by least.
     why_not: dict[str, str] = {}
     own = found.seconds(best)

@@ -135,22 +135,18 @@ class Family:
     ) -> PlannedLayout:
         space, columns = self.space, self.columns
         ep, etp = int(columns.ep[expert_cut]), int(columns.etp[expert_cut])
-        degrees: dict[str, Any] = {name: int(getattr(columns, name)[cut, 0]) for name in _CUTS}
+        values: dict[str, Any] = {name: int(getattr(columns, name)[cut, 0]) for name in _CUTS}
+        values |= {name: getattr(space, name) for name in ("seq_len", "global_batch", "precision")}
+        values |= {name: getattr(self, name) for name in ("pp", "schedule", "stages_per_rank")}
         return PlannedLayout(
             **dict(space.trained),
-            **degrees,
+            **values,
             ep=ep,
             etp=etp,
-            pp=self.pp,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
             recompute=RECOMPUTED[space.recompute[recompute]],
             zero=self.zero[zero],
             attention_exit=space.exits[attention_exit],
             dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
-            seq_len=space.seq_len,
-            global_batch=space.global_batch,
-            precision=space.precision,
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 

@@ -257,7 +257,8 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
             fix = nearest_choice(key, tuple({**ModelConfig.model_fields, **shape_fields}))
             if (foreign := aliases().get(key, "")).startswith("model."):
                 fix = f"here it is called {foreign.removeprefix('model.')}"
-            problems.append(_problem("unknown-key", key, f"a model has no key `{key}`", value, fix))
+            message = f"a model has no key `{key}`"
+            problems.append(Problem.of("unknown-key", f"model.{key}", value, message, fix))
     if problems:
         raise ConfigError(problems)
     trained = set(table) - set(shape_fields)
@@ -265,14 +266,18 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
         trained = trained or {"preset"}
     needed = [key for key, item in shape_fields.items() if item.is_required()]
     if not is_section and (missing := [key for key in needed if key not in table]):
-        raise ConfigError(_problem("missing", key, f"the model has no {key}") for key in missing)
+        raise ConfigError(
+            Problem.of("missing", f"model.{key}", None, f"the model has no {key}")
+            for key in missing
+        )
     if trained and set(table) <= config_fields:
         config = _config(table if is_section else {"num_experts": 0} | table)
         return Model(from_model_config(config, name), config)
     if trained:
+        code = "conflict"
         message = "is a key of trained models and does not go with keys of planned shapes"
         raise ConfigError(
-            _problem("conflict", key, f"`{key}` {message}", table[key], f"leave `{key}` out")
+            Problem.of(code, f"model.{key}", table[key], f"`{key}` {message}", f"leave `{key}` out")
             for key in sorted(trained)
         )
     # `moe_layers = "all"` may stand in place of a list.
@@ -289,10 +294,6 @@ def _config(table: Mapping[str, Any]) -> ModelConfig:
     if problems := broken or config.check():
         raise ConfigError(problems)
     return config
-
-
-def _problem(code: str, key: str, message: str, value: object = None, fix: str = "") -> Problem:
-    return Problem(code=code, key=f"model.{key}", value=value, message=message, fix=fix)
 
 
 def _refused(code: str, source: str, message: str, fix: str = "") -> ConfigError:

@@ -17,13 +17,8 @@ from moemesh.config.rules import CutSizes
 from moemesh.config.section import Section
 from moemesh.config.sources import Leaf
 
-Attention = Literal["gqa", "mla"]
-QKNorm = Literal["none", "head", "full"]
-Norm = Literal["rms", "layer", "layer_bias", "plain"]
-Activation = Literal["swiglu", "gelu"]
-
 #: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
-_NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
+_NORM_WEIGHTS = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
 
 
 class LayerKind(NamedTuple):
@@ -56,16 +51,16 @@ class ModelShape(Section):
     head_dim: int
     intermediate_size: int = 0
     #: "swiglu" has a gate projection (three matrices), "gelu" has none (two).
-    activation: Activation = "swiglu"
+    activation: Literal["swiglu", "gelu"] = "swiglu"
 
-    attention: Attention = "gqa"
+    attention: Literal["gqa", "mla"] = "gqa"
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rotary_head_dim: int = 0
     v_head_dim: int = 0
     #: Norms of queries and keys: over each head (one scale of `head_dim`), or over all heads.
-    qk_norm: QKNorm = "none"
+    qk_norm: Literal["none", "head", "full"] = "none"
     #: On the query, key and value projections; on the output projection.
     qkv_bias: bool = False
     output_bias: bool = False
@@ -92,7 +87,7 @@ class ModelShape(Section):
     mlp_bias: bool = False
     expert_bias: bool = False
 
-    norm: Norm = "rms"
+    norm: Literal["rms", "layer", "layer_bias", "plain"] = "rms"
     norms_per_layer: int = 2
     #: A norm behind the embedding.
     embedding_norm: bool = False
@@ -145,9 +140,8 @@ class ModelShape(Section):
             message = f"experts_per_token ({chosen}) exceeds num_experts ({experts})"
             complain("experts_per_token", message, f"experts_per_token = {experts}")
         if experts % max(groups := self.router_groups, 1):
-            complain(
-                "router_groups", f"router_groups ({groups}) must divide num_experts ({experts})"
-            )
+            message = f"router_groups ({groups}) must divide num_experts ({experts})"
+            complain("router_groups", message)
         if problems:
             raise ConfigError(problems)
 
@@ -192,10 +186,6 @@ class ModelShape(Section):
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
-
-    @property
-    def num_dense_layers(self) -> int:
-        return self.num_layers - len(self.moe_layers)
 
     @property
     def is_moe(self) -> bool:
@@ -254,7 +244,7 @@ class ModelShape(Section):
     def truncated(self, num_layers: int) -> ModelShape:
         """The same model cut to its first `num_layers` layers, at least one of them dense where the
         whole model has dense layers, and at most one of those in front of experts."""
-        dense = self.num_dense_layers
+        dense = self.num_layers - len(self.moe_layers)
         #: Layers in front of the first one with experts.
         lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
         if self.is_moe and 0 < lead == dense:

@@ -93,10 +93,8 @@ class Division:
 
 def runs_of(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
     """The layers of each stage of so many layers."""
-    ends = np.cumsum(layers_per_stage)
-    return tuple(
-        range(int(end) - size, int(end)) for size, end in zip(layers_per_stage, ends, strict=True)
-    )
+    ends = map(int, np.cumsum(layers_per_stage))
+    return tuple(range(end - n, end) for n, end in zip(layers_per_stage, ends, strict=True))
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
@@ -281,16 +279,14 @@ def baseline_division(
         return division_of(table, sizes, num_microbatches) if len(sizes) == num_stages else None
 
     def evaluate(draws: IntArray) -> FloatArray:
-        return np.array(
-            [np.inf if (one := division(row)) is None else one.seconds for row in draws]
-        )
+        found = map(division, draws)
+        return np.array([np.inf if one is None else one.seconds for one in found])
 
     logits: list[FloatArray] = []
     if method == "learned":
         share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
         logits = [np.log(np.array([1 - share, share]))] * gaps
-    found = best_draw(
-        draw if method == "random" else None, logits, evaluate, evaluations=evaluations, seed=seed
-    )
+    sampler = draw if method == "random" else None
+    found = best_draw(sampler, logits, evaluate, evaluations=evaluations, seed=seed)
     best = division(found.choices) if np.isfinite(found.seconds) else None
     return best and replace(best, evaluations=found.evaluations)

@@ -16,7 +16,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem, public
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import LARGEST_DEGREE, Plan
+from moemesh.config.plan import LARGEST_DEGREE, Plan, Recompute
 from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.graph import FloatArray, IntegerProgram, solve
@@ -77,7 +77,6 @@ _TENSOR = {
 _SELECTIVE = (
     "attention core", "activation", "shared activation", "expert up", "expert activation",
 )  # fmt: skip
-_RECOMPUTES = ("none", "selective", "full")
 _problem = partial(Problem.of, "partition")
 
 
@@ -137,7 +136,7 @@ def _ranked(
     found: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
-            for recompute in _RECOMPUTES:
+            for recompute in get_args(Recompute):
                 keys: dict[str, object] = {"recompute": recompute}
                 for names, legal in ((dense, _DENSE), (experts, _EXPERTS)):
                     for key in filter(None, legal):
@@ -203,9 +202,8 @@ def solve_division(
     for stage, seconds in enumerate(table):
         found: dict[tuple[int, int], int] = {}
         for first, end in np.argwhere(seconds * num_microbatches <= even.seconds).tolist():
-            at_ends = (first == 0) == (stage == 0) and (end == num_layers) == (
-                stage == num_stages - 1
-            )
+            is_last = stage == num_stages - 1
+            at_ends = (first == 0) == (stage == 0) and (end == num_layers) == is_last
             if first < end and at_ends and np.isfinite(seconds[first, end]):
                 found[first, end] = program.variable(float(seconds[first, end]) * scale)
         runs.append(found)
@@ -274,9 +272,8 @@ def compare(request: PartitionRequest) -> list[Partition]:
             problems.append(_problem("method", method, message, fix))
     if (schedule := request.schedule) not in SCHEDULES:
         message = f"stages are divided for {' and '.join(SCHEDULES)}"
-        problems.append(
-            _problem("schedule", schedule, message, nearest_choice(schedule, SCHEDULES))
-        )
+        fix = nearest_choice(schedule, SCHEDULES)
+        problems.append(_problem("schedule", schedule, message, fix))
     for name in ("seq_len", "global_batch", "evaluations", "nodes", "stages", "microbatches"):
         value: int | None = getattr(request, name)
         if value is not None and value < 1:

@@ -56,9 +56,8 @@ class PlacementProblem:
         """Seconds of an edge between two devices."""
         if source == target:
             return 0.0
-        return float(
-            self.transfers[edge, int(source // self.node_size != target // self.node_size)]
-        )
+        is_far = source // self.node_size != target // self.node_size
+        return float(self.transfers[edge, int(is_far)])
 
     def evaluate(self, placements: IntArray) -> FloatArray:
         """Seconds of a step of each placement [placement, operator]; infinite over the cap."""

@@ -56,12 +56,8 @@ class StageMesh:
         peaks = peak_memory(build(request.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
         model = cost_model(search.cluster, axes, microbatches=self.microbatches, recompute=True)
-        self.blocks = TransformerBlocks(
-            shape=search.shape,
-            batch=batch // self.microbatches,
-            sequence=request.seq_len,
-            costs=model,
-        )
+        rows = batch // self.microbatches
+        self.blocks = TransformerBlocks(search.shape, rows, request.seq_len, model)
         self.graph = self.blocks.graph
         self.assignments: list[Assignment] = []
         self.add(0.0)
@@ -161,9 +157,7 @@ class StageMesh:
                     operator=operator.name,
                     strategy=strategy.name,
                     count=counts[operator.group],
-                    seconds=strategy.seconds,
-                    state_bytes=strategy.state_bytes,
-                    saved_bytes=strategy.saved_bytes,
+                    **{name: getattr(strategy, name) for name in Cost._fields},
                 )
                 for operator, strategy in zip(graph.operators, chosen, strict=True)
             ]

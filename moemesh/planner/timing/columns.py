@@ -295,7 +295,7 @@ def _rank_columns(
 
 def rank_row(stages: Stages, rank: int) -> RankColumns:
     """The work of one rank."""
-    step, own = stages.step, stages.on(rank)
+    step, own = stages.step, stages.step.stages_of(rank)
     before = min(own)
     ahead = [stages.layers[stage] for stage in range(before)]
     return RankColumns(

@@ -71,6 +71,7 @@ Choices = Sequence[Sequence[int]]
 def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> SentRows:
     """Rows that tokens with these `choices` ask for; `slots` where there is no token."""
     per_rank = num_experts // layout.ep
+    starts = [index * per_rank for index in range(layout.ep)]
     by_expert = [0] * num_experts
     visits, nodes = [0] * layout.ep, [0] * layout.ep_rail
     for token in choices:
@@ -85,9 +86,7 @@ def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: 
     return SentRows(
         tokens=len(choices),
         by_expert=tuple(by_expert),
-        rows=tuple(
-            sum(by_expert[index * per_rank : (index + 1) * per_rank]) for index in range(layout.ep)
-        ),
+        rows=tuple(sum(by_expert[first : first + per_rank]) for first in starts),
         visits=tuple(visits),
         node_visits=tuple(nodes),
         slots=len(choices[0]) if choices else slots,
@@ -202,14 +201,13 @@ class DispatchTraffic:
     spare_rows: int = 0
 
     def __post_init__(self) -> None:
+        model, plan = self.model, self.plan
         #: Bytes of a row in the backward and the combine; and as it is dispatched.
-        self.plain: float = self.model.hidden_size * self.element
-        is_coded = self.plan.payload == "fp8"
-        self.coded = packed_bytes(self.model.hidden_size) if is_coded else self.plain
+        self.plain: float = model.hidden_size * self.element
+        self.coded = packed_bytes(model.hidden_size) if plan.payload == "fp8" else self.plain
         #: Row slots of low_latency per pair of ranks.
-        self._slots = slots_per_pair(
-            self.max_tokens, self.model.experts_per_token, self.model.num_experts, self.plan.ep
-        )
+        sizes = model.experts_per_token, model.num_experts, plan.ep
+        self._slots = slots_per_pair(self.max_tokens, *sizes)
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[CountedExchange]:

@@ -260,11 +260,8 @@ class _Step(RankStep):
                 keys, gradients = ("context.keys", element), ("context.gradients", self.wide)
                 for hop in range(ranks - 1):
                     # Gradients set out one rank behind the owner of their block.
-                    for behind, phase, (caller, width) in (
-                        (0, "forward", keys),
-                        (0, "backward", keys),
-                        (1, "backward", gradients),
-                    ):
+                    ways = (0, "forward", keys), (0, "backward", keys), (1, "backward", gradients)
+                    for behind, phase, (caller, width) in ways:
                         for place, sends in ((index - hop, True), (index - hop - 1, False)):
                             size = numbers[(place - behind) % ranks] * width
                             lines.message("cp", size, phase, caller, times, sends=sends)

@@ -226,9 +226,8 @@ class LayerMemory(RankStep):
         #: Heads of this rank.
         self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
         #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
-        self.is_padded = model.value_head_dim < model.query_head_dim and (
-            plan.cp == 1 or plan.context == "all_to_all"
-        )
+        pads = plan.cp == 1 or plan.context == "all_to_all"
+        self.is_padded = model.value_head_dim < model.query_head_dim and pads
         #: Whether what lies between the projections of attention is computed again.
         self.is_again = self.is_selective and plan.recompute_attention
         #: Heads for positions: the projections are sent, and what arrives is kept in their place.
@@ -263,7 +262,8 @@ class LayerMemory(RankStep):
             found.append(self._layer(number, layer, whole, local, length))
             found.append(head)
         if self.model.has_joint_aux_loss:
-            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+            size = self.scopes(number) * (_FLOAT64 * self.model.num_experts + _INT64)
+            found.append(SavedTensors([Saved("dispatch", size)]))
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
@@ -441,7 +441,8 @@ class LayerMemory(RankStep):
             # The scope of each token, and its loss.
             is_shared = model.aux_loss_scope == "sequence"
             yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
-            size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, wide)
+            # Frequencies and numbers of tokens of each scope.
+            size = self.scopes(number) * (wide * experts + _INT64) * (not model.has_joint_aux_loss)
             if model.router_score != "softmax":
                 size += local * wide * experts
             if model.z_loss_coefficient:
@@ -474,10 +475,6 @@ class LayerMemory(RankStep):
         """Bytes of `rows` rows of one factor's width, for each of the adapters."""
         lora = self.model.lora
         return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
-
-    def _loss_of_scopes(self, number: int, wide: int) -> float:
-        """Frequencies and numbers of tokens of each scope."""
-        return self.scopes(number) * (wide * self.model.num_experts + _INT64)
 
     def _rows(self, number: int, layer: int) -> tuple[float, ...]:
         """Of this rank in one layer, over all chunks: rows of the experts' source, rows at the
@@ -551,9 +548,8 @@ def predict_activations(
             most, peak = total, dict(kept)
 
     # In a block the forward counts before anything is given back.
-    orders = (
-        sorted(entry, key=lambda op: op.kind != "F") for entry in schedule.orders[memory.here["pp"]]
-    )
+    entries = schedule.orders[memory.here["pp"]]
+    orders = (sorted(entry, key=lambda op: op.kind != "F") for entry in entries)
     for op in chain.from_iterable(orders):
         layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
         #: Kind of one storage for all layers -> the first layer that keeps it.
@@ -624,12 +620,8 @@ def predict_memory(
     when the plan's schedule cannot be made.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
-    element = ELEMENT_BYTES[dtype]
-    states = predict_states(
-        placement, element=element, optimizer=optimizer, momentum=momentum, rank=rank
-    )
-    kinds = predict_activations(
-        placement, global_batch=global_batch, element=element, rank=rank, routing=routing
-    )
+    own = {"element": ELEMENT_BYTES[dtype], "rank": rank}
+    states = predict_states(placement, **own, optimizer=optimizer, momentum=momentum)
+    kinds = predict_activations(placement, **own, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)
