@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -308,20 +309,17 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
     for load in loads:
         of_step[load.step].append(load)
     steps = sorted(of_step)
-
-    def over_layers(measure: Callable[[LayerLoads], float]) -> tuple[list[float], list[float]]:
-        values = [[measure(load) for load in of_step[step]] for step in steps]
-        return [max(row) for row in values], [sum(row) / len(row) for row in values]
-
-    worst, mean = over_layers(lambda load: load.expert_max_over_mean)
-    series = [
-        Series(name="experts, worst layer", points=list(zip(steps, worst, strict=True)), colour=1),
-        Series(name="experts, mean", points=list(zip(steps, mean, strict=True)), colour=0),
+    kinds: list[tuple[str, Callable[[list[float]], float], str, int]] = [
+        ("experts, worst layer", max, "expert_max_over_mean", 1),
+        ("experts, mean", statistics.fmean, "expert_max_over_mean", 0),
     ]
     if any(load.tokens_per_rank for load in loads):
-        rank_worst, _ = over_layers(lambda load: load.rank_max_over_mean)
-        points = list(zip(steps, rank_worst, strict=True))
-        series.append(Series(name="ranks, worst layer", points=points, colour=2))
+        kinds.append(("ranks, worst layer", max, "rank_max_over_mean", 2))
+    series: list[Series] = []
+    for name, over_layers, key, colour in kinds:
+        points = [(s, over_layers([getattr(load, key) for load in of_step[s]])) for s in steps]
+        series.append(Series(name=name, points=points, colour=colour))
+    worst = [value for _, value in series[0].points]
     description = "No loads."
     if steps:
         description = (

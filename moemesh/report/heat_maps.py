@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from moemesh.report import svg
 from moemesh.trace.loads import LayerLoads
@@ -187,6 +188,45 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     return svg.figure("expert-loads", "Expert load, layer by layer", description, top - 10, body)
 
 
+def _layers_figure(
+    identity: str,
+    title: str,
+    description: str,
+    classes: Sequence[HeatClass],
+    column: str,
+    panels: Sequence[tuple[str, Sequence[int], Matrix, int]],
+    framed: Mapping[int, Sequence[int]] | None = None,
+) -> str:
+    """A figure of panels (title, layers, matrix with a row for each, number of columns), under one
+    another; `framed` columns of layers have a frame."""
+    key, used = _legend(classes)
+    body, top, width = [key], used + 26, svg.WIDTH - _LEFT
+    for name, layers, matrix, columns in panels:
+        # Frames need room.
+        cell = min(max((320 if framed else 220) / len(matrix), 3.0), 18.0)
+        each, inset = width / columns, 1.0
+        height = len(matrix) * cell
+        rows = [(top + min(10.0, height), f"layer {layers[0]}")]
+        rows += [(top + height, str(layers[-1]))] if len(layers) > 1 and height >= 20 else []
+        # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
+        frames = "".join(
+            f'<rect x="{svg.coordinate(_LEFT + place * each + inset)}" '
+            f'y="{svg.coordinate(top + row * cell + inset)}" '
+            f'width="{svg.coordinate(max(each - 2 * inset, 0.5))}" '
+            f'height="{svg.coordinate(max(cell - 2 * inset, 0.5))}"/>'
+            for row, layer in enumerate(layers)
+            for place in (framed or {}).get(layer, ())
+        )
+        look = f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>' if framed else ""
+        below = (f"{column} 0", str(columns - 1))
+        size: dict[str, Any] = {"left": _LEFT, "top": top, "width": width, "cell": cell}
+        body.append(
+            _panel(matrix, classes, **size, title=name, below=below, rows=rows, frames=look)
+        )
+        top += height + 56
+    return svg.figure(identity, title, description, top - 20, body)
+
+
 def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     """All layers (rows) by all experts (columns), mean over all steps. "" without any load."""
     layers = by_layer(loads)
@@ -198,27 +238,13 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
         columns = zip_longest(*rows, fillvalue=0.0)
         rows = [list(row) for row in zip(*(_squeeze(c, 128) for c in columns), strict=True)]
     matrix = [_squeeze(row, 256) for row in rows]
-    key, used = _legend(EXPERT_CLASSES)
-    cell, top = min(max(200 / len(matrix), 3), 18), used + 22
-    bottom = top + len(matrix) * cell
-    names = [f"layer {layer}" for layer in sorted({min(layers), max(layers)})]
-    panel = _panel(
-        matrix,
-        EXPERT_CLASSES,
-        left=50,
-        top=top,
-        width=svg.WIDTH - 50,
-        cell=cell,
-        title="all layers",
-        below=("expert 0", svg.short(max(map(len, means)) - 1)),
-        rows=zip((top + svg.FONT_SIZE - 2, bottom), names, strict=False),
-    )
     description = (
         f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
         f"from layer {min(layers)} at the top to layer {max(layers)}), as a ratio to the mean."
     )
     title = "Mean expert load over the run"
-    return svg.figure("mean-loads", title, description, bottom + 36, [key, panel])
+    panels = [("all layers", list(layers), matrix, max(map(len, means)))]
+    return _layers_figure("mean-loads", title, description, EXPERT_CLASSES, "expert", panels)
 
 
 def _squeeze(values: Sequence[float], length: int) -> list[float]:
@@ -231,13 +257,11 @@ def _squeeze(values: Sequence[float], length: int) -> list[float]:
 
 def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> str:
     """A figure of loads [layers][GPUs] before and after balancing; both in the same unit."""
-    key, used = _legend(GPU_CLASSES)
-    body, top = [key], used + 26
+    panels: list[tuple[str, Sequence[int], Matrix, int]] = []
     worst: list[float] = []
     for name, loads in (("before", before), ("after", after)):
         matrix = [over_mean(row) for row in loads]
         layers, gpus = len(matrix), len(matrix[0])
-        worst.append(max(max(row) for row in matrix))
         cuts: list[list[tuple[int, int]]] = []
         for number, most in ((layers, _MAX_LAYERS), (gpus, _MAX_GPUS)):
             parts = min(number, most)
@@ -246,30 +270,19 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
             [max(max(row[left:right]) for row in matrix[a:b]) for left, right in cuts[1]]
             for a, b in cuts[0]
         ]
-        cell = min(max(220 / len(drawn), 3.0), 18.0)
-        height, mean = len(drawn) * cell, sum(max(row) for row in matrix) / layers
-        names = [(top + min(10.0, height), "layer 0")]
-        names += [(top + height, str(layers - 1))] if layers > 1 and height >= 20 else []
-        body.append(
-            _panel(
-                drawn,
-                GPU_CLASSES,
-                left=_LEFT,
-                top=top,
-                width=svg.WIDTH - _LEFT,
-                cell=cell,
-                title=f"{name}: most loaded GPU over the mean GPU, {svg.short(round(mean, 3))} "
-                f"as a mean over layers, {svg.short(round(worst[-1], 3))} in the worst",
-                below=("GPU 0", str(gpus - 1)),
-                rows=names,
-            )
+        mean = sum(max(row) for row in matrix) / layers
+        worst.append(max(max(row) for row in matrix))
+        title = (
+            f"{name}: most loaded GPU over the mean GPU, {svg.short(round(mean, 3))} "
+            f"as a mean over layers, {svg.short(round(worst[-1], 3))} in the worst"
         )
-        top += height + 56
+        panels.append((title, range(layers), drawn, gpus))
     description = (
         f"Load of each GPU (columns) in each of {len(before)} layers (rows, downwards) over the "
         f"layer's mean. Worst layer: {worst[0]:.3f} before, {worst[1]:.3f} after."
     )
-    return svg.figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
+    title = "Load of each GPU before and after"
+    return _layers_figure("gpu-loads", title, description, GPU_CLASSES, "GPU", panels)
 
 
 def relevance_map(
@@ -279,34 +292,12 @@ def relevance_map(
     `chosen` are framed."""
     layers = sorted(shares)
     num_experts = len(shares[layers[0]])
-    key, used = _legend(RELEVANCE_CLASSES)
-    top, cell = used + 14, min(max(320 / len(layers), 4.0), 18.0)
-    bottom, width = top + len(layers) * cell, svg.WIDTH - _LEFT
-    # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
-    column, inset = width / num_experts, 1.0
-    frames = "".join(
-        f'<rect x="{svg.coordinate(_LEFT + expert * column + inset)}" '
-        f'y="{svg.coordinate(top + row * cell + inset)}" '
-        f'width="{svg.coordinate(max(column - 2 * inset, 0.5))}" '
-        f'height="{svg.coordinate(max(cell - 2 * inset, 0.5))}"/>'
-        for row, layer in enumerate(layers)
-        for expert in chosen.get(layer, ())
-    )
-    panel = _panel(
-        [[share * num_experts for share in shares[layer]] for layer in layers],
-        RELEVANCE_CLASSES,
-        left=_LEFT,
-        top=top,
-        width=width,
-        cell=cell,
-        below=("expert 0", str(num_experts - 1)),
-        rows=[(top + min(10.0, cell), f"layer {layers[0]}"), (bottom, str(layers[-1]))],
-        frames=f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>',
-    )
+    matrix = [[share * num_experts for share in shares[layer]] for layer in layers]
     description = (
         f"Relevance of each of {num_experts} experts (columns) in each of {len(layers)} layers "
         f"(rows, downwards) over an equal share; {sum(map(len, chosen.values()))} chosen experts "
         "are framed."
     )
-    title = "Relevance of experts to a task"
-    return svg.figure("esft-relevance", title, description, bottom + 24, [key, panel])
+    names = "esft-relevance", "Relevance of experts to a task", description
+    panels = [("", layers, matrix, num_experts)]
+    return _layers_figure(*names, RELEVANCE_CLASSES, "expert", panels, chosen)
