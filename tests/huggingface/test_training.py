@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,12 +29,11 @@ from moemesh.sharding.load_run import load_run
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.weights.conversion import convert
-from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load
 from tests.huggingface.tiny import COMMON, FAMILIES, build, make, save
 from tests.huggingface.training_cases import AUXILIARY, CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
-from tests.waiting import PATIENCE
+from tests.train.runs import metrics, said
 
 pytest.importorskip("transformers")
 
@@ -110,19 +108,6 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
     return found
 
 
-def train(settings: list[str], run: Path) -> list[dict[str, Any]]:
-    """`moemesh train`; the rows of its metrics."""
-    given = [part for one in settings for part in ("--set", one)]
-    done = subprocess.run(
-        [commands.python(), "-m", "moemesh", "train", *given, "--out", str(run)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.representative("gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
@@ -131,7 +116,9 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     options = {"output_router_logits": True} if case.auxiliary else {}
     steps = steps_of(config, tmp_path / "run")
     expected, model = train_plainly(folder, steps, config.train, **options)
-    rows = train(settings, tmp_path / "run")
+    given = [word for one in settings for word in ("--set", one)]
+    said("train", *given, "--out", tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     found = [row["loss"] + row["aux_loss"] for row in rows]
     assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"
     assert abs(expected[-1] - expected[0]) > 0.02, "it learns"
