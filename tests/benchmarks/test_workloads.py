@@ -214,12 +214,7 @@ def routing_of(name: str, step: int, tokens: range) -> Tensor:
 
 
 def differences(
-    mesh: Mesh,
-    dispatcher: Any,
-    name: str,
-    step: int,
-    tokens: tuple[range, ...],
-    dtype: torch.dtype,
+    mesh: Mesh, dispatcher: Any, name: str, step: int, tokens: tuple[range, ...], dtype: torch.dtype
 ) -> list[str]:
     own = tokens[mesh.rank]
     experts_TK = routing_of(name, step, own)

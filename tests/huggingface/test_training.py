@@ -267,10 +267,7 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation="eager",
-        experts_implementation="eager",
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).train()
 
 
@@ -281,10 +278,7 @@ def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     for name, parameter in model.named_parameters():
         is_vector = parameter.ndim < 2 or name.endswith("_bias")
         (others if is_vector else decaying).append(parameter)
-    return [
-        {"params": decaying, "weight_decay": decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    return [{"params": decaying, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def schedule(train: TrainConfig) -> Callable[[int], float]:

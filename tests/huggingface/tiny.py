@@ -93,11 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    "glm4_moe_lite": {
-        **_LATENT,
-        **_SIGMOID,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-    },
+    "glm4_moe_lite": {**_LATENT, **_SIGMOID, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "solar_open": {**_SIGMOID, "first_k_dense_replace": 0},
     "hy_v3": {
         **_EXPERTS,
