@@ -39,21 +39,13 @@ pytest.importorskip("transformers")
 
 STEPS = 20
 SETTINGS: dict[str, Any] = {
-    "data.seq_len": 32,
-    "data.global_batch": 6,
-    "train.steps": STEPS,
-    "train.warmup_steps": 5,
-    "train.clip": 1.0,
-    "train.validation_batches": 1,
-}
+    "data.seq_len": 32, "data.global_batch": 6, "train.steps": STEPS, "train.warmup_steps": 5,
+    "train.clip": 1.0, "train.validation_batches": 1,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-}
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0,
+    "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
+}  # fmt: skip
 _LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 32}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.1}
