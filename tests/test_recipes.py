@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +12,10 @@ import pytest
 from moemesh.data.corpus import between
 from moemesh.data.indexed import IndexedWriter
 from moemesh.data.tokenizer import Tokenizer
-from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.tiny import save
 from tests.planner.published_configs import WITH_EXPERTS
-from tests.waiting import PATIENCE
+from tests.train.runs import said
 
 pytestmark = pytest.mark.documents
 
@@ -58,18 +56,6 @@ DEVICES = {
     "lora-qwen3-30b-a3b": 1,
     "pretrain-deepseek-v3": 2048,
 }
-
-
-def moemesh(folder: Path, *arguments: object) -> str:
-    done = subprocess.run(
-        [commands.python(), "-m", "moemesh", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_every_recipe_is_in_the_table_and_short() -> None:
@@ -113,9 +99,9 @@ def test_a_recipe_is_accepted_and_fits(name: str, tmp_path: Path) -> None:
     write_data(tmp_path)
     path = RECIPES / f"{name}.toml"
     # The data of a test are too few for a step of such a run.
-    assert f"ok: {DEVICES[name]} rank" in moemesh(tmp_path, "config", "check", "--elsewhere", path)
+    assert f"ok: {DEVICES[name]} rank" in said("config", "check", "--elsewhere", path, cwd=tmp_path)
     words = ["estimate", "--config", path, "--cluster", TABLE[name].cluster, "--json"]
-    memory = json.loads(moemesh(tmp_path, *words))["memory"]
+    memory = json.loads(said(*words, cwd=tmp_path))["memory"]
     assert memory["fits"]
     assert memory["needed_bytes"] < 0.95 * memory["device_bytes"]
 
@@ -129,6 +115,6 @@ def test_a_recipe_runs_on_a_small_copy(name: str, tmp_path: Path) -> None:
     small = TABLE[name].small
     assert small is not None
     given = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
-    printed = moemesh(tmp_path, "train", RECIPES / f"{name}.toml", *given)
+    printed = said("train", RECIPES / f"{name}.toml", *given, cwd=tmp_path)
     assert "step 2/2" in printed
     assert (tmp_path / "runs" / name / "report.html").exists()

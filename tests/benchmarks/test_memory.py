@@ -15,14 +15,7 @@ from moemesh.config.plan import DataStrategy
 from tests.ranks import mesh_on_ranks
 
 SETTINGS = MemorySettings(
-    ranks=2,
-    strategy="all",
-    layers=4,
-    hidden=64,
-    width=96,
-    sequences=2,
-    seq_len=8,
-    rounds=1,
+    ranks=2, strategy="all", layers=4, hidden=64, width=96, sequences=2, seq_len=8, rounds=1
 )
 
 

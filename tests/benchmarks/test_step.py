@@ -33,8 +33,7 @@ def test_both_do_the_same_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
-    [({"hidden": 96}, "hidden"), ({"plan": "dp=4", "sequences": 6}, "sequences")],
+    ("wrong", "says"), [({"hidden": 96}, "hidden"), ({"plan": "dp=4", "sequences": 6}, "sequences")]
 )
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):

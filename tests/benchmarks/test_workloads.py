@@ -214,12 +214,7 @@ def routing_of(name: str, step: int, tokens: range) -> Tensor:
 
 
 def differences(
-    mesh: Mesh,
-    dispatcher: Any,
-    name: str,
-    step: int,
-    tokens: tuple[range, ...],
-    dtype: torch.dtype,
+    mesh: Mesh, dispatcher: Any, name: str, step: int, tokens: tuple[range, ...], dtype: torch.dtype
 ) -> list[str]:
     own = tokens[mesh.rank]
     experts_TK = routing_of(name, step, own)
@@ -248,6 +243,9 @@ def differences(
     return [what for what, (got, expected) in pairs.items() if not torch.equal(got, expected)]
 
 
+@pytest.mark.representative(
+    "all_to_all-exact", "all_gather-fast", "hierarchical-exact", "low_latency-fast"
+)
 @pytest.mark.parametrize("combine", ["fast", "exact"])
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_every_dispatcher_equals_the_oracle(dispatcher: str, combine: str) -> None:

@@ -15,7 +15,7 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import simulate
-from moemesh.schedule.text import parse_op, to_csv, to_text
+from moemesh.schedule.text import to_csv, to_text
 from tests.test_cli import Invoke, run_guarded
 
 
@@ -23,23 +23,6 @@ def of(name: object, ranks: int | None = 4, microbatches: int | None = 8, **more
     """The answer about a schedule of four ranks, or of others."""
     asked = {"name": str(name), "ranks": ranks, "microbatches": microbatches}
     return answer(ScheduleRequest(**asked | more))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_object_that_is_promised(name: str) -> None:
-    found = of(name).to_json()
-    simulation = simulate(build(name, 4, 8, cost=None))
-    if name != "ampnet":
-        assert found["makespan"] == simulation.makespan
-        assert found["peak_activation"] == list(simulation.peak_activation)
-    span, busy = found["span"], 8 * 3
-    assert found["bubble_rate"] == pytest.approx((span - busy) / span)
-    copies = {"chimera": 2, "dualpipe": 2, "pipedream": 4, "pipedream_2bw": 2}
-    assert found["weight_copies"] == copies.get(name, 1)
-    ops = [parse_op(op) for row in found["actions"] for entry in row for op in entry.split("+")]
-    assert len(found["actions"]) == 4 and None not in ops
-    assert any("+" in entry for row in found["actions"] for entry in row) == ("dual" in name)
-    json.dumps(found)
 
 
 def test_costs_per_stage_blocks_and_messages() -> None:
@@ -113,30 +96,6 @@ class TestFiles:
         path = tmp_path / "mine.csv"
         path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
         assert of(path, None, None).simulation.makespan == 9
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "1B1"),
-            # Rank 0 wants the gradient of microbatch 1 first, rank 1 makes it after it has the
-            # forward that rank 0 puts off.
-            ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlock"),
-            ("0F0,hello\n", "line 1, token 2, 'hello'"),
-            ("", "empty"),
-        ],
-    )
-    def test_a_wrong_file_is_explained(self, content: str, message: str, tmp_path: Path) -> None:
-        path = tmp_path / "mine.csv"
-        path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            of(path, None, None)
-
-    def test_a_deadlock_names_the_two_that_wait(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.csv"
-        path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-        with pytest.raises(ValueError) as caught:
-            of(path, None, None)
-        assert "0B0" in str(caught.value) and "1F1" in str(caught.value)
 
     def test_options_must_fit_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.txt"

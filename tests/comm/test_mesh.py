@@ -72,10 +72,7 @@ def from_groups(rank: int) -> None:
     )
     assert [
         o.problem for o in run_with_consensus(lambda: None, mesh, name="t", timeout_seconds=200)
-    ] == [
-        None,
-        None,
-    ]
+    ] == [None, None]
     with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
         Axis.from_group(other)
     with pytest.raises(ValueError, match="has 2: choose one of dp, ep"):

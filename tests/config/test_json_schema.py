@@ -18,13 +18,9 @@ from tests.documents import MEANINGS, ROOT, meanings_file
 
 SCHEMA = json_schema()
 _KINDS: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "integer": int,
+    "object": dict, "array": list, "string": str, "boolean": bool, "integer": int,
     "number": (int, float),
-}
+}  # fmt: skip
 
 
 def valid(value: Any, schema: dict[str, Any]) -> bool:

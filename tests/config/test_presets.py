@@ -17,19 +17,10 @@ from moemesh.sharding.load_run import load_run
 
 #: A preset must say these itself: the default is tiny's.
 REQUIRED = {
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "first_dense_layers",
-    "num_experts",
-    "experts_per_token",
-    "expert_intermediate_size",
-    "num_shared_experts",
-}
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "first_dense_layers", "num_experts", "experts_per_token",
+    "expert_intermediate_size", "num_shared_experts",
+}  # fmt: skip
 
 
 def preset(name: str) -> ModelConfig:

@@ -18,14 +18,7 @@ from moemesh.config.train import TrainConfig
 CONTRACT = {
     "attention_exit": ("reduce_scatter", "all_reduce", "all_to_all"),
     "context": ("ring", "all_gather", "all_to_all"),
-    "dispatcher": (
-        "all_to_all",
-        "all_gather",
-        "hierarchical",
-        "low_latency",
-        "deepep",
-        "auto",
-    ),
+    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "deepep", "auto"),
     "combine": ("fast", "exact"),
     "payload": ("same", "fp8"),
     "schedule": (

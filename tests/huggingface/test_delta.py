@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.huggingface.tiny import save
-from tests.train.runs import arguments, moemesh
+from tests.train.runs import arguments, said
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,14 +25,7 @@ def trained(base: Path, out: Path, **keys: object) -> None:
     for option, value in zip(given[3::2], given[4::2], strict=True):
         if value.partition("=")[0] not in sizes:
             kept += [option, value]
-    done = moemesh(*given[:3], *kept)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run(*words: object, code: int = 0) -> str:
-    done = moemesh(*map(str, words))
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stderr
+    said(*given[:3], *kept)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -77,9 +70,9 @@ def test_base_and_delta_are_the_export(case: str, tmp_path: Path) -> None:
     family, patterns, dtype, inside, outside = CASES[case]
     base, out, delta = save(family, tmp_path / "base"), tmp_path / "run", tmp_path / "delta"
     trained(base, out, train__train_only=patterns, train__dtype=dtype)
-    run("convert", out, tmp_path / "whole")
-    run("convert", out, delta, "--delta")
-    run("convert", base, tmp_path / "joined", "--apply", delta)
+    said("convert", out, tmp_path / "whole")
+    said("convert", out, delta, "--delta")
+    said("convert", base, tmp_path / "joined", "--apply", delta)
     whole, joined, part = (weights(tmp_path / name) for name in ("whole", "joined", "delta"))
     assert whole.keys() == joined.keys()
     for name, tensor in whole.items():
@@ -98,23 +91,23 @@ def test_base_and_delta_are_the_export(case: str, tmp_path: Path) -> None:
 def test_another_base_is_refused(tmp_path: Path) -> None:
     base, out = save("qwen3_moe", tmp_path / "base"), tmp_path / "run"
     trained(base, out, train__train_only=["*.attention.*"])
-    run("convert", out, tmp_path / "delta", "--delta")
+    said("convert", out, tmp_path / "delta", "--delta")
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tensors = {name: tensor.clone() for name, tensor in weights(other).items()}
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    said = run("convert", other, tmp_path / "x", "--apply", tmp_path / "delta", code=2)
-    assert "made for other weights" in said and not (tmp_path / "x").exists()
-    said = run("convert", base, base, "--apply", tmp_path / "delta", code=2)
-    assert "base holds config.json, " in said and weights(base).keys() == tensors.keys()
-    said = run("convert", base, tmp_path / "x", "--apply", base, code=2)
-    assert "delta.json" in said
-    said = run("convert", out, tmp_path / "x", "--delta", "--to", "huggingface", code=2)
-    assert "--delta" in said
+    told = said("convert", other, tmp_path / "x", "--apply", tmp_path / "delta", code=2)
+    assert "made for other weights" in told and not (tmp_path / "x").exists()
+    told = said("convert", base, base, "--apply", tmp_path / "delta", code=2)
+    assert "base holds config.json, " in told and weights(base).keys() == tensors.keys()
+    told = said("convert", base, tmp_path / "x", "--apply", base, code=2)
+    assert "delta.json" in told
+    told = said("convert", out, tmp_path / "x", "--delta", "--to", "huggingface", code=2)
+    assert "--delta" in told
 
 
 def test_a_run_without_a_base_has_no_delta(tmp_path: Path) -> None:
-    assert moemesh(*arguments(tmp_path / "run", train__steps=1)).returncode == 0
-    said = run("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
-    assert "nothing to differ from" in said
+    said(*arguments(tmp_path / "run", train__steps=1))
+    told = said("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
+    assert "nothing to differ from" in told

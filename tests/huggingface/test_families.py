@@ -61,10 +61,7 @@ def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
     (run / "config.toml").write_text(recorded.replace(str(folder), str(tmp_path / "gone")))
     convert(run, back)
     model, info = AutoModelForCausalLM.from_pretrained(
-        back,
-        output_loading_info=True,
-        attn_implementation="eager",
-        experts_implementation="eager",
+        back, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with torch.no_grad():

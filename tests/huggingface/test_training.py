@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,32 +29,23 @@ from moemesh.sharding.load_run import load_run
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.weights.conversion import convert
-from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load
 from tests.huggingface.tiny import COMMON, FAMILIES, build, make, save
 from tests.huggingface.training_cases import AUXILIARY, CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
-from tests.waiting import PATIENCE
+from tests.train.runs import metrics, said
 
 pytest.importorskip("transformers")
 
 STEPS = 20
 SETTINGS: dict[str, Any] = {
-    "data.seq_len": 32,
-    "data.global_batch": 6,
-    "train.steps": STEPS,
-    "train.warmup_steps": 5,
-    "train.clip": 1.0,
-    "train.validation_batches": 1,
-}
+    "data.seq_len": 32, "data.global_batch": 6, "train.steps": STEPS, "train.warmup_steps": 5,
+    "train.clip": 1.0, "train.validation_batches": 1,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-}
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0,
+    "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
+}  # fmt: skip
 _LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 32}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.1}
@@ -110,22 +100,7 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
     return found
 
 
-def train(settings: list[str], run: Path) -> list[dict[str, Any]]:
-    """`moemesh train`; the rows of its metrics."""
-    given = [part for one in settings for part in ("--set", one)]
-    done = subprocess.run(
-        [commands.python(), "-m", "moemesh", "train", *given, "--out", str(run)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.representative(
-    "qwen3_moe-adamw-float64-auxiliary", "gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4"
-)
+@pytest.mark.representative("gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     folder, settings = prepare(case, tmp_path)
@@ -133,7 +108,9 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     options = {"output_router_logits": True} if case.auxiliary else {}
     steps = steps_of(config, tmp_path / "run")
     expected, model = train_plainly(folder, steps, config.train, **options)
-    rows = train(settings, tmp_path / "run")
+    given = [word for one in settings for word in ("--set", one)]
+    said("train", *given, "--out", tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     found = [row["loss"] + row["aux_loss"] for row in rows]
     assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"
     assert abs(expected[-1] - expected[0]) > 0.02, "it learns"
@@ -282,10 +259,7 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation="eager",
-        experts_implementation="eager",
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).train()
 
 
@@ -296,10 +270,7 @@ def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     for name, parameter in model.named_parameters():
         is_vector = parameter.ndim < 2 or name.endswith("_bias")
         (others if is_vector else decaying).append(parameter)
-    return [
-        {"params": decaying, "weight_decay": decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    return [{"params": decaying, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def schedule(train: TrainConfig) -> Callable[[int], float]:

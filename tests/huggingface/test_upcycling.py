@@ -21,12 +21,7 @@ from tests.huggingface import ours
 from tests.huggingface.tiny import save
 
 TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
-SIBLINGS = {
-    "llama": "mixtral",
-    "mistral": "mixtral",
-    "qwen3": "qwen3_moe",
-    "granite": "granitemoe",
-}
+SIBLINGS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "granite": "granitemoe"}
 
 
 @pytest.mark.representative("qwen3")
@@ -100,10 +95,7 @@ def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "dense")
     _, whole, dense = opened(folder, noise=0.1)
     name = "layers.0.feed_forward.experts.down"
-    found, plain = (
-        whole(name),
-        dense("layers.0.feed_forward.down", [range(48), range(56)]),
-    )
+    found, plain = (whole(name), dense("layers.0.feed_forward.down", [range(48), range(56)]))
     for expert in found:
         assert 0.09 < float((expert - plain).std() / plain.std()) < 0.11
 

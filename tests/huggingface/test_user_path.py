@@ -35,18 +35,10 @@ MODEL = "Qwen3-30B-A3B"
 STEPS = 12
 #: The recipe's sizes on four processes of this machine; the environment is stronger than a file.
 SMALL = {
-    "plan__dp": 4,
-    "plan__tp": 1,
-    "plan__ep": 4,
-    "plan__microbatches": 1,
-    "data__seq_len": 64,
-    "data__global_batch": 8,
-    "train__dtype": "float32",
-    "train__steps": STEPS,
-    "train__lr": 3e-3,
-    "train__warmup_steps": 2,
-    "train__validation_batches": 1,
-}
+    "plan__dp": 4, "plan__tp": 1, "plan__ep": 4, "plan__microbatches": 1, "data__seq_len": 64,
+    "data__global_batch": 8, "train__dtype": "float32", "train__steps": STEPS, "train__lr": 3e-3,
+    "train__warmup_steps": 2, "train__validation_batches": 1,
+}  # fmt: skip
 
 
 def commands_of_readme() -> list[list[str]]:

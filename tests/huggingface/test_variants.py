@@ -102,12 +102,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         # Repeated over the layers.
         "mlp_layer_types": [["sparse"], ["sparse", "dense"], ["dense", "sparse", "sparse"]],
     },
-    "solar_open": {
-        **_GROUPS,
-        **_NORM,
-        **_BIAS,
-        "first_k_dense_replace": [0],
-    },
+    "solar_open": {**_GROUPS, **_NORM, **_BIAS, "first_k_dense_replace": [0]},
     "hy_v3": {
         **_BIAS,
         "num_experts": [8, 16],

@@ -10,26 +10,15 @@ import torch
 
 #: Sizes that no dim shares with another, where a family lets them be chosen.
 COMMON: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 56,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 288, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 56,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
 _SIGMOID: dict[str, Any] = {
     **_EXPERTS,
     "n_routed_experts": 8,
@@ -41,13 +30,9 @@ _SIGMOID: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 #: model_type -> what its configuration says besides COMMON.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -93,11 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    "glm4_moe_lite": {
-        **_LATENT,
-        **_SIGMOID,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-    },
+    "glm4_moe_lite": {**_LATENT, **_SIGMOID, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "solar_open": {**_SIGMOID, "first_k_dense_replace": 0},
     "hy_v3": {
         **_EXPERTS,

@@ -168,8 +168,7 @@ COMMANDS: list[Mistake] = [
         ("method", "best", "ilp"),
     ),
     Mistake(
-        "partition --model tiny --cluster laptop_cpu --global-batch 8 --stages 99",
-        ("stages", "99"),
+        "partition --model tiny --cluster laptop_cpu --global-batch 8 --stages 99", ("stages", "99")
     ),
     # dispatch
     Mistake("dispatch uneven", ("uneven", "uneven-all-to-all")),

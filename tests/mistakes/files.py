@@ -14,19 +14,11 @@ from moemesh.config.load import resolved_toml
 from moemesh.sharding.load_run import load_run
 
 MODEL = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "vocab_size": 256,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-}
+    "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 256,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def prepare(folder: Path) -> None:

@@ -7,12 +7,7 @@ import torch
 
 from moemesh.config.model import ModelConfig
 from moemesh.model import attention_core
-from moemesh.model.attention_core import (
-    attend_to,
-    attention,
-    attention_with_lse,
-    gradients_of,
-)
+from moemesh.model.attention_core import attend_to, attention, attention_with_lse, gradients_of
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer

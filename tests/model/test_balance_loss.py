@@ -41,10 +41,7 @@ def test_shards_add_up_to_the_loss_of_one_process() -> None:
 def routing_of(scope: str, num_sequences: int, padded: list[int] | None = None) -> float:
     """Both losses of two, or one, sequences of the example's 12 tokens."""
     config = config_of(
-        experts_per_token=K,
-        aux_loss_scope=scope,
-        aux_loss_coefficient=1.0,
-        z_loss_coefficient=0.5,
+        experts_per_token=K, aux_loss_scope=scope, aux_loss_coefficient=1.0, z_loss_coefficient=0.5
     )
     context = context_of(12 // num_sequences, num_sequences, padded)
     logits_TE = torch.from_numpy(np.random.default_rng(0).normal(size=(12, NUM_EXPERTS)))

@@ -48,15 +48,9 @@ def logits(model: Transformer, tokens_BS: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_ways_give_the_same_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
-        "vocab_size": 256,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_experts": 8,
-        "experts_per_token": 2,
-        "expert_intermediate_size": 12,
-    }
+        "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2,
+        "num_heads": 4, "num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 12,
+    }  # fmt: skip
     keys = sizes | KINDS[kind]
     overrides = [f"model.{name}={value}" for name, value in keys.items()]
     config = load_run([], overrides, environ={}).config.model

@@ -43,6 +43,7 @@ def everything_to_rank_zero(mesh: Mesh, name: str, bounded: bool) -> dict[str, A
     }
 
 
+@pytest.mark.representative("all_to_all", "all_gather_fewest_bytes")
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather_fewest_bytes", "hierarchical"])
 def test_bounded_experts_keep_less_and_give_the_same(name: str) -> None:
     layout = Layout(dp=4, ep=4)

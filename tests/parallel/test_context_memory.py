@@ -19,17 +19,10 @@ from moemesh.train.step import gradients_of_step
 from tests.ranks import mesh_on_ranks
 
 MODEL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_layers": 1,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "num_experts": 4,
-    "experts_per_token": 2,
+    "vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 8, "intermediate_size": 32, "num_experts": 4, "experts_per_token": 2,
     "expert_intermediate_size": 16,
-}
+}  # fmt: skip
 
 
 def kept_on_rank(mesh: Mesh, plan_keys: dict[str, Any], length: int) -> int:

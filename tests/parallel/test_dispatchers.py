@@ -9,18 +9,10 @@ from tests.parallel.dispatching import NUM_EXPERTS, dispatch_on_rank, expected, 
 from tests.ranks import mesh_on_ranks
 
 DISPATCHERS = [
-    "all_to_all",
-    "all_gather_dense",
-    "all_gather_uneven",
-    "all_gather_fewest_bytes",
-    "hierarchical",
-    "low_latency",
-    "low_latency_overflowing",
-    "all_to_all+exact",
-    "all_gather_fewest_bytes+exact",
-    "hierarchical+exact",
-    "low_latency+exact",
-]
+    "all_to_all", "all_gather_dense", "all_gather_uneven", "all_gather_fewest_bytes",
+    "hierarchical", "low_latency", "low_latency_overflowing", "all_to_all+exact",
+    "all_gather_fewest_bytes+exact", "hierarchical+exact", "low_latency+exact",
+]  # fmt: skip
 LAYOUTS = [
     Layout(dp=4, ep=4),
     Layout(dp=4, ep=2),

@@ -42,14 +42,9 @@ DEEP: dict[str, dict[str, Any]] = {
     "sigmoid": MODELS["sigmoid"] | SMALL,
 }
 TRAIN: dict[str, Any] = {
-    "steps": 6,
-    "dtype": "float64",
-    "optimizer": "adamw",
-    "lr": 0.01,
-    "warmup_steps": 0,
-    "weight_decay": 0.01,
-    "clip": 100.0,
-}
+    "steps": 6, "dtype": "float64", "optimizer": "adamw", "lr": 0.01, "warmup_steps": 0,
+    "weight_decay": 0.01, "clip": 100.0,
+}  # fmt: skip
 SGD = TRAIN | {"optimizer": "sgd", "momentum": 0.9, "lr": 0.002}
 SHAPE = Shape(global_batch=5, seq_len=4)
 

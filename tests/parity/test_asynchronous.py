@@ -266,9 +266,7 @@ def test_a_recorded_run_is_repeated(tmp_path: Path) -> None:
     assert recorded_losses(rows) == oracle_of(tmp_path / "run", schedule).losses
     again = runs.train(tmp_path / "again", plan__replay=str(tmp_path / "run"), **keys)
     assert recorded_losses(again) == recorded_losses(rows)
-    done = runs.moemesh(
-        *runs.arguments(tmp_path / "no", plan__replay=str(tmp_path), **keys),
-    )
+    done = runs.moemesh(*runs.arguments(tmp_path / "no", plan__replay=str(tmp_path), **keys))
     assert done.returncode != 0
     assert "has no recorded order that starts at step 1" in done.stdout + done.stderr
 

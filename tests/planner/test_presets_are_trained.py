@@ -4,9 +4,7 @@ accepts, and a small copy of the model trains under a small copy of it to one de
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import preset_names
 from moemesh.sharding.load_run import load_run
-from tests import commands
-from tests.waiting import PATIENCE
+from tests.train import runs
 
 #: Two nodes of this hold the states of every preset; smaller ones take the first.
 NODES = ("dgx_h100", "gb200_nvl72")
@@ -99,10 +96,8 @@ def small_plan(plan: Plan) -> Plan:
 def losses(config: RunConfig, out: Path) -> list[float]:
     file = out.with_suffix(".toml")
     file.write_text(resolved_toml(config))
-    command = [commands.python(), "-m", "moemesh", "train", str(file), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    runs.said("train", file, "--out", out)
+    return runs.losses(runs.metrics(out))
 
 
 @pytest.mark.timeout(600)

@@ -55,18 +55,26 @@ def start(*args: str, python: str = sys.executable, **options: Any) -> subproces
     )
 
 
-def moemesh(*args: str, python: str | None = None) -> subprocess.CompletedProcess[str]:
+def moemesh(
+    *args: str, python: str | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run to the end, preloaded (`tests.commands`) by default; never a traceback."""
-    process = start(*args, python=python or commands.python())
+    process = start(*args, python=python or commands.python(), **options)
     out, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in out + err, out + err
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
+def said(*words: object, code: int = 0, **options: Any) -> str:
+    """What the command says, which ends with this code."""
+    done = moemesh(*map(str, words), **options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def train(out: Path, **keys: Any) -> list[dict[str, Any]]:
     """A run that must succeed; its metrics."""
-    done = moemesh(*arguments(out, **keys))
-    assert done.returncode == 0, done.stdout + done.stderr
+    said(*arguments(out, **keys))
     return metrics(out)
 
 

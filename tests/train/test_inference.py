@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -25,20 +24,13 @@ from moemesh.trace.run import Run
 from moemesh.train.inference import generation
 from moemesh.train.inference.esft_request import EsftRequest
 from moemesh.train.records import run_folder
-from tests.commands import python
 from tests.data.test_packing import corpus_of
 from tests.huggingface.conversations import add_tokenizer
 from tests.huggingface.tiny import save
+from tests.train.runs import said
 
 SMALL = ["--set", "model.num_layers=3", "--set", "data.seq_len=16", "--set", "data.global_batch=4"]
 SMALL += ["--set", "train.validation_batches=1", "--set", "train.lr=0.01"]
-
-
-def moemesh(*arguments: str, fails: str = "") -> None:
-    """Run the command; `fails`: it must, with this in its message."""
-    done = subprocess.run([python(), "-m", "moemesh", *arguments], capture_output=True, text=True)
-    assert done.returncode == (2 if fails else 0), done.stderr
-    assert fails in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +39,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("esft")
     text = folder / "text.txt"
     text.write_text("one expert knows this, another one does not. " * 40)
-    moemesh("train", *SMALL, "--set", "train.steps=3", "--out", str(folder / "run"))
+    said("train", *SMALL, "--set", "train.steps=3", "--out", str(folder / "run"))
     return folder / "run", text
 
 
 def scores(run: Path, text: Path, out: Path, *more: str) -> dict[str, Any]:
     given = ["--seq-len", "16", "--samples", "40", "--out", str(out), *more]
-    moemesh("esft", "scores", str(run), str(text), *given)
+    said("esft", "scores", str(run), str(text), *given)
     return json.loads(out.read_text())
 
 
@@ -85,7 +77,7 @@ def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path
     found = scores(run, text, table, "--experts-per-layer", "2", "--score", "token")
     out = str(tmp_path / "tuned")
     arguments = ["train", *SMALL, "--set", f"train.esft={table}", "--out", out]
-    moemesh(*arguments, "--set", "train.steps=2")
+    said(*arguments, "--set", "train.steps=2")
     memory = Run.load(Path(out)).memory
     assert memory is not None
     assert memory.ranks[0].gradients == memory.predicted[0].gradients
@@ -93,13 +85,14 @@ def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path
     # Two of eight experts in two layers, in fp32: a gradient and two moments.
     assert memory.ranks[0].optimizer == 2 * memory.ranks[0].gradients
     assert memory.ranks[0].gradients * 4 == memory.ranks[0].expert_weights
-    moemesh(*arguments, "--set", "train.steps=3")
+    said(*arguments, "--set", "train.steps=3")
     table.unlink()
     # The run has a copy of its table.
-    moemesh("evaluate", out, "--data", str(text), "--seq-len", "16")
+    said("evaluate", out, "--data", str(text), "--seq-len", "16")
     found["experts"]["1"] = [7] if found["experts"]["1"] != [7] else [6]
     table.write_text(json.dumps(found))
-    moemesh(*arguments, "--set", "train.steps=4", fails="the run in this folder trains")
+    told = said(*arguments, "--set", "train.steps=4", code=2)
+    assert "the run in this folder trains" in told
 
 
 def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
@@ -125,7 +118,7 @@ def test_requests_that_cannot_be_met(
     out = tmp_path / "table.json"
     window = [] if "--seq-len" in given else ["--seq-len", "16"]
     arguments = ["esft", "scores", str(run), str(text), "--out", str(out), *window, *given]
-    moemesh(*arguments, fails=message)
+    assert message in said(*arguments, code=2)
     assert not out.exists()
 
 

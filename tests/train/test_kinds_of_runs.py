@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from moemesh.schedule.text import digest, load
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.timeline import Timeline
 from moemesh.train.preparation import untrainable
-from tests import commands
 from tests.parallel.pipelining import SYNCHRONOUS
 from tests.test_cli import Invoke
 from tests.train import runs
 from tests.train.runs import losses, metrics, train
-from tests.waiting import PATIENCE
 
 DEEP: dict[str, Any] = {"model__num_layers": 8, "plan__microbatches": 8, "data__global_batch": 8}
 
@@ -251,26 +248,10 @@ optimizer = "sgd"
 """
 
 
-def moemesh(folder: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [commands.python(), "-m", "moemesh", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def write_lines(path: Path, seed: int, count: int) -> None:
     words = np.random.default_rng(seed).integers(0, 40, (count, 12))
     text = [" ".join(f"w{word}" for word in row) for row in words]
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in text))
-
-
-def losses_in(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -293,15 +274,17 @@ def folder(tmp_path: Path) -> Path:
 
 def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) -> None:
     few = ["--set", "train.epochs=0.001"]
-    printed = moemesh(folder, "train", "run.toml", *few, "--out", "one")
-    steps = len(losses_in(folder / "one"))
+    printed = runs.said("train", "run.toml", *few, "--out", "one", cwd=folder)
+    steps = len(losses(runs.metrics(folder / "one")))
     assert f"steps    {steps}: 0.001 epoch(s)" in printed and "2 sources" in printed
     assert "75.00%  a.jsonl" in printed and "validation v.jsonl" in printed
     assert "file(s)," in printed and len(list((folder / "token_cache").glob("*.bin"))) == 1
     plan = ["--set", "plan.dp=2", "--set", "plan.ep=2"]
-    again = moemesh(folder, "train", "run.toml", *few, *plan, "--out", "two")
+    again = runs.said("train", "run.toml", *few, *plan, "--out", "two", cwd=folder)
     assert "file(s)," not in again  # nothing is tokenized a second time
-    np.testing.assert_allclose(losses_in(folder / "one"), losses_in(folder / "two"), rtol=1e-9)
+    np.testing.assert_allclose(
+        losses(runs.metrics(folder / "one")), losses(runs.metrics(folder / "two")), rtol=1e-9
+    )
     assert f"steps = {steps}\n" in (folder / "one" / "config.toml").read_text()
     one, two = ((folder / run / "data.json").read_text() for run in ("one", "two"))
     assert one == two
@@ -309,30 +292,30 @@ def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) ->
 
 def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     few = ["--set", "train.epochs=0.001", "--out", "run"]
-    moemesh(folder, "train", "run.toml", *few)
-    steps = len(losses_in(folder / "run"))
+    runs.said("train", "run.toml", *few, cwd=folder)
+    steps = len(losses(runs.metrics(folder / "run")))
     more = ["--set", "train.epochs=0.0013", "--out", "run"]
     original = (folder / "b" / "two.jsonl").read_text()
     (folder / "b" / "two.jsonl").write_text(original.replace("w1 ", "w2 "))
-    told = moemesh(folder, "train", "run.toml", *more, code=2)
+    told = runs.said("train", "run.toml", *more, code=2, cwd=folder)
     assert "  b: " in told and "as many, but not the same" in told and "--allow-change data" in told
     assert "  a.jsonl: " not in told
     # Put back, or accepted, the run goes on.
     (folder / "b" / "two.jsonl").write_text(original)
-    assert f"resumed from step {steps}" in moemesh(folder, "train", "run.toml", *more)
+    assert f"resumed from step {steps}" in runs.said("train", "run.toml", *more, cwd=folder)
     write_lines(folder / "b" / "three.jsonl", 5, 9)
     last = ["--set", "train.epochs=0.0016", "--out", "run"]
-    assert "tokens then" in moemesh(folder, "train", "run.toml", *last, code=2)
-    moemesh(folder, "train", "run.toml", *last, "--allow-change", "data")
+    assert "tokens then" in runs.said("train", "run.toml", *last, code=2, cwd=folder)
+    runs.said("train", "run.toml", *last, "--allow-change", "data", cwd=folder)
     # The new data are those of the run from now on.
-    assert "already trained" in moemesh(folder, "train", "run.toml", *last)
+    assert "already trained" in runs.said("train", "run.toml", *last, cwd=folder)
     # Another tokenizer in the same folder is other data, too.
     file = folder / "tok" / "tokenizer.json"
     made = json.loads(file.read_text())
     vocabulary = made["model"]["vocab"]
     vocabulary["w"], vocabulary["x"] = vocabulary["x"], vocabulary["w"]
     file.write_text(json.dumps(made))
-    told = moemesh(folder, "train", "run.toml", *last, code=2)
+    told = runs.said("train", "run.toml", *last, code=2, cwd=folder)
     assert told.count("as many, but not the same") == 2
 
 

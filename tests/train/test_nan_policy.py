@@ -178,6 +178,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[str]:
     return [event["text"] for event in events if event["kind"] == kind]
 
 
+@pytest.mark.representative("validated", "asynchronous")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_is_skipped_and_its_origin_is_told(tmp_path: Path, plan: str) -> None:
     first, *others = run(tmp_path, plan)

@@ -73,11 +73,7 @@ def step_on_rank(
 
 
 def stream(
-    parallel: RankModel,
-    optimizer: Optimizer,
-    plan: Plan,
-    train: TrainConfig,
-    batches: list[Batch],
+    parallel: RankModel, optimizer: Optimizer, plan: Plan, train: TrainConfig, batches: list[Batch]
 ) -> None:
     """One step of an asynchronous schedule, to its drained end."""
     mesh, window = parallel.mesh, plan.num_update_microbatches
