@@ -188,7 +188,8 @@ def _shift(
     together: FloatArray, moved: FloatArray, slopes: FloatArray, width: FloatArray
 ) -> FloatArray:
     """How far the constants of each time move [times, constants], in logarithms."""
-    return np.clip((together * moved) @ slopes * width**2, -_FARTHEST * width, _FARTHEST * width)
+    most = _FARTHEST * width
+    return np.maximum(np.minimum((together * moved) @ slopes * width**2, most), -most)
 
 
 def _scaled(factors: dict[str, float], logs: FloatArray) -> dict[str, float]:

@@ -67,7 +67,8 @@ class Constants:
     #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
     #: Exposed shares: expert all-to-all and tensor-parallel traffic that are overlapped by design,
-    #: context exchange, pipeline sends, gradient reduction, weight gathering.
+    #: context exchange, pipeline sends, gradient reduction (over that which is hidden, where it
+    #: takes as long as the backward of a microbatch), weight gathering.
     overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
     overlapped_tensor_exposed: Annotated[Number, 0.5] = 0.5
     context_exposed: Annotated[Number, 0.5] = 0.55

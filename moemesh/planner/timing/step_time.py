@@ -68,6 +68,8 @@ OPTIMIZER_BYTES = 30
 #: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
 _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
+#: Less than any transfer takes.
+_NO_TIME = 1e-12
 #: How much less a transfer suffers from computation than computation from it.
 _TRANSFER_SHARE = 0.25
 
@@ -158,55 +160,60 @@ def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number
     return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
 
 
-def data_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
-    """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
+def data_seconds(
+    work: PricedStep, links: Links, dense: Number, expert: Number, backward: Number
+) -> Number:
+    """Exposed gradient reduction and weight gathering of replicas that are not FSDP units;
+    `backward` are the seconds of one microbatch's, beside which the reduction begins."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
     moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert)
-    gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed
-    weights = moved * _WEIGHT_BYTES * constants.weight_exposed
-    plain = where(layout.zero == 0, 2 * gradients, gradients + weights)
-    served = 0.0
-    for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
-        servers = minimum(layout.servers, workers)
-        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
-        server = wire.parameter_server(gradient, weight, workers, servers)
-        served = served + where(workers > 1, server.link / rate, 0)
-    plain = where(layout.parameter_server == 1, served, plain)
+    is_summed = layout.zero == 0
+    reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
+    gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
+    if len(links.table):
+        found = _measured(work, links, dense, expert)
+        reduced = where(layout.zero_group == 0, known(found[0], reduced), reduced)
+        gathered = where(layout.zero_group == 0, known(found[1], gathered), gathered)
     # Shards inside a group: scatter and gather stay there, shards are summed across groups.
     group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
     group = minimum(maximum(group, 1), n_dense)
     outside = maximum(n_dense / group, 1)
     spread = outside**constants.network_contention
     across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.inter * spread
-    inside = dense * _GRADIENT_BYTES / links.intra + across
-    grouped = inside * constants.gradient_exposed
-    grouped = grouped + dense * _WEIGHT_BYTES / links.intra * constants.weight_exposed
-    found = where((layout.zero_group > 0) & (outside > 1), grouped, plain)
-    found = where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, found)
-    if not len(links.table):
-        return found
-    return where(
-        (layout.zero_group == 0) & (layout.parameter_server == 0),
-        known(_measured(work, links, dense, expert), found),
-        found,
-    )
+    grouped = (layout.zero_group > 0) & (outside > 1)
+    reduced = where(grouped, dense * _GRADIENT_BYTES / links.intra + across, reduced)
+    gathered = where(grouped, dense * _WEIGHT_BYTES / links.intra, gathered)
+    # The longer the reduction, the less of it the last backward hides.
+    hidden = backward / constants.gradient_exposed
+    exposed = reduced * reduced / maximum(reduced + hidden, _NO_TIME)
+    exposed = exposed + gathered * constants.weight_exposed
+    served = 0.0
+    for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
+        servers = minimum(layout.servers, workers)
+        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
+        server = wire.parameter_server(gradient, weight, workers, servers)
+        served = served + where(workers > 1, server.link / rate, 0)
+    exposed = where(layout.parameter_server == 1, served, exposed)
+    return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, exposed)
 
 
-def _measured(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
-    """Gradients summed and weights gathered, by the table of links."""
-    layout, constants = work.layout, work.constants
-    found: Number = 0.0
+def _measured(
+    work: PricedStep, links: Links, dense: Number, expert: Number
+) -> tuple[Number, Number]:
+    """Seconds in which gradients are reduced and weights gathered, by the table of links."""
+    layout = work.layout
+    reduced: Number = 0.0
+    gathered: Number = 0.0
     strides = (layout.tp, layout.ep * layout.etp)
     for psi, ranks, stride in zip((dense, expert), replicas(work), strides, strict=True):
         gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
         summed = links.measured("all_reduce", ranks, stride, gradient)
         scattered = links.measured("reduce_scatter", ranks, stride, gradient)
-        gathered = links.measured("all_gather", ranks, stride, weight) * constants.weight_exposed
-        sharded = scattered * constants.gradient_exposed + gathered
-        seconds = where(layout.zero == 0, summed * constants.gradient_exposed, sharded)
-        found = found + where((ranks > 1) & (psi > 0), seconds, 0)
-    return found
+        sent, has = where(layout.zero == 0, summed, scattered), (ranks > 1) & (psi > 0)
+        reduced = reduced + where(has, sent, 0)
+        gathered = gathered + where(has, links.measured("all_gather", ranks, stride, weight), 0)
+    return reduced, gathered
 
 
 def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
@@ -331,7 +338,9 @@ def _timed(
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
-    data = data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights)
+    first = layout.ranks[0]
+    backward = times.backward(first.dense, first.routed) * layout.slices
+    data = data_seconds(work, links, *weights, backward) + mirror_seconds(work, links, *weights)
     optimizer = where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm)
     busy, waiting = work.passes * busiest, waiting + startup
     # A span that is summed in another order than the work in it is no waiting.
