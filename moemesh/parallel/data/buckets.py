@@ -19,17 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.transfers import (
-    all_gather_start,
-    all_reduce_in_tree_,
-    reduce_scatter_start,
-)
+from moemesh.comm.transfers import all_gather_start, all_reduce_in_tree_, reduce_scatter_start
 from moemesh.config.plan import Reshard
 from moemesh.model.seams import WeightGate
 from moemesh.model.transformer import ModelPart
@@ -39,6 +36,8 @@ from moemesh.sharding.buckets import Bucket, owned_sizes
 
 #: Waits for an exchange that has been started.
 Wait = Callable[[], object]
+#: Of sums over ranks, in the ledger.
+_SUMS: dict[str, Any] = {"phase": "backward", "caller": "gradients"}
 
 
 class ReplicatedBucket:
@@ -165,11 +164,9 @@ class ReplicatedBucket:
         self.zero_missing()
         if self.in_tree:
             # Replicas' parts continue the tree in which the experts added their owners' parts.
-            all_reduce_in_tree_(self.total, self.axis, phase="backward", caller="gradients")
+            all_reduce_in_tree_(self.total, self.axis, **_SUMS)
             return
-        work = all_reduce_(
-            self.total, self.axis, caller="gradients", phase="backward", async_op=True
-        )
+        work = all_reduce_(self.total, self.axis, **_SUMS, async_op=True)
         self._work = None if work is None else work.wait
 
     def wait(self) -> None:
@@ -183,10 +180,9 @@ class ReplicatedBucket:
         mirrored parameters has: two operands, so that both get the same bits."""
         self.wait()
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
-        reduce(self.own_sums(), self.copies, caller="gradients", phase="backward")
+        reduce(self.own_sums(), self.copies, **_SUMS)
         if self.rule.mirrored:
-            mirror = self.mesh["mirror"]
-            all_reduce_(self.own_sums(), mirror, caller="gradients", phase="backward")
+            all_reduce_(self.own_sums(), self.mesh["mirror"], **_SUMS)
 
     def own_sums(self) -> Tensor:
         """The flat gradients that this rank owns."""
@@ -278,13 +274,7 @@ class ShardedBucket(ReplicatedBucket):
     def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
         """Start the sum over ranks of this rank's range of `flat`."""
         return reduce_scatter_start(
-            flat,
-            self.axis,
-            self.sizes,
-            in_tree=self.in_tree,
-            in_place=True,
-            phase="backward",
-            caller="gradients",
+            flat, self.axis, self.sizes, in_tree=self.in_tree, in_place=True, **_SUMS
         )
 
     def renew(self) -> None:

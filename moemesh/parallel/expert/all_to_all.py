@@ -41,16 +41,14 @@ class Hop:
     input_splits: list[int]
     output_splits: list[int]
 
+    def carry(self, x_SX: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
+        """Rows sent [S, ...] -> received rows [N, ...], by source."""
+        splits = self.input_splits, self.output_splits
+        return overlapped_all_to_all(x_SX, self.axis, *splits, caller=caller, codec=codec)
+
     def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
         """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
-        return overlapped_all_to_all(
-            permute(x_TH, self.rows),
-            self.axis,
-            self.input_splits,
-            self.output_splits,
-            caller=caller,
-            codec=codec,
-        )
+        return self.carry(permute(x_TH, self.rows), caller, codec)
 
     def send_back(self, y_NH: Tensor, caller: str) -> Pending[Tensor]:
         """Results [N, H] -> their sum per own row [T, H]. Backward: as :meth:`send`."""
@@ -136,13 +134,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
-        weights = overlapped_all_to_all(
-            pick_weights(weights_TK, plan.slot_S),
-            self.ep,
-            plan.hop.input_splits,
-            plan.hop.output_splits,
-            caller="moe.dispatch.weights",
-        )
+        weights = plan.hop.carry(pick_weights(weights_TK, plan.slot_S), "moe.dispatch.weights")
         sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:

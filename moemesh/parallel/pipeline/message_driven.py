@@ -32,6 +32,7 @@ from moemesh.schedule.ampnet import OldestFirst
 from moemesh.schedule.text import parse_op
 from moemesh.trace.timeline import TimelineRecorder
 
+_LEDGER = {"phase": "control", "caller": "pipeline"}
 #: Keeps headers apart from other messages between the same two ranks.
 HEADER_TAG = 41
 
@@ -134,7 +135,7 @@ class MessageDrivenExecutor:
             kind = _END if op is None else _FORWARD if op.kind == "F" else _BACKWARD
             number = policy.num_microbatches if op is None else op.microbatch
             said = torch.tensor([kind, number], device=self._mesh.device)
-            said = transfers.broadcast(said, self._peers, 0, phase="control", caller="pipeline")
+            said = transfers.broadcast(said, self._peers, 0, **_LEDGER)
             op = self._understand(*said.tolist())
         if not self._leads:
             if op is None:
@@ -201,9 +202,7 @@ class MessageDrivenExecutor:
     def _send_header(self, destination: int, kind: int, number: int) -> None:
         header = torch.tensor([kind, number])
         there = self._mesh["pp"].ranks[destination]
-        work = start_send(
-            header, self._mesh.control, there, phase="control", caller="pipeline", tag=HEADER_TAG
-        )
+        work = start_send(header, self._mesh.control, there, **_LEDGER, tag=HEADER_TAG)
         self._wire.keep(work, header)
 
 
@@ -237,24 +236,20 @@ class _Listener:
                 threading.Thread(target=self._wait, args=(source,), daemon=True).start()
             header = torch.zeros(2, dtype=torch.int64)
             there = self._mesh["pp"].ranks[source]
-            work = start_receive(
-                header,
-                self._mesh.control,
-                there,
-                phase="control",
-                caller="pipeline",
-                tag=HEADER_TAG,
-            )
+            work = start_receive(header, self._mesh.control, there, **_LEDGER, tag=HEADER_TAG)
             self._waiting[source].put((work, header))
 
-    def next(self) -> tuple[int, Tensor]:
+    def next(self, *, waits: bool = True) -> tuple[int, Tensor]:
         """(source, header) of the next to come."""
-        return self._checked(self._come.get())
+        source, header = self._come.get(block=waits)
+        if isinstance(header, BaseException):
+            raise header
+        return source, header
 
     def poll(self) -> tuple[int, Tensor] | None:
         """The same, None when none is there."""
         try:
-            return self._checked(self._come.get_nowait())
+            return self.next(waits=False)
         except queue.Empty:
             return None
 
@@ -264,12 +259,6 @@ class _Listener:
             other, header = self.next()
             self._kept.setdefault(other, []).append(header)
         return self._kept[source].pop(0)
-
-    def _checked(self, come: tuple[int, Tensor | BaseException]) -> tuple[int, Tensor]:
-        source, header = come
-        if isinstance(header, BaseException):
-            raise header
-        return source, header
 
     def _wait(self, source: int) -> None:
         while (item := self._waiting[source].get()) is not None:
