@@ -354,11 +354,9 @@ class Agreement:
     predicted: float
 
 
-def agreement_chart(
-    identity: str, title: str, points: Sequence[Agreement], *, unit: str, band: float = 0.1
-) -> str:
-    """One dot a run on logarithmic axes, predicted over measured, with the diagonal; the shaded
-    band is ± `band` around equality.
+def agreement_chart(title: str, points: Sequence[Agreement], *, unit: str) -> str:
+    """One dot a run on logarithmic axes, predicted over measured, with the diagonal and a shaded
+    band of ± 10 % around it.
 
     Series are coloured by size, the smallest ones share a grey. "" when there is nothing to draw.
     """
@@ -383,7 +381,7 @@ def agreement_chart(
     names = sorted(counts, key=lambda name: (-counts[name], name))
     colours = {name: svg.COLOURS[place] for place, name in enumerate(names[: len(svg.COLOURS) - 1])}
     first, last = 10**low, 10**high
-    corners = [(first, 1 + band), (last, 1 + band), (last, 1 - band), (first, 1 - band)]
+    corners = [(first, 1.1), (last, 1.1), (last, 0.9), (first, 0.9)]
     places = [(svg.coordinate(x(end)), svg.coordinate(y(end * share))) for end, share in corners]
     path = " ".join(map(",".join, places))
     body = [
@@ -413,6 +411,6 @@ def agreement_chart(
     keys, height = svg.legend(entries, left=left, top=bottom + 48)
     description = (
         f"{len(drawn)} runs, predicted over measured {unit} on logarithmic axes with the diagonal "
-        f"and a band of {band:.0%} around it."
+        "and a band of 10% around it."
     )
-    return svg.figure(identity, title, description, bottom + height + 56, [*body, keys])
+    return svg.figure("agreement", title, description, bottom + height + 56, [*body, keys])

@@ -114,8 +114,8 @@ def document(run: Run) -> Document:
     unread = "Not everything could be read"
     text = _cut(run.config_text, _MAX_TEXT)
     configuration = Chapter(
-        identity="file",
-        title="config.toml",
+        "file",
+        "config.toml",
         missing="" if text else "No config.toml.",
         code=("The configuration as resolved", text) if text else ("", ""),
     )
