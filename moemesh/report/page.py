@@ -313,15 +313,9 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
             if points:
                 series.append(curves.Series(name=name, points=points, colour=number, dots=dots))
         counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
-        pictures = curves.line_charts(
-            title.lower().replace(" ", "-"),
-            title,
-            series,
-            y_label=y_label,
-            x_label="seconds" if over_time else "step",
-            description=f"{title}: {counts or 'no values'}.",
-            marks=() if over_time else marks,
-        )
+        text, identity = f"{title}: {counts or 'no values'}.", title.lower().replace(" ", "-")
+        look = {"x_label": "seconds"} if over_time else {"marks": marks}
+        pictures = curves.line_charts(identity, title, series, y_label, text, **look)
         return ("Loss over the time in steps" if over_time else title), *pictures
 
     drawn = figures(
