@@ -342,7 +342,8 @@ def _duration(length: float, timeline: Timeline) -> str:
 
 
 def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
-    """One process a timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
+    """A trace for Perfetto and chrome://tracing ("Trace Event Format", Google, 2016): one process a
+    timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
 
     Each record is a complete event, each message between ranks a flow from its producer to its
     consumer, and counters follow what a rank holds: activations (see
