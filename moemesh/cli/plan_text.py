@@ -544,11 +544,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
         Chapter("notes", "How far to trust it", lists=[("", notes)]),
     ]
     return Document(
-        kind="moemesh plan",
-        title=title,
-        lines=[batch],
-        chapters=chapters,
-        source="plan",
+        kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
     )
 
 

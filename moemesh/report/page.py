@@ -15,15 +15,7 @@ from moemesh.config.changes import compare
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
 from moemesh.report.chapters import CHAPTERS, toml_text
-from moemesh.report.document import (
-    MAX_TABLE_ROWS,
-    Box,
-    Chapter,
-    Document,
-    Table,
-    figures,
-    left_out,
-)
+from moemesh.report.document import MAX_TABLE_ROWS, Box, Chapter, Document, Table, figures, left_out
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
