@@ -116,7 +116,7 @@ def validate_runs(request: ValidateRequest) -> None:
             for one in predictions
             if one.seconds and one.run.seconds and one.run.ended == "ok"
         ]
-        chart = agreement_chart("agreement", title, points, unit="seconds a step")
+        chart = agreement_chart(title, points, unit="seconds a step")
         texts.append((request.plot, chart))
     write_texts(texts)
     if request.intervals is not None:

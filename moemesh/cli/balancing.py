@@ -43,8 +43,7 @@ class BalanceSettings:
     previous: Annotated[Path | None, "Placement in use: move few replicas.", "FILE"] = None
     tolerance: Annotated[float, "With --previous: distance from the bound that is accepted."] = 0.05
     shares: Annotated[
-        bool,
-        "Move nothing: split each expert's load over its replicas; with --previous.",
+        bool, "Move nothing: split each expert's load over its replicas; with --previous."
     ] = False
     effort: Annotated[str, "fast, quality or seconds."] = "quality"
     policy: Annotated[

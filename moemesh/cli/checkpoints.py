@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _LINES = 20
 
 Place = Annotated[
-    str,
-    "A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
-    "<RUN>",
+    str, "A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.", "<RUN>"
 ]
 
 

@@ -30,11 +30,7 @@ LINE_SECONDS = 10
 class TokenizeRequest:
     """Text, the files to write, and the tokenizer between them."""
 
-    source: Annotated[
-        str,
-        "A file, folder or glob: text, jsonl, parquet, .gz, .zst.",
-        "<IN>",
-    ]
+    source: Annotated[str, "A file, folder or glob: text, jsonl, parquet, .gz, .zst.", "<IN>"]
     out: Annotated[str, "A prefix (OUT.bin, OUT.idx, ...), or a folder.", "<OUT>"]
     tokenizer: Annotated[str, 'A folder with tokenizer.json, the file, or "bytes".', "FOLDER"]
     data_format: Annotated[

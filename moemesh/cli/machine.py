@@ -144,9 +144,7 @@ class ClusterFileRequest:
 
 
 @cluster_app.command(
-    "init",
-    short_help="Write a commented cluster file.",
-    completions={"preset": options.clusters},
+    "init", short_help="Write a commented cluster file.", completions={"preset": options.clusters}
 )
 def init(request: ClusterFileRequest) -> None:
     """Write a cluster file with the meaning and unit of every key, to be edited.

@@ -112,9 +112,20 @@ def with_options(
     for place, parameter in enumerate(parameters):
         hint = parameter.annotation
         if get_origin(hint) is Annotated and isinstance(get_args(hint)[1], str):
-            value, text, *more = get_args(hint)
-            option = _option(parameter.name, value, text, *more, completions=completions)
-            hint = Annotated[value, option]
+            name, (value, text, *rest) = parameter.name, get_args(hint)
+            more: Any = rest[0] if rest else {}
+            keywords = {"metavar": more} if isinstance(more, str) else dict(more)
+            make, metavar = typer.Option, keywords.get("metavar", "")
+            if metavar.startswith("<"):
+                keywords["metavar"], make = metavar[1:-1], typer.Argument
+            usual = (f"--{name.replace('_', '-')}",) if value is bool else ()
+            flags = keywords.pop("names", usual)
+            if parser := keywords.pop("tokens", False):
+                parser = tokens_of_any_sign if parser == "any sign" else tokens
+                keywords = {"parser": parser, "metavar": "N"} | keywords
+            if complete := completions.get(name) or BY_FIELD.get(name):
+                keywords["autocompletion"] = complete
+            hint = Annotated[value, make(*flags, help=text, **keywords)]
         way = inspect.Parameter.KEYWORD_ONLY
         parameters[place] = parameter.replace(kind=way, annotation=hint)
 
@@ -129,28 +140,6 @@ def with_options(
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     vars(call).pop("__wrapped__", None)
     return call
-
-
-def _option(
-    name: str,
-    kind: Any,
-    text: str,
-    more: str | dict[str, Any] = "",
-    *,
-    completions: Mapping[str, Complete],
-) -> Any:
-    keywords: dict[str, Any] = {"metavar": more or None} if isinstance(more, str) else dict(more)
-    metavar = keywords.get("metavar") or ""
-    make = typer.Option
-    if metavar.startswith("<"):
-        keywords["metavar"], make = metavar[1:-1], typer.Argument
-    flags = keywords.pop("names", (f"--{name.replace('_', '-')}",) if kind is bool else ())
-    if parser := keywords.pop("tokens", False):
-        parser = tokens_of_any_sign if parser == "any sign" else tokens
-        keywords = {"parser": parser, "metavar": "N"} | keywords
-    if complete := completions.get(name) or BY_FIELD.get(name):
-        keywords["autocompletion"] = complete
-    return make(*flags, help=text, **keywords)
 
 
 def given(request: Any, *names: str) -> list[str]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moemesh.schedule.answer import ScheduleAnswer
     from moemesh.schedule.closed_forms import ClosedForm
 
+#: Columns of a picture that is printed beside its numbers.
+MOST_COLUMNS = 160
 _LEGEND = """\
 bubble rate: idle share of the longest span of a rank. activation: most of a
 rank, in microbatches on its layers. weights: copies that a rank keeps. sent:
@@ -106,8 +108,8 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
             typer.echo(saved(found.schedule, save))
 
 
-def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 160) -> str:
-    """The answer for a person: the picture if no line is longer than `width`, else how to see it;
+def schedule_text(found: "ScheduleAnswer", picture: str = "") -> str:
+    """The answer for a person: the picture if no line is too long, else how to see it;
     totals beside their formulas, then a row a rank."""
     from moemesh.report.timeline_text import legend
     from moemesh.schedule.answer import short
@@ -133,7 +135,7 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 16
         "",
     ]
     columns = max(map(len, picture.splitlines()), default=0)
-    if 0 < columns <= width:
+    if 0 < columns <= MOST_COLUMNS:
         lines += [picture, *wrapped(legend(picture)), ""]
     elif picture:
         note = f"the picture is {columns:,} columns wide: --text prints it, --svg FILE draws it"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Mapping
-from itertools import chain, count
+from itertools import count
 from math import floor
 from textwrap import indent
 
@@ -30,7 +29,6 @@ from moemesh.planner.timing.price import pricing
 from moemesh.planner.worst_routing import worst_routing
 from moemesh.report.bars import StackedBar, stacked_bars
 from moemesh.report.document import Chapter, Document, Table, figures, plural
-from moemesh.report.svg import COLOURS
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
@@ -520,92 +518,50 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
         INTERVAL,
         mfu_words(planned),
     ]
-    notes = (
-        *judged(planned),
-        f"binding: {planned.advice.binding}",
-        *(f"assumed: {assumption}" for assumption in planned.certificate.assumptions),
-    )
+    told = [*judged(planned), f"binding: {planned.advice.binding}"]
+    told += [f"assumed: {assumption}" for assumption in planned.certificate.assumptions]
+    notes = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in told]
     named = [(one.asked, rival_sentences(one, best, capacity)) for one in planned.rivals]
-    near = [line.rpartition(": ") for line in planned.advice.why_not]
     priced = estimate(planned.model, best.layout, planned.cluster, _exact_plan(planned))
     traffic = Table(
         caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
-        header=(
-            *("Axis", "Operation", "Transfers", "Bytes of one", "Bytes of all", "Share of bytes"),
-        ),
+        header=["Axis", "Operation", "Transfers", "Bytes of one", "Bytes of all", "Share of bytes"],
         rows=_axis_rows(priced.traffic),
         num_names=2,
     )
+    cards = [("Layout", [*choices[0].items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
+    code = "\n".join(command_lines(planned, best, asked))
+    pairs = (line.rpartition(": ") for line in planned.advice.why_not)
+    near = [(change, [rest.strip()]) for change, _, rest in pairs]
     chapters = [
-        Chapter(
-            identity="choice",
-            title="The choice",
-            cards=[
-                ("Layout", list(choices[0].items())),
-                ("Figures", list(zip(heads, rows[0], strict=True))),
-            ],
-        ),
-        Chapter(
-            identity="command",
-            title="The command",
-            code=("", "\n".join(command_lines(planned, best, asked))),
-        ),
-        Chapter(
-            identity="alternatives",
-            title="Alternatives",
-            tables=[layouts, of_each],
-            lists=[("", legend)],
-        ),
+        Chapter("choice", "The choice", cards=cards),
+        Chapter("command", "The command", code=("", code)),
+        Chapter("alternatives", "Alternatives", tables=[layouts, of_each], lists=[("", legend)]),
         _time_chapter(planned),
         _memory_chapter(planned, capacity),
-        Chapter(identity="traffic", title="Traffic by axis", tables=[traffic]),
-        Chapter(
-            identity="why-not",
-            title="Why not another layout",
-            lists=[*named, *((change, [rest.strip()]) for change, _, rest in near)],
-        ),
-        Chapter(
-            identity="notes",
-            title="How far to trust it",
-            lists=[("", [f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes])],
-        ),
+        *([Chapter("traffic", "Traffic by axis", tables=[traffic])] if traffic.rows else []),
+        Chapter("why-not", "Why not another layout", lists=[*named, *near]),
+        Chapter("notes", "How far to trust it", lists=[("", notes)]),
     ]
     return Document(
-        kind="moemesh plan",
-        title=title,
-        lines=[batch],
-        chapters=[one for one in chapters if one.identity != "traffic" or traffic.rows],
-        source="plan",
+        kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
     )
 
 
 def _time_chapter(planned: PlannedAnswer) -> Chapter:
-    """Seconds of each layout by part; parts beyond the colours there are count as other."""
-    shares = [step_parts(one.breakdown) for one in planned.candidates]
-    largest: defaultdict[str, float] = defaultdict(float)
-    for name, seconds, _ in chain(*shares):
-        largest[name] = max(largest[name], seconds)
-    drawn = sorted(largest, key=lambda name: (name == "other", -largest[name]))
-    if len(drawn) > len(COLOURS):
-        drawn = drawn[: len(COLOURS) - 1]
-    bars: list[StackedBar] = []
-    for number, (one, share) in enumerate(zip(planned.candidates, shares, strict=True), start=1):
-        sums = {name: (seconds, percent) for name, seconds, percent in share if name in drawn}
-        if rest := [(seconds, percent) for name, seconds, percent in share if name not in drawn]:
-            sums["other"] = (max(sum(x for x, _ in rest), 0.0), sum(x for _, x in rest))
-        pieces = [(name, *sums[name]) for name in dict.fromkeys([*drawn, "other"]) if name in sums]
-        texts = [(name, x, f"{x:.4g} s ({percent:.1f} %)") for name, x, percent in pieces if x > 0]
-        bars.append(StackedBar(f"layout {number}", texts, f"{one.seconds:.4g} s"))
+    """Seconds of each layout by part."""
+    bars, order = list[StackedBar](), {name: place for place, name in enumerate(PARTS)}
+    for number, one in enumerate(planned.candidates, start=1):
+        shares = sorted(step_parts(one.breakdown), key=lambda share: order.get(share[0], 99))
+        pieces = [(name, x, f"{x:.4g} s ({percent:.1f} %)") for name, x, percent in shares if x > 0]
+        bars.append(StackedBar(f"layout {number}", pieces, f"{one.seconds:.4g} s"))
     title = "Seconds of a step, by part"
     picture = stacked_bars(
         "layout-times", title, f"{title}, of {len(bars)} layouts.", bars, unit="s"
     )
-    return Chapter(
-        identity="chart-1",
-        title=title,
-        note="; ".join(f"{name}: {PARTS[name]}" for name in drawn if name in PARTS),
-        figures=figures((title, picture)),
-    )
+    drawn = {name for bar in bars for name, _, _ in bar.pieces}
+    note = "; ".join(f"{name}: {told}" for name, told in PARTS.items() if name in drawn)
+    return Chapter("chart-1", title, note=note, figures=figures((title, picture)))
 
 
 def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
@@ -623,8 +579,8 @@ def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
     usable = f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})"
     picture = stacked_bars("layout-memory", title, f"{title}; {usable}.", bars, mark=usable)
     return Chapter(
-        identity="chart-2",
-        title=title,
+        "chart-2",
+        title,
         note="states: weights, gradients and optimizer; activations: kept for the backward; "
         "working: what exists while one layer runs; libraries: of device, collectives, kernels",
         figures=figures((title, picture)),

@@ -18,11 +18,7 @@ _Source = Annotated[Path, "A run, or a folder of transformers.", "<RUN_OR_FOLDER
 class ConvertRequest:
     """Weights to convert: from where, to where, in which format."""
 
-    source: Annotated[
-        Path,
-        "A run, one of its checkpoints, or a folder of transformers.",
-        "<IN>",
-    ]
+    source: Annotated[Path, "A run, one of its checkpoints, or a folder of transformers.", "<IN>"]
     out: Annotated[Path, "A new folder.", "<OUT>"]
     to: Annotated[
         Literal["huggingface", "moemesh"] | None,

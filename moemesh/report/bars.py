@@ -260,7 +260,8 @@ def stacked_bars(
     of the palette); `mark` is what the lines across them are called."""
     if colours is None:
         parts = dict.fromkeys(part for bar in bars for part, _, _ in bar.pieces)
-        colours = dict(zip(parts, svg.COLOURS, strict=False))
+        palette = (*svg.COLOURS, *map(svg.tint, svg.COLOURS))
+        colours = dict(zip(parts, palette, strict=False))
     marks = [(f"{mark} (line)", svg.INK)] if mark else []
     key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
     left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))

@@ -123,6 +123,7 @@ def _defaults(preset: str | None) -> dict[str, object]:
         found = load_run([], chosen, environ={}).config
     except ConfigError:
         found = load_run([], [], environ={}).config
+    # Lists, as TOML has them, in place of tuples.
     return flat({name: finite(one) for name, one in config_values(found).items()})
 
 

@@ -154,9 +154,12 @@ def line_chart(
     return svg.figure(identity, title, description, _HEIGHT, [*body, key], width)
 
 
-def line_charts(identity: str, title: str, series: Sequence[Series], **look: Any) -> Pictures:
+def line_charts(
+    identity: str, title: str, series: Sequence[Series], y_label: str, description: str, **look: Any
+) -> Pictures:
     """:func:`line_chart` for a wide page, and for a phone."""
     thinned = [replace(item, points=downsample(item.points)) for item in series]
+    look |= {"y_label": y_label, "description": description}
     return (
         line_chart(identity, title, thinned, **look),
         line_chart(f"{identity}-narrow", title, thinned, **look, width=NARROW),
@@ -245,23 +248,15 @@ def loss_curve(
         series.append(Series(name="validation", points=validation, colour=1, dots=True))
     levels = [] if unigram_loss is None else [("unigram", unigram_loss)]
     finite = [row for row in rows if math.isfinite(row.loss)]
-    description = "No finite loss."
+    text = "No finite loss."
     if finite:
         lowest = min(finite, key=lambda row: row.loss)
-        description = (
+        text = (
             f"Training loss {finite[0].loss:.4f} at step {finite[0].step}, "
             f"{finite[-1].loss:.4f} at step {finite[-1].step}; "
             f"lowest {lowest.loss:.4f} at step {lowest.step}."
         )
-    return line_charts(
-        "loss",
-        "Loss over steps",
-        series,
-        y_label=unit,
-        description=description,
-        levels=levels,
-        marks=marks,
-    )
+    return line_charts("loss", "Loss over steps", series, unit, text, levels=levels, marks=marks)
 
 
 def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ()) -> Pictures:
@@ -273,14 +268,8 @@ def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ())
         series.append(Series(name="extra prediction layers", points=ahead, colour=5))
     if not any(value for item in series for _, value in item.points):
         return "", ""
-    return line_charts(
-        "auxiliary",
-        "Auxiliary losses over steps",
-        series,
-        y_label=unit,
-        description=_range_text("Auxiliary loss", points),
-        marks=marks,
-    )
+    title, text = "Auxiliary losses over steps", _range_text("Auxiliary loss", points)
+    return line_charts("auxiliary", title, series, unit, text, marks=marks)
 
 
 def one_curve(
@@ -291,16 +280,11 @@ def one_curve(
     points = [(row.step, getattr(row, name)) for row in rows]
     finite = [value for _, value in points if math.isfinite(value)]
     log = name == "grad_norm" and bool(finite) and 0 < 30 * min(finite) < max(finite)
-    return line_charts(
-        title.lower().replace(" ", "-"),
-        f"{title} over steps",
-        [Series(name=title, points=points, colour=_COLOUR_OF[name])],
-        y_label=(y_label or title.lower()) + (", log scale" if log else ""),
-        description=_range_text(title, points),
-        from_zero=not log,
-        log=log,
-        marks=marks,
-    )
+    series = [Series(name=title, points=points, colour=_COLOUR_OF[name])]
+    names = title.lower().replace(" ", "-"), f"{title} over steps"
+    label, text = y_label or title.lower(), _range_text(title, points)
+    label += ", log scale" if log else ""
+    return line_charts(*names, series, label, text, from_zero=not log, log=log, marks=marks)
 
 
 def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
@@ -320,20 +304,14 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
         points = [(s, over_layers([getattr(load, key) for load in of_step[s]])) for s in steps]
         series.append(Series(name=name, points=points, colour=colour))
     worst = [value for _, value in series[0].points]
-    description = "No loads."
+    text, label = "No loads.", "fullest / mean (1 = balanced)"
     if steps:
-        description = (
+        text = (
             f"Fullest expert over the mean, worst layer: {worst[0]:.2f} at step {steps[0]}, "
             f"{worst[-1]:.2f} at step {steps[-1]}, highest {max(worst):.2f}. 1 is balanced."
         )
-    return line_charts(
-        "imbalance",
-        "Load imbalance over steps",
-        series,
-        y_label="fullest / mean (1 = balanced)",
-        description=description,
-        marks=marks,
-    )
+    title = "Load imbalance over steps"
+    return line_charts("imbalance", title, series, label, text, marks=marks)
 
 
 def _range_text(what: str, points: Sequence[Point]) -> str:
@@ -354,11 +332,9 @@ class Agreement:
     predicted: float
 
 
-def agreement_chart(
-    identity: str, title: str, points: Sequence[Agreement], *, unit: str, band: float = 0.1
-) -> str:
-    """One dot a run on logarithmic axes, predicted over measured, with the diagonal; the shaded
-    band is ± `band` around equality.
+def agreement_chart(title: str, points: Sequence[Agreement], *, unit: str) -> str:
+    """One dot a run on logarithmic axes, predicted over measured, with the diagonal and a shaded
+    band of ± 10 % around it.
 
     Series are coloured by size, the smallest ones share a grey. "" when there is nothing to draw.
     """
@@ -383,7 +359,7 @@ def agreement_chart(
     names = sorted(counts, key=lambda name: (-counts[name], name))
     colours = {name: svg.COLOURS[place] for place, name in enumerate(names[: len(svg.COLOURS) - 1])}
     first, last = 10**low, 10**high
-    corners = [(first, 1 + band), (last, 1 + band), (last, 1 - band), (first, 1 - band)]
+    corners = [(first, 1.1), (last, 1.1), (last, 0.9), (first, 0.9)]
     places = [(svg.coordinate(x(end)), svg.coordinate(y(end * share))) for end, share in corners]
     path = " ".join(map(",".join, places))
     body = [
@@ -413,6 +389,6 @@ def agreement_chart(
     keys, height = svg.legend(entries, left=left, top=bottom + 48)
     description = (
         f"{len(drawn)} runs, predicted over measured {unit} on logarithmic axes with the diagonal "
-        f"and a band of {band:.0%} around it."
+        "and a band of 10% around it."
     )
-    return svg.figure(identity, title, description, bottom + height + 56, [*body, keys])
+    return svg.figure("agreement", title, description, bottom + height + 56, [*body, keys])

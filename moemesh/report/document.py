@@ -48,7 +48,7 @@ class Figure(NamedTuple):
         return [(colour, Markup(name)) for colour, name in re.findall(key, self.svg)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chapter:
     """A chapter of a document; `missing` says why it is empty. `lists` are headings, "" for none,
     with their sentences; `code` is a text with its summary, folded where that is not ""."""

@@ -15,15 +15,7 @@ from moemesh.config.changes import compare
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
 from moemesh.report.chapters import CHAPTERS, toml_text
-from moemesh.report.document import (
-    MAX_TABLE_ROWS,
-    Box,
-    Chapter,
-    Document,
-    Table,
-    figures,
-    left_out,
-)
+from moemesh.report.document import MAX_TABLE_ROWS, Box, Chapter, Document, Table, figures, left_out
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
@@ -114,8 +106,8 @@ def document(run: Run) -> Document:
     unread = "Not everything could be read"
     text = _cut(run.config_text, _MAX_TEXT)
     configuration = Chapter(
-        identity="file",
-        title="config.toml",
+        "file",
+        "config.toml",
         missing="" if text else "No config.toml.",
         code=("The configuration as resolved", text) if text else ("", ""),
     )
@@ -313,15 +305,9 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
             if points:
                 series.append(curves.Series(name=name, points=points, colour=number, dots=dots))
         counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
-        pictures = curves.line_charts(
-            title.lower().replace(" ", "-"),
-            title,
-            series,
-            y_label=y_label,
-            x_label="seconds" if over_time else "step",
-            description=f"{title}: {counts or 'no values'}.",
-            marks=() if over_time else marks,
-        )
+        text, identity = f"{title}: {counts or 'no values'}.", title.lower().replace(" ", "-")
+        look = {"x_label": "seconds"} if over_time else {"marks": marks}
+        pictures = curves.line_charts(identity, title, series, y_label, text, **look)
         return ("Loss over the time in steps" if over_time else title), *pictures
 
     drawn = figures(

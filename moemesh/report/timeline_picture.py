@@ -208,8 +208,15 @@ def timelines_stacked(
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
     key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
-    description = " ".join(panel.description() for panel in panels)
-    return svg.figure(identity, title, description, used + y + 50, body)
+    told: list[str] = []
+    for panel in panels:
+        one, shown = panel.timeline, len(panel.layout)
+        which = f"the first {shown} of " if shown < len(one.ranks) else ""
+        told.append(
+            f"Operations of {which}{len(one.ranks)} ranks, {one.source}; span "
+            f"{_duration(one.span, one)}, {one.bubble_rate:.1%} of it without work."
+        )
+    return svg.figure(identity, title, " ".join(told), used + y + 50, body)
 
 
 class _Panel:
@@ -223,14 +230,6 @@ class _Panel:
         records = [box.record for box in self.boxes]
         self.origin = min((record.start - record.wait for record in records), default=0.0)
         self.length = max((record.end for record in records), default=self.origin) - self.origin
-
-    def description(self) -> str:
-        timeline, shown = self.timeline, len(self.layout)
-        which = f"the first {shown} of " if shown < len(timeline.ranks) else ""
-        return (
-            f"Operations of {which}{len(timeline.ranks)} ranks, {timeline.source}; span "
-            f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
-        )
 
     def draw(
         self, parts: list[str], y: float, pixels: float, colours: dict[str, str], limit: int
@@ -343,7 +342,8 @@ def _duration(length: float, timeline: Timeline) -> str:
 
 
 def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
-    """One process a timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
+    """A trace for Perfetto and chrome://tracing ("Trace Event Format", Google, 2016): one process a
+    timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
 
     Each record is a complete event, each message between ranks a flow from its producer to its
     consumer, and counters follow what a rank holds: activations (see

@@ -15,13 +15,13 @@ _MAX_COLUMNS = 4000
 _COARSE = 60
 
 
-def draw(timeline: Timeline, *, tick: float | None = None) -> str:
+def draw(timeline: Timeline) -> str:
     """One line a rank; each operation from the column of its start to that of its end.
 
     A forward of microbatch 3 is ``F3``, its rest ``-``, an idle tick ``.``; a block joins its
     operations with ``+``, a slice follows a point, and small letters are the second pipe or an odd
-    chunk. `tick` is the time of a column, by default the greatest common measure of all times
-    (the span in 60 columns when there is none). Records without a microbatch are left out.
+    chunk. The time of a column is the greatest common measure of all times (the span in 60 columns
+    when there is none). Records without a microbatch are left out.
 
     >>> from moemesh.trace.timeline import WorkRecord
     >>> records = [WorkRecord(rank=0, start=0, end=1, name="0F0", kind="F", stage=0, microbatch=0),
@@ -40,7 +40,7 @@ def draw(timeline: Timeline, *, tick: float | None = None) -> str:
     times = {box.record.start - origin for box in boxes} | {
         box.record.end - origin for box in boxes
     }
-    step = tick or common_measure(times) or max(times) / _COARSE or 1.0
+    step = common_measure(times) or max(times) / _COARSE or 1.0
     # Rank -> (first column, column after the last, label) of each operation or block.
     cells: dict[int, list[tuple[int, int, str]]] = {}
     for rank, row in rows.items():
