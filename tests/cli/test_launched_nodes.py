@@ -37,6 +37,8 @@ def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
     for steps in (2, 4):
         settings = [word for one in SMALL for word in ("--set", one)]
         settings += ["--set", f"train.steps={steps}", "--out", "run", "--ranks-per-node", "1"]
+        # A file with other settings is not written over.
+        (tmp_path / "torchrun.sh").unlink(missing_ok=True)
         subprocess.run(
             [sys.executable, "-m", "moemesh", "launch", "--torchrun", *settings],
             cwd=tmp_path,
