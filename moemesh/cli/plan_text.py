@@ -10,7 +10,7 @@ from textwrap import indent
 
 from moemesh.cli.terminal import folded, table, wrapped
 from moemesh.config.plan import DEGREES, Plan
-from moemesh.planner.estimate import Estimate, by_axis, estimate
+from moemesh.planner.estimate import Estimate, by_axis, estimate, worst_routing
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.memory import CacheSize, kv_cache_bytes
@@ -26,7 +26,6 @@ from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
 from moemesh.planner.speed import decoding_intensity, layer_intensities
 from moemesh.planner.timing.price import pricing
-from moemesh.planner.worst_routing import worst_routing
 from moemesh.report.bars import StackedBar, stacked_bars
 from moemesh.report.document import Chapter, Document, Table, figures, plural
 from moemesh.trace.ledger import Ledger
