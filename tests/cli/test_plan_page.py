@@ -67,7 +67,7 @@ def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
     times = [found.seconds for found in planned.candidates]
     for width, seconds in zip(sums, times, strict=False):
         assert width == pytest.approx(100 * seconds / max(times), abs=0.2)
-    capacity = planned.cluster.memory_bytes * planned.usable_share
+    capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
     for width, found in zip(sums[len(times) :], planned.candidates, strict=True):
         assert width == pytest.approx(100 * found.memory.needed / capacity, abs=0.2)
 
