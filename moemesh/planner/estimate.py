@@ -97,8 +97,8 @@ class WorstRouting:
 def worst_routing(
     model: Model, layout: PlannedLayout, plan: Plan | None, rank: int
 ) -> WorstRouting | None:
-    """The worst routing of `rank` in what `moemesh train` runs under `plan`;
-    where it does not run this, of any trainer. None for a model without routed experts."""
+    """The worst routing of `rank` in what `moemesh train` runs under `plan`; where it does not run
+    this, of any trainer. None for a model without routed experts."""
     if not model.shape.is_moe:
         return None
     config = model.config
@@ -153,7 +153,6 @@ def of_own_run(
     at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
     if plan.combine == "exact":
         at_once, chunks = max(most_rows, balanced), 1
-
     hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
 
     def held(crowd: float | None) -> float:
@@ -433,9 +432,8 @@ def _traffic(
             f"routing; not to the byte: {exact}"
         )
     rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
-    of_rank = partial(
-        predict_ledger, config, exact, **layout.step_sizes, on_accelerator=on_accelerator
-    )
+    settings = {**layout.step_sizes, "on_accelerator": on_accelerator}
+    of_rank = partial(predict_ledger, config, exact, **settings)
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     if exact.data == "parameter_server" and other != rank:

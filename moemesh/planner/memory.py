@@ -471,8 +471,8 @@ def _peaks(
 ) -> Iterator[PeakMemory]:
     """The peaks of the ranks one of which is the worst. `known`: what other layouts share, states
     those with the same ZeRO and exit, activations those that compute the same again."""
-    known_better = ("gradient_bytes", "optimizer_bytes", "fused_activation")
-    layout = with_values(layout, **{name: getattr(allocation, name) for name in known_better})
+    habitual = ("gradient_bytes", "optimizer_bytes", "fused_activation")
+    layout = with_values(layout, **{name: getattr(allocation, name) for name in habitual})
     hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
     is_full = "full" in layout.recompute
     # What a stack keeps of layers beyond their tensors: norms, and scores; and scores at work.

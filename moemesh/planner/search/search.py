@@ -25,7 +25,7 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.memory import PeakMemory
+from moemesh.planner.memory import GIB, PeakMemory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
@@ -318,7 +318,6 @@ def _alike(found: SearchSpace, one: int, other: int) -> bool:
     return is_as_fast and axes == others
 
 
-GIB = 2**30
 #: More memory a device that sensitivity is asked for, in GiB.
 MORE_MEMORY = (4, 8, 16, 32)
 #: Parts of a step that are no waiting.

@@ -242,8 +242,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
     if is_section:
         section = table["model"]
         if not isinstance(section, dict):
-            message = "[model] is a section and takes keys, not a value"
-            raise _refused("wrong-type", name, message)
+            raise _refused("wrong-type", name, "[model] is a section and takes keys, not a value")
         table = dict(cast("dict[str, Any]", section))
     if preset := table.pop("preset", None):
         if preset not in preset_names():
@@ -266,9 +265,9 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
         trained = trained or {"preset"}
     needed = [key for key, item in shape_fields.items() if item.is_required()]
     if not is_section and (missing := [key for key in needed if key not in table]):
+        code, message = "missing", "the model has no"
         raise ConfigError(
-            Problem.of("missing", f"model.{key}", None, f"the model has no {key}")
-            for key in missing
+            Problem.of(code, f"model.{key}", None, f"{message} {key}") for key in missing
         )
     if trained and set(table) <= config_fields:
         config = _config(table if is_section else {"num_experts": 0} | table)

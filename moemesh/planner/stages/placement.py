@@ -182,11 +182,10 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
             fresh: set[int] = set()
             for device in range(problem.num_devices):
                 # Devices in use, and the first unused one of each node: its others are the same.
-                node = device // problem.node_size
-                if device not in label.devices and node in fresh:
+                if device not in label.devices and device // problem.node_size in fresh:
                     continue
                 if device not in label.devices:
-                    fresh.add(node)
+                    fresh.add(device // problem.node_size)
                 evaluations += 1
                 ready, held = label.ready.copy(), label.held.copy()
                 for edge, source in problem.inputs[number]:

@@ -409,8 +409,7 @@ def replicated(
 
     @cache
     def sent(rank: int) -> SentRows:
-        at = lines.layout.coordinates(rank)
-        ep, lane = at["ep"], at["etp"]
+        ep, lane = (lines.layout.coordinates(rank)[axis] for axis in ("ep", "etp"))
         # A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
         # order: lane by lane, each from where the one before has ended.
         found = np.zeros(plan.ep, np.int64)
