@@ -60,7 +60,6 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: PlannedAns
 
 
 def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
-<<<<<<< HEAD
     page = plan_document(planned, "--model m").to_html()
     pieces = re.findall(r'width="([\d.]+)"[^>]*><title>layout (\d)[^:]*: ([^<]*)</title>', page)
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
@@ -77,18 +76,6 @@ def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
         assert needed == pytest.approx(found.memory.needed / first.memory.needed, abs=0.01)
     assert "usable: " in page and f"{planned.pricing.usable_share:.1%}" in page
     assert first.memory.needed <= capacity
-=======
-    page = plan_html(planned, "--model m")
-    tracks = re.findall(r'<div class="track".*?</div>(?=\n</div>)', page, flags=re.DOTALL)
-    assert len(tracks) == 2 * len(planned.candidates)
-    sums = [sum(map(float, re.findall(r'style="width:([\d.]+)%', track))) for track in tracks]
-    times = [found.seconds for found in planned.candidates]
-    for width, seconds in zip(sums, times, strict=False):
-        assert width == pytest.approx(100 * seconds / max(times), abs=0.2)
-    capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
-    for width, found in zip(sums[len(times) :], planned.candidates, strict=True):
-        assert width == pytest.approx(100 * found.memory.needed / capacity, abs=0.2)
->>>>>>> 2abf4660362ca170001df824b38aa6494431f981
 
 
 def test_the_verb_writes_the_page(tmp_path: Path, invoke: Invoke) -> None:
