@@ -346,6 +346,28 @@ CONFIGURATIONS: list[Mistake] = [
         "plan.optimizer_validation",
         "before",
     ),
+    check("plan.optimizer_validation=after", "pp (1)", "pp = 2", "optimizer_validation = before"),
+    check(
+        "plan.pp=4 plan.schedule=dualpipe plan.microbatches=8 plan.optimizer_validation=after",
+        "two replicas",
+        "dualpipe_v",
+    ),
+    check(
+        "plan.pp=4 plan.schedule=chimera plan.microbatches=4 plan.optimizer_validation=after",
+        "two replicas",
+        "zb_v",
+    ),
+    check(
+        "plan.pp=2 plan.schedule=pipedream plan.optimizer_validation=after",
+        "pipedream",
+        "by itself",
+    ),
+    check("plan.pp=4 plan.schedule=terapipe plan.slices=9 data.seq_len=8", "9", "slices = 8"),
+    check("plan.pp=8 plan.schedule=terapipe data.seq_len=6", "pp (8, slices by default)"),
+    check("plan.slices=2", "plan.slices", "1f1b"),
+    check("plan.dp=33", "1 of the 33 replicas would have nothing to do"),
+    check("plan.dp=64", "32 of the 64 replicas"),
+    check("lora.rank=8", "lora.rank", "beside random weights"),
     # what trains
     check(r"train.freeze=[\"layers.*.mlp.*\"]", "train.freeze", "matches none of the"),
     check(r"train.train_only=[\"*\"] train.freeze=[\"*\"]", "is left to train"),
