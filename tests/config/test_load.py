@@ -216,17 +216,6 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     assert sum(item.key == "plan.ep" for item in found) == 2
 
 
-def test_a_rule_over_a_value_of_a_wrong_type_is_left_out() -> None:
-    found = problems_of([], ['plan.dp="8"', "plan.ep=2"])
-    assert [item.key for item in found] == ["plan.dp"]
-
-
-def test_an_unknown_preset_leaves_out_the_rules_over_its_sizes() -> None:
-    found = problems_of([], ["model.preset=mixtral", "plan.tp=64", "model.head_dim=3"])
-    assert [item.key for item in found] == ["model.head_dim", "model.preset"]
-    assert "did you mean mixtral-8x" in found[1].fix
-
-
 def test_problems_are_sorted_by_file_and_line(tmp_path: Path) -> None:
     lines = "\n".join(f"wrong{number} = 1" for number in range(12))
     found = problems_of([write(tmp_path, f"[train]\n{lines}\n")], [])
@@ -243,12 +232,6 @@ def test_origins_of_both_sides_of_a_rule(tmp_path: Path) -> None:
     assert "fix: tp = 4" in text
 
 
-def test_a_preset_and_a_path_are_one_too_many() -> None:
-    found = problems_of([], ["model.preset=tiny", "model.path=/models/x"])
-    assert [item.code for item in found] == ["conflict"]
-    assert "--set model.path=/models/x" in found[0].message
-
-
 def test_duplicates(tmp_path: Path) -> None:
     resolved = load_run([], ["plan.dp=2", "plan.tp=2", "plan.dp=4", "plan.tp=2"], {})
     assert (resolved.config.plan.dp, resolved.origins["plan.dp"]) == (4, "--set plan.dp=4")
@@ -256,39 +239,6 @@ def test_duplicates(tmp_path: Path) -> None:
     (problem,) = problems_of([write(tmp_path, "[plan]\ntp = 1\ntp = 2\n")], [])
     assert problem.origin.endswith("my.toml:3")
     assert problem.value == "tp = 2"
-
-
-@pytest.mark.parametrize(
-    ("line", "fix"),
-    [
-        ("[plan", "[plan]"),
-        ("plan]", "[plan]"),
-        ("tp = [2\ndp = 3", "close every bracket: the open one may be in a line above"),
-        ("dtype = float32", 'dtype = "float32"'),
-        ("lr = = 3", "lr = 3"),
-        ("lr = =", "a value behind the equals sign"),
-        ("freeze = [router, 3]", 'freeze = ["router", 3]'),
-        ("tp =", "a value behind the equals sign"),
-        ("tp = 1\ntp = 2", "give each key, and each section, once"),
-    ],
-)
-def test_a_broken_line_has_its_own_fix(line: str, fix: str, tmp_path: Path) -> None:
-    (problem,) = problems_of([write(tmp_path, f"{line}\n")], [])
-    assert (problem.code, problem.fix) == ("syntax", fix)
-
-
-@pytest.mark.parametrize(
-    ("given", "fix"),
-    [
-        ("[plan=3", "--set plan.ep=VALUE"),
-        ("train.freeze=[router", """close every quote and bracket: 'train.freeze=["router"]'"""),
-        ("data.path={x", """close every quote and bracket: 'data.path="{x"'"""),
-        ('data.path="x', """close every quote and bracket: 'data.path="x"'"""),
-    ],
-)
-def test_a_broken_override_has_its_own_fix(given: str, fix: str) -> None:
-    (problem,) = problems_of([], [given])
-    assert (problem.code, problem.fix) == ("syntax", fix)
 
 
 def test_key_lines() -> None:

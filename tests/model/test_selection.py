@@ -18,8 +18,6 @@ from moemesh.model.router import (
 from tests.model.reference import keep_reference
 from tests.model.test_router import config_of, context_of, router_of
 
-ALL = torch.ones(2, 6, dtype=torch.bool)
-
 
 def test_capacity_is_exact() -> None:
     valid_BS = torch.ones(3, 40, dtype=torch.bool)

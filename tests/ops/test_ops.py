@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from moemesh.ops.cross_entropy import cross_entropy, cross_entropy_reference
-from moemesh.ops.expert_mlp import expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_mlp import expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.grouped_gemm import (
     ROWS,
@@ -85,23 +85,6 @@ def test_permute_and_unpermute_are_each_others_gradient() -> None:
     assert torch.autograd.gradcheck(lambda x: unpermute(x, rows), copies)
     again = map_from_sources(rows.source_R, 5)
     assert_close(unpermute(copies, again), unpermute(copies, rows))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_expert_mlp_equals_the_loop(dtype: torch.dtype) -> None:
-    rows, _, counts = group_by_expert(EXPERTS_TK, 4)
-    shapes = [(5, 8), (7,), (4, 2, 12, 8), (4, 8, 12)]
-    leaves = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes]
-    upstream = torch.randn(7, 8, dtype=dtype)
-    results = []
-    for function in (expert_mlp, expert_mlp_loop):
-        source, weights, gate_up, down = (leaf.detach().clone().requires_grad_() for leaf in leaves)
-        out = function(source, rows, weights, counts, ExpertWeights(gate_up, down))
-        grads = torch.autograd.grad(out, [source, weights, gate_up, down], upstream)
-        results.append([out, *grads])
-    for fast, slow in zip(*results, strict=True):
-        assert_close(fast, slow)
-    assert results[0][3][1].abs().max() == 0  # the idle expert has an explicit zero gradient
 
 
 def test_deferred_weight_gradients_are_bitwise_those_of_a_fused_backward() -> None:

@@ -18,6 +18,7 @@ COSTS = Costs(
 )
 
 
+@pytest.mark.representative("4")
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_the_virtual_clock_equals_the_simulation_exactly(num_ranks: int) -> None:
     """All synchronous schedules, their real messages carrying the time of their sender."""

@@ -165,6 +165,7 @@ def on_ranks(rank: int, kind: str) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in block.state_dict().items())
 
 
+@pytest.mark.representative("gpt_oss")
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen2_moe"])
 def test_experts_of_a_block_over_ranks(kind: str) -> None:
     """Biases and clamps, and a gated shared expert."""

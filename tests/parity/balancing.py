@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,17 +18,15 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.model.moe import MoE
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import rehoming
 from moemesh.train import step as step_module
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
-from tests.parity.training import Shape, microbatches
+from tests.parity.training import Shape, assemble, microbatches
 from tests.parity.training import owned as training_owned
 from tests.ranks import mesh_on_ranks
 
@@ -143,18 +140,6 @@ def owned(parallel: RankModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]
     return found
 
 
-def assemble(parts: list[Any]) -> dict[str, Tensor]:
-    """Logical tensors of all ranks; every element must be owned once."""
-    whole: dict[str, Tensor] = {}
-    times: dict[str, Tensor] = {}
-    for name, shape, slices, tensor in [entry for part in parts for entry in part]:
-        index = tuple(slice(piece.start, piece.stop) for piece in slices)
-        whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[index] = tensor
-        times.setdefault(name, torch.zeros(shape, dtype=torch.int64))[index] += 1
-    assert all(bool((count == 1).all()) for count in times.values())
-    return whole
-
-
 def train(case: Case) -> Trained:
     """Train on as many ranks as the plan needs (in this process for one)."""
     plan = Plan(**case.plan)
@@ -193,24 +178,10 @@ def difference(got: Trained, expected: Trained) -> float:
 
 def replica_gradients_averaged() -> Any:
     """The home takes half of what its replica's gradient is."""
-    return _gradients_of_fetched(lambda gradient: gradient / 2)
-
-
-def replica_gradients_forgotten() -> Any:
-    """Nothing comes home."""
-    return _gradients_of_fetched(torch.zeros_like)
-
-
-def replica_gradients_counted_twice() -> Any:
-    """Summed into the home, and summed again."""
-    return _gradients_of_fetched(lambda gradient: gradient * 2)
-
-
-def _gradients_of_fetched(change: Callable[[Tensor], Tensor]) -> Any:
     backward = replicas._Pack.backward
 
     def changed(ctx: Any, grad: Tensor) -> Any:
-        return backward(ctx, change(grad))
+        return backward(ctx, grad / 2)
 
     return mock.patch.object(replicas._Pack, "backward", staticmethod(changed))
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.model import ModelConfig
 from tests.parity.test_parity import MODEL, TRAIN
-from tests.parity.training import Shape, assert_equals_one_device, rows, train
+from tests.parity.training import Shape, assert_equals_one_device, rows
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -99,25 +98,3 @@ CASES = rows(
 @pytest.mark.parametrize(("model", "plan", "shape"), CASES)
 def test_plan_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
     assert_equals_one_device(MODELS[model], plan, TRAIN, shape)
-
-
-@pytest.mark.slow
-def test_the_cases_differ_from_plain_attention() -> None:
-    """Each knob changes the losses: none of them is ignored."""
-    plain = {model: train(keys, {}, TRAIN).losses for model, keys in MODELS.items()}
-    for model, keys in MODELS.items():
-        base = LATENT if keys.get("attention") == "mla" else GROUPED
-        for name, value in keys.items():
-            if name in ("attention", "layer_types", "rope_beta_fast", "rope_beta_slow"):
-                continue
-            if base.get(name) == value or name.startswith(("qk_", "original", "q_lora", "v_head")):
-                continue
-            default = ModelConfig.model_fields[name].default
-            changed = keys | {name: default}
-            if name == "sliding_window":
-                changed |= {"layer_types": []}
-            if name == "rope_type":
-                changed = {key: x for key, x in changed.items() if not key.startswith("rope_m")}
-                changed |= {"rope_factor": 1.0, "original_max_position_embeddings": 0}
-            losses = train(changed, {}, TRAIN).losses
-            assert losses != plain[model], f"{model}: {name} has no effect"

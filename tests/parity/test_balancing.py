@@ -47,12 +47,6 @@ MOVES = rows(
     """
 )
 TRAINS = {"sgd": TRAIN, "adam": ADAM, "seven": ADAM | {"steps": 7}}
-MISTAKES = {
-    "replica_gradients_averaged": 1e-4,
-    "replica_gradients_forgotten": 1e-4,
-    "replica_gradients_counted_twice": 1e-4,
-    "norm_counts_replicas": 1e-4,
-}
 
 
 @cache
@@ -84,12 +78,11 @@ def test_40_steps_of_adam_with_replicas_end_at_the_same_weights() -> None:
     assert difference(got, alone("W6", "adam")) <= EQUAL
 
 
-@pytest.mark.representative("replica_gradients_averaged", "norm_counts_replicas")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", ["replica_gradients_averaged", "norm_counts_replicas"])
 def test_a_mistake_with_replicas_shows(mistake: str) -> None:
     where = f"tests.parity.balancing:{mistake}"
     wrong = train(Case(SKEWED, PAIR, TRAIN, workload="W2", mistake=where))
-    assert difference(wrong, alone("W2")) > MISTAKES[mistake]
+    assert difference(wrong, alone("W2")) > 1e-4
 
 
 def test_shadows_change_no_result() -> None:

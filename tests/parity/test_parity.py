@@ -45,8 +45,6 @@ TRAIN: dict[str, Any] = {
     "steps": 2, "dtype": "float64", "optimizer": "sgd", "lr": 0.2, "warmup_steps": 0,
     "weight_decay": 0.01, "clip": 0.5,
 }  # fmt: skip
-#: One sequence for four data ranks: two or three of them hold no token at all.
-LONELY = Shape(global_batch=1, seq_len=5)
 
 CASES = rows(
     """

@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 from moemesh.config.cluster import load_cluster
-from moemesh.config.errors import ConfigError
 from moemesh.config.lora import LoraConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
@@ -106,22 +105,3 @@ def test_gradients_on_the_wire_are_those_of_what_trains() -> None:
 
     full, half = sent(layout), sent(layout.changed(trained_dense=0.5, trained_experts=0.0))
     assert half == {"dp_cp": pytest.approx(full["dp_cp"] / 2)}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["plan.tp=2"], "chooses the rest itself"),
-        (["lora.rnak=8"], "rank"),
-        (["lora.rank=-1"], "rank"),
-        (['train.train_only=["nothing like this"]'], "matches none"),
-    ],
-)
-def test_settings_that_a_search_does_not_take(settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8, settings=settings))
-
-
-def test_a_model_that_is_only_planned_has_no_settings() -> None:
-    with pytest.raises(ConfigError, match="not-available"):
-        plan_named(PlanRequest("gpt3-175b", "dgx_h100", 64, 8, settings=["lora.rank=8"]))

@@ -13,7 +13,6 @@ from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord
 
-_TIME = "2026-11-22T11:36:02+00:00"
 CONFIG = """\
 [model]
 preset = "tiny"

@@ -53,13 +53,3 @@ def test_the_default_is_a_slice_a_rank_and_many_slices_are_even() -> None:
         slice_lengths(MODEL, plan_of(2, slices=100), 99)
     with pytest.raises(ValueError, match="num_slices"):
         slice_lengths(MODEL, plan_of(2, slices=10), 9)
-
-
-def test_the_plan_says_what_is_wrong() -> None:
-    (problem,) = plan_of(4, slices=9).check(MODEL, seq_len=8)
-    assert problem.key == "plan.slices" and "9" in problem.message and problem.fix == "slices = 8"
-    (problem,) = plan_of(8).check(MODEL, seq_len=6)
-    assert "pp (8, slices by default)" in problem.message
-    (problem,) = Plan(slices=2).check(MODEL)
-    assert "1f1b" in problem.message
-    assert plan_of(4, slices=8).check(MODEL, seq_len=8) == []

@@ -171,22 +171,6 @@ def test_json_that_is_trained_on_as_text_is_named(tmp_path: Path, key: str) -> N
         assert f"= {format} trains on {tmp_path / 'chats.jsonl'} as it stands: 20 of " in remark
 
 
-@pytest.mark.parametrize(
-    ("overrides", "legal", "words"),
-    [
-        (["plan.dp=33"], ["plan.dp=32"], "1 of the 33 replicas would have nothing to do"),
-        (["plan.dp=64"], ["plan.dp=64", "data.global_batch=64"], "32 of the 64 replicas"),
-        (["lora.rank=8"], ["lora.rank=8", "train.train_only=*"], "beside random weights"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(
-    overrides: list[str], legal: list[str], words: str
-) -> None:
-    (problem,) = untrainable(load_run([], overrides, {}))
-    assert words in problem.message and problem.fix
-    assert untrainable(load_run([], legal, {})) == []
-
-
 def test_adapters_of_a_run_that_goes_on_or_starts_from_weights_are_right(tmp_path: Path) -> None:
     assert untrainable(load_run([], ["lora.rank=8"], {}), tmp_path)
     (tmp_path / "plan.json").write_text("{}")
