@@ -481,7 +481,7 @@ def dispatch_times(
             if np.isnan(seconds) and name == "all_gather":
                 seconds = (crossing + staying) / float(links.bandwidth(ep, 1)) + (ep - 1) * latency
             elif np.isnan(seconds):
-                seconds = max(crossing / links.inter, staying / links.intra)
+                seconds = max(crossing / links.network(nodes), staying / links.intra)
                 seconds += hops.get(name, 1) * latency
             bottleneck = crossing if nodes > 1 else staying
             if name == "all_gather":

@@ -204,9 +204,9 @@ def factors_of(names: Iterable[str], logs: FloatArray) -> dict[str, float]:
 #: The error of a good row: inside one study 1 to 2 % mean something.
 _SCALE = 0.02
 _MOST_STEP = 0.7
-_MOST_ITERATIONS = 40
+_MOST_ITERATIONS = 80
 #: A gain below this share of the loss ends the search.
-_LEAST_GAIN = 1e-3
+_LEAST_GAIN = 1e-4
 _ROUNDS = 2
 
 #: What a cross-validation leaves out at once: a cluster's runs of one model on one number of

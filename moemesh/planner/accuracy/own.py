@@ -189,7 +189,8 @@ def _shift(
 ) -> FloatArray:
     """How far the constants of each time move [times, constants], in logarithms."""
     most = _FARTHEST * width
-    return np.maximum(np.minimum((together * moved) @ slopes * width**2, most), -most)
+    found: FloatArray = np.clip((together * moved) @ slopes * width**2, -most, most)
+    return found
 
 
 def _scaled(factors: dict[str, float], logs: FloatArray) -> dict[str, float]:

@@ -361,7 +361,7 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
 
     across = once * copies(nodes)
     inside = once * copies(layout.ep) * work.load
-    exchange = maximum(across / links.inter, inside / links.intra) + 2 * links.latency
+    exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
     has = model.experts > 0
     exchange = where((layout.ep > 1) & has, exchange, 0)
     routed = once * model.top_k

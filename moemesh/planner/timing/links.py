@@ -132,17 +132,21 @@ class Links:
             table=table or LinkTable(),
         )
 
+    def network(self, nodes: Number) -> Number:
+        """Bandwidth of one device's network card among so many nodes: it falls with their number
+        to the power of `contention`."""
+        return self.inter / nodes**self.contention
+
     def bandwidth(self, ranks: Number, stride: Number) -> Number:
         """Useful bandwidth of a group whose members are `stride` ranks apart: NVLink inside a node,
         else min(NVLink, members per node x NIC).
 
         Rings of all members leave a node over as many network cards as the group has members there:
-        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. The rate
-        falls with the number of nodes to the power of `contention`.
+        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100.
         """
         members = members_per_node(ranks, stride, self.node_size)
         nodes: Number = maximum(ranks / members, 1)
-        shared = members * self.inter / nodes**self.contention
+        shared = members * self.network(nodes)
         return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
 
     def measured(

@@ -179,8 +179,7 @@ def data_seconds(
     group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
     group = minimum(maximum(group, 1), n_dense)
     outside = maximum(n_dense / group, 1)
-    spread = outside**constants.network_contention
-    across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.inter * spread
+    across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.network(outside)
     grouped = (layout.zero_group > 0) & (outside > 1)
     reduced = where(grouped, dense * _GRADIENT_BYTES / links.intra + across, reduced)
     gathered = where(grouped, dense * _WEIGHT_BYTES / links.intra, gathered)
