@@ -18,10 +18,12 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
+from moemesh.model.moe import MoE
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
 from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train import rehoming
 from moemesh.train import step as step_module
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming

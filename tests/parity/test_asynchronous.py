@@ -16,8 +16,9 @@ import torch
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import GradientNorm
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.versions import WeightVersions
-from moemesh.schedule.action import Schedule
+from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
 from moemesh.sharding.load_run import load_run
