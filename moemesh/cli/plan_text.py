@@ -27,7 +27,7 @@ from moemesh.planner.search.search import Candidate, counted
 from moemesh.planner.speed import decoding_intensity, layer_intensities
 from moemesh.planner.timing.price import pricing
 from moemesh.report.bars import StackedBar, stacked_bars
-from moemesh.report.document import Chapter, Document, Table, figures, plural
+from moemesh.report.document import Chapter, PageDocument, Table, figures, plural
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
@@ -477,7 +477,7 @@ def memory_parts(one: Candidate) -> list[tuple[str, float]]:
     return [*parts, ("libraries", one.memory.needed - sum(size for _, size in parts))]
 
 
-def plan_document(planned: PlannedAnswer, asked: str) -> Document:
+def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
     """The page of a plan; `asked` are options that `moemesh estimate` takes, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
@@ -542,7 +542,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> Document:
         Chapter("why-not", "Why not another layout", lists=[*named, *near]),
         Chapter("notes", "How far to trust it", lists=[("", notes)]),
     ]
-    return Document(
+    return PageDocument(
         kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
     )
 

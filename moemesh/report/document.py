@@ -64,7 +64,7 @@ class Chapter:
     lists: Sequence[tuple[str, Sequence[str]]] = ()
 
 
-class Box(NamedTuple):
+class NoticeBox(NamedTuple):
     """What a reader should see before all chapters: lines, each with a key or "" before it."""
 
     identity: str
@@ -74,7 +74,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class PageDocument:
     """A page: its `kind` stands above the title, `lines` and `cards` below; `boxes` without a line
     are left out. `source` is the verb that writes it."""
 
@@ -83,7 +83,7 @@ class Document:
     lines: Sequence[str]
     chapters: Sequence[Chapter]
     cards: Sequence[Cards] = ()
-    boxes: Sequence[Box] = ()
+    boxes: Sequence[NoticeBox] = ()
     source: str = "report"
 
     def to_html(self) -> str:

@@ -15,7 +15,15 @@ from moemesh.config.changes import compare
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
 from moemesh.report.chapters import CHAPTERS, toml_text
-from moemesh.report.document import MAX_TABLE_ROWS, Box, Chapter, Document, Table, figures, left_out
+from moemesh.report.document import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    NoticeBox,
+    PageDocument,
+    Table,
+    figures,
+    left_out,
+)
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run, State, median_of, state_of
@@ -47,7 +55,7 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     return replace_file(out or run.folder / NAME, document(run).to_html())
 
 
-def document(run: Run) -> Document:
+def document(run: Run) -> PageDocument:
     """Everything that the folder of `run` tells."""
     state = state_of(run)
     # When, where and by which command the run was started, as far as its folder tells.
@@ -111,15 +119,18 @@ def document(run: Run) -> Document:
         missing="" if text else "No config.toml.",
         code=("The configuration as resolved", text) if text else ("", ""),
     )
-    return Document(
+    failure = told or [("", "")] * (run.failure is not None)
+    return PageDocument(
         kind="moemesh run",
         title=run.folder.resolve().name,
         lines=lines,
         cards=[("Parallel degrees", degrees), ("Results", facts)],
         boxes=[
-            Box("failure", "This run failed", told or [("", "")] * (run.failure is not None), True),
-            Box("warnings", unread, [("", warning) for warning in run.warnings]),
-            Box("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
+            NoticeBox(
+                "failure", "This run failed", told or [("", "")] * (run.failure is not None), True
+            ),
+            NoticeBox("warnings", unread, [("", warning) for warning in run.warnings]),
+            NoticeBox("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
         ],
         chapters=[
             *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
@@ -157,7 +168,7 @@ def write_comparison(first: Path | str, second: Path | str, out: Path | None = N
     return replace_file(out or runs[0].folder / COMPARISON, comparison(*runs).to_html())
 
 
-def comparison(*runs: Run) -> Document:
+def comparison(*runs: Run) -> PageDocument:
     """Everything that differs between two runs."""
     # Names of the folders, with what lies above them where both have the same name.
     folders = [run.folder.resolve() for run in runs]
@@ -169,12 +180,12 @@ def comparison(*runs: Run) -> Document:
             f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
         ]
     names = [svg.clip(name, 40) for name in names]
-    return Document(
+    return PageDocument(
         kind="Two moemesh runs",
         title=" and ".join(names),
         lines=[str(folder) for folder in folders],
         boxes=[
-            Box(
+            NoticeBox(
                 "warnings",
                 "Not everything could be read",
                 [
