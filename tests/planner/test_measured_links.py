@@ -59,7 +59,7 @@ def closed_curves(machine: Cluster) -> tuple[LinkCurve, ...]:
                 "all_gather": share / rate,
                 "reduce_scatter": share / rate,
                 "all_reduce": 2 * share / rate,
-                "all_to_all": max(across / inter, share / intra),
+                "all_to_all": max(across / float(links.network(ranks / members)), share / intra),
             }
             for name, per_byte in times.items():
                 points = [(size, size * float(per_byte)) for size in (1e3, 1e9)]

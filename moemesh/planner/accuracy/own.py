@@ -181,7 +181,8 @@ def _weighed(
         density = np.log(precision) / 2 - log(unit) - 2.5 * np.log1p((standard / unit) ** 2 / 4)
         scores.append(float(density.sum() - (log(share) ** 2 + log(size) ** 2) / 2.25) / 2)
     chances = np.exp(np.array(scores) - max(scores))
-    return np.average(np.array(found), axis=0, weights=chances)
+    mean: FloatArray = np.average(np.array(found), axis=0, weights=chances)
+    return mean
 
 
 def _shift(

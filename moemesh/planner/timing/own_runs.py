@@ -1,9 +1,10 @@
 """The part of a cluster's step times that constants cannot say, learned from runs like a layout.
 
 A Gaussian process on log(measured / predicted): runs are alike by exp(-d²/2), d the distance of
-their features in units of :data:`SCALES`. Far from every run the correction is one. Amplitude,
-noise and scales were chosen once, on published software stacks that were left out one by one; a
-user's dozen runs is too few to choose them by (docs/planner.md).
+their features in units of :data:`SCALES`. Far from every run the correction is one. Scales were
+chosen once, on published software stacks that were left out one by one: a user's dozen runs is too
+few to choose them by. The amplitude is the usual one, of which runs take a multiple (`weight` has
+it, :mod:`moemesh.planner.accuracy.own`).
 """
 
 from __future__ import annotations
