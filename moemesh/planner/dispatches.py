@@ -131,21 +131,19 @@ class RoutingExample:
             for token, chosen in enumerate(own)
         ):
             real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
-            code = message = fix = ""
             if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
-                code = "out-of-range"
-                message = (
-                    f"{where} chose expert {wrong[0]}; experts are 0 to "
-                    f"{self.num_experts - 1}, and -1 is none"
-                )
+                told = f"{where} chose expert {wrong[0]}; experts are 0 to "
+                told += f"{self.num_experts - 1}, and -1 is none"
+                found.append(Problem.of("out-of-range", "experts", list(chosen), told, ""))
             elif len(set(real)) < len(real):
-                code, message = "duplicate", f"{where} chose an expert twice"
+                told = f"{where} chose an expert twice"
+                found.append(Problem.of("duplicate", "experts", list(chosen), told, ""))
             elif len(chosen) != len(first := self.choices[rank][0]):
-                code, fix = "shape", "fill with -1"
-                message = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
-            if code:
-                found.append(Problem.of(code, "experts", list(chosen), message, fix))
-                break
+                told = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
+                found.append(Problem.of("shape", "experts", list(chosen), told, "fill with -1"))
+            else:
+                continue
+            break
         if found:
             raise ConfigError(found)
 
