@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,6 +206,25 @@ class GrowingText:
         return text
 
 
+def answer_together(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[GrowingText],
+    choosers: Sequence[Choose],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Continue the prompts together, each until its answer ends."""
+    if not prompts:
+        return
+    growing, open_answers = Continuations(model, prompts, choosers, device), list(answers)
+    while open_answers:
+        tokens = growing.step()
+        goes_on = [one.add(token) for one, token in zip(open_answers, tokens, strict=True)]
+        if not all(goes_on):
+            growing.keep([place for place, goes in enumerate(goes_on) if goes])
+            open_answers = list(compress(open_answers, goes_on))
+
+
 def prompts_of(file: Path) -> list[str]:
     """The prompts of a file: its lines, or of ``.jsonl`` the strings named "prompt". UserError with
     the line that holds none."""
@@ -328,34 +348,6 @@ def generate(
             if not launch.launched():
                 to_stderr(f"{prompts}: {error}")
 
-    def answer_lines(mesh: Mesh, model: Transformer, numbers: range) -> None:
-        """Answer these lines together, each until its own end, and print what rank 0 has."""
-        answers = {number: new_answer() for number in numbers if number in rows}
-        open_lines = list(answers)
-        growing = None
-        if open_lines:
-            choosers = [chooser(temperature, top_p, seed + number - 1) for number in open_lines]
-            asked = [rows[number] for number in open_lines]
-            growing = Continuations(model, asked, choosers, mesh.device)
-        while growing is not None and open_lines:
-            goes_on = [
-                answers[number].add(token)
-                for number, token in zip(open_lines, growing.step(), strict=True)
-            ]
-            if not all(goes_on):
-                growing.keep([place for place, goes in enumerate(goes_on) if goes])
-                open_lines = list(compress(open_lines, goes_on))
-        for number in numbers if mesh.rank == 0 else ():
-            found = answers.get(number)
-            if as_json and found is None:
-                print(strict_json({"line": number, "error": errors[number]}), flush=True)
-            elif as_json and found is not None:
-                row = {"line": number, "text": found.text(), "tokens": found.tokens}
-                print(strict_json(row), flush=True)
-            elif found is not None:
-                head = "" if chat else wanted[number - 1]
-                print(f"== line {number}\n{head}{found.text()}", flush=True)
-
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
 
@@ -374,7 +366,21 @@ def generate(
         if wanted:
             for first in range(1, len(wanted) + 1, batch):
                 numbers = range(first, min(first + batch, len(wanted) + 1))
-                answer_lines(mesh, parallel.model, numbers)
+                answers = {number: new_answer() for number in numbers if number in rows}
+                choosers = [chooser(temperature, top_p, seed + number - 1) for number in answers]
+                asked_now = [rows[number] for number in answers]
+                answer_together(
+                    parallel.model, asked_now, list(answers.values()), choosers, mesh.device
+                )
+                for number in numbers if mesh.rank == 0 else ():
+                    found, head = answers.get(number), "" if chat else wanted[number - 1]
+                    if found is not None and not as_json:
+                        print(f"== line {number}\n{head}{found.text()}", flush=True)
+                    elif as_json:
+                        row: dict[str, Any] = {"line": number, "error": errors.get(number)}
+                        if found is not None:
+                            row = {"line": number, "text": found.text(), "tokens": found.tokens}
+                        print(strict_json(row), flush=True)
             parallel.close()
             return ""
         if converses:
