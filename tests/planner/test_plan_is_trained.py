@@ -121,6 +121,9 @@ def test_hundreds_of_answers() -> None:
     count = 0
     for name, cluster, nodes, seq_len, batch, top in MANY:
         model, there = load_model(name), machine(cluster, nodes)
+        positions = 0 if model.config is None else model.config.max_position_embeddings
+        if 0 < positions < seq_len:
+            continue  # `plan --trainable` refuses it
         try:
             found = answers(model, there, seq_len, batch, top)
         except ConfigError:
