@@ -308,7 +308,7 @@ def test_a_killed_run_goes_on(text: Path, tmp_path: Path, tokenizer: str) -> Non
         more = ["--processes", "2"] if attempt % 2 else []
         with subprocess.Popen([*command, *more], stderr=subprocess.DEVNULL) as process:
             try:
-                code = process.wait(timeout=1.0 + 0.15 * attempt)
+                code = process.wait(timeout=0.5 + 0.1 * attempt)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 kills += 1
