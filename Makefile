@@ -54,8 +54,10 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# On a machine that does nothing else: one MoE layer, then whole steps beside transformers.
 bench: $(VENV)/ready
 	"$(BIN)/python" -m benchmarks.layer
+	for plan in "" dp=2 dp=2,ep=2; do "$(BIN)/python" -m benchmarks.step --plan "$$plan"; done
 
 # On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): all that was never run on one,
 # into one file to send back (docs/gpu.md, tests/gpu_session.py). Goes on behind a failure.

@@ -1,7 +1,7 @@
 """Settings of every benchmark: the options of its verb, checked before a rank starts."""
 
 # Light to import: the command reads it to know its options.
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from benchmarks.routing_shape import WORKLOADS, RoutingShape
@@ -235,6 +235,18 @@ class CheckpointSettings(Settings):
     folder: Annotated[str, "The disk to write to; default: that of temporary files."] = ""
 
 
+#: Goals of the ratio to transformers, by plan and number type, for the sizes that are the defaults
+#: and full tuning on CPUs (docs/results/step.md).
+STEP_GOALS = {
+    ("", "float32"): 0.85,
+    ("", "bfloat16"): 0.60,
+    ("dp=2", "float32"): 0.85,
+    ("dp=2", "bfloat16"): 0.65,
+    ("dp=2,ep=2", "float32"): 0.95,
+    ("dp=2,ep=2", "bfloat16"): 0.95,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(Settings):
     """A whole training step of a Qwen3-MoE model; `sequences` are those of all ranks together."""
@@ -260,6 +272,12 @@ class StepSettings(Settings):
     @property
     def dtypes(self) -> tuple[str, ...]:
         return ("float32", "bfloat16") if self.dtype == "all" else (self.dtype,)
+
+    def goal(self, dtype: str) -> float | None:
+        """The goal of the ratio; None where there is none for these settings."""
+        kept = ("plan", "dtype", "rounds", "contender")
+        sizes = replace(self, **{one.name: one.default for one in fields(self) if one.name in kept})
+        return STEP_GOALS.get((self.plan, dtype)) if sizes == StepSettings() else None
 
     @property
     def layout(self) -> "Plan":

@@ -72,7 +72,7 @@ def run(settings: StepSettings, found: Path | None = None) -> dict[str, Any] | N
             alone = on_its_ranks(replace(settings, dtype=dtype, contender=name, rounds=2))
             assert alone is not None
             both["results"][0]["peak_bytes"][name] = alone["results"][0]["peak_bytes"][name]
-        results += both["results"]
+        results += [one | {"goal": settings.goal(dtype)} for one in both["results"]]
     return {**both, "settings": settings.to_json(), "results": results}
 
 

@@ -48,7 +48,7 @@ def layer_text(found: dict[str, Any]) -> str:
 def step_text(found: dict[str, Any]) -> str:
     """A row for each number type; times of the slowest rank, memory of the largest."""
     settings = found["settings"]
-    header = ("", "moemesh ms", "transformers ms", "ratio", "quartiles")
+    header = ("", "moemesh ms", "transformers ms", "ratio", "quartiles", "goal")
     header += ("moemesh peak", "transformers peak", "losses differ by")
     rows = [
         (
@@ -56,6 +56,7 @@ def step_text(found: dict[str, Any]) -> str:
             *(_ms(result["seconds"][name]) for name in ("moemesh", "transformers")),
             f"{result['ratio']['median']:.3f}",
             f"{result['ratio']['quartile_1']:.3f} .. {result['ratio']['quartile_3']:.3f}",
+            "-" if (goal := result.get("goal")) is None else f"{goal:.2f}",
             *(format_bytes(result["peak_bytes"][name]) for name in ("moemesh", "transformers")),
             f"{result['loss_difference']:.1e}",
         )
