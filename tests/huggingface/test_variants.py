@@ -221,7 +221,9 @@ def test_random_configurations(case: str, tmp_path: Path) -> None:
         written = config_json(config, kind)
         assert differences(config, kind, model_values(written)) == {}
         del written["rope_parameters"]
-        assert differences(config, kind, model_values(written)) == {}
+        # Old versions say no scaling by no key, which gpt_oss fills with its own.
+        fills = kind == "gpt_oss" and config.rope_type == "default"
+        assert fills or differences(config, kind, model_values(written)) == {}
     convert(folder, tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "back")
     before = load_file(folder / "model.safetensors")

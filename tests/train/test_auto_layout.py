@@ -49,6 +49,7 @@ class _StopAfter:
     """Asks for a stop behind so many steps."""
 
     exit_code = 143
+    after = None
 
     def __init__(self, steps: int) -> None:
         self._left = steps
