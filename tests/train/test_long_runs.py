@@ -83,13 +83,15 @@ def _loads(step: int, steps: int, layer: int, experts: int) -> LayerLoads:
 
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from moemesh.balance.load_files import load_table
 from moemesh.report import page
 folder = Path(sys.argv[1])
 written = page.write(folder)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss, which begins with the size of the process that was forked.
+status = Path("/proc/self/status").read_text()
+peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 table = load_table(folder)
 print(json.dumps([peak, written.stat().st_size, list(table.shape), int(table.sum())]))
 """
