@@ -318,10 +318,10 @@ def check(where: Injection, outcomes: list[Outcome]) -> None:
     assert all(outcome.skipped for outcome in outcomes), where
     if where.kind != "weight":
         assert all(outcome.is_unchanged for outcome in outcomes), where
-    assert not finding.num_alike, "one sequence alone was spoiled"
-    if where.kind == "loss":
+    if where.kind == "loss":  # of a target, which every sequence of a microbatch may have
         assert finding.phase == "loss" and finding.samples, finding
         return
+    assert not finding.num_alike, "one sequence alone was spoiled"
     phase = {"activation": "forward", "weight gradient": "gradient", "gradient": "backward"}
     assert finding.phase == phase.get(where.kind, where.kind), (where, finding)
     assert where.rank in finding.ranks, (where, finding)
