@@ -1,17 +1,21 @@
-"""ZeRO-3 has the flat gradients of one unit at a time."""
+"""Gradients in buckets: ZeRO-3 has those of one unit at a time, and one that is missing is zero."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
-from moemesh.config.plan import Plan
+from moemesh.config.plan import DataStrategy, Plan
 from moemesh.parallel.data.buckets import GatheredBucket
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.parallelize import parallelize
+from moemesh.parallel.placement import Placement
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.training import Shape, microbatches, model_of
@@ -50,3 +54,32 @@ def _flat_at_launches(mesh: Mesh) -> list[int]:
 def test_flat_gradients_are_those_of_one_unit() -> None:
     for found in mesh_on_ranks(Layout(dp=2), _flat_at_launches):
         assert len(found) > 20 and max(found) == 1
+
+
+def _second_step(mesh: Mesh, data: DataStrategy) -> dict[str, Tensor]:
+    """The sums that this rank owns of a step in which "b" has no gradient, behind one in which it
+    had; "a" has two microbatches."""
+    weights = {name: nn.Parameter(torch.ones(4)) for name in "ab"}
+    held: Any = [
+        (name, weight, Placement(name=name, shape=(4,), shards={}, summed_over="dp_cp"))
+        for name, weight in weights.items()
+    ]
+    reducer = GradientReducer(held, mesh, data=data)
+    for step, names in enumerate((("a", "b"), ("a", "a"))):
+        reducer.begin()
+        if reducer.is_per_backward:
+            reducer.expect(weights.values())
+        for name in names:
+            gradient = torch.full((4,), 1.0 + step, dtype=torch.bfloat16)
+            reducer.accumulate(weights[name], gradient)
+        reducer.finish()
+    return {name: gradient.clone() for name, gradient in reducer.gradients.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("data", ["replicate", "zero1", "zero2"])
+def test_a_gradient_that_does_not_come_is_zero(ranks: int, data: DataStrategy) -> None:
+    for found in mesh_on_ranks(Layout(dp=ranks), _second_step, data):
+        for name, gradient in found.items():
+            assert gradient.dtype == torch.float32
+            assert gradient.eq(4.0 * ranks if name == "a" else 0.0).all(), name
