@@ -57,7 +57,7 @@ CHANGES = {
     "dtype": "torch.set_default_dtype(torch.float64)",
     "environment": "os.environ['LEFT_BEHIND'] = 'yes'",
     "folder": "os.chdir('/tmp')",
-    "name": "weight_gradient._active = WeightGradientQueue()",
+    "name": "weight_gradient._active = weight_gradient.WeightGradientQueue()",
     "attribute": "LocalDispatcher.plan = LocalDispatcher.combine",
     "container": "_NOTES.append(1)",
     "gradients": "torch.set_grad_enabled(False)",

@@ -153,8 +153,8 @@ def used_checkout(folder: Path) -> Path:
     for part in ROOT.iterdir():
         if part.is_file():
             shutil.copy(part, folder)
-    for name in ("moemesh", "tests", "docs", "examples", "recipes", "containers"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif not part.match(".*") and part.name not in {"runs", "build", "site"}:
+            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
     runs = folder / "runs"
     write_fake_run(runs / "tiny")
     write_fake_run(runs / "train_tiny", num_steps=4)
