@@ -24,6 +24,8 @@ whole.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.router import Routing
 from moemesh.model.seams import ScopeSums, Tokens
+from moemesh.ops.fusion import fused
 from moemesh.ops.permute import count_ids
 
 
@@ -126,18 +129,27 @@ def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Toke
 
 def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int) -> Tensor:
     """Choices of each expert in each scope, int64 [Q, E]; -1 is no choice."""
-    key_TK = torch.where(experts_TK < 0, -1, scope_T[:, None] * num_experts + experts_TK)
+    key_TK = _keys(experts_TK, scope_T, num_experts)
     return count_ids(key_TK.flatten(), num_scopes * num_experts).view(num_scopes, num_experts)
+
+
+@fused
+def _keys(experts_TK: Tensor, scope_T: Tensor, num_experts: int) -> Tensor:
+    """The place of each choice among the counts of all scopes, or -1."""
+    return torch.where(experts_TK < 0, -1, scope_T[:, None] * num_experts + experts_TK)
 
 
 def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
     """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
     if probabilities_TE.device.type != "cpu":
         # index_add would add in another order each time: its additions are atomic there.
-        scopes_Q1 = torch.arange(num_scopes, device=scope_T.device)[:, None]
-        return (scope_T == scopes_Q1).to(probabilities_TE.dtype) @ probabilities_TE
+        return _is_in_scope(scope_T, num_scopes).to(probabilities_TE.dtype) @ probabilities_TE
     zeros_QE = probabilities_TE.new_zeros(num_scopes, probabilities_TE.shape[1])
     return zeros_QE.index_add(0, scope_T, probabilities_TE)
+
+
+def _is_in_scope(scope_T: Tensor, num_scopes: int) -> Tensor:
+    return scope_T == torch.arange(num_scopes, device=scope_T.device)[:, None]
 
 
 def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:
@@ -146,6 +158,27 @@ def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -
     ``counts_QE`` and ``valid_Q`` (int64) are of the whole scopes, ``probabilities_QE`` the sums
     over this rank's tokens.
     """
-    frequency_QE = counts_QE / counts_QE.sum(1, keepdim=True).clamp(min=1).to(probabilities_QE)
-    mean_QE = probabilities_QE / valid_Q[:, None]
-    return counts_QE.shape[1] * (frequency_QE * mean_QE).sum()
+    return _BalanceLoss.apply(probabilities_QE, counts_QE, valid_Q)
+
+
+class _BalanceLoss(torch.autograd.Function):
+    """The loss is linear in the probabilities: its gradient is made together with it."""
+
+    @staticmethod
+    def forward(ctx: Any, probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:
+        loss, slope_QE = _loss_and_slope(probabilities_QE, counts_QE, valid_Q)
+        ctx.save_for_backward(slope_QE)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.saved_tensors[0], None, None
+
+
+@fused
+def _loss_and_slope(
+    probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor
+) -> tuple[Tensor, Tensor]:
+    choices_Q1 = counts_QE.sum(1, keepdim=True).clamp(min=1).to(probabilities_QE)
+    slope_QE = counts_QE.shape[1] * (counts_QE / choices_Q1) / valid_Q[:, None]
+    return (slope_QE * probabilities_QE).sum(), slope_QE

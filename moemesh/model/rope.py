@@ -13,9 +13,9 @@ Legend: S positions, R rotated channels of a head, F = R/2 frequencies, D head s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
     Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`.
     """
     if not torch.is_grad_enabled():
-        return _rotation_of(x)(x, cosine, sine, interleaved, False)
+        return _turned(x, cosine, sine, interleaved, False)
     return _Rotation.apply(x, cosine, sine, interleaved)
 
 
@@ -85,18 +85,28 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.interleaved = interleaved
-        return _rotation_of(x)(x, cosine, sine, interleaved, False)
+        return _turned(x, cosine, sine, interleaved, False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _rotation_of(grad)(grad, cosine, sine, ctx.interleaved, True), None, None, None
+        return _turned(grad, cosine, sine, ctx.interleaved, True), None, None, None
 
 
-def _rotation_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]:
-    # For one position, that of a token being generated, torch would compile once more.
-    is_compiled = x.device.type != "cpu" and len(x) and x.shape[1] > 1
-    return fusion.compiled(_rotated) if is_compiled else _rotated
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
+    if x.device.type != "cpu":
+        # For one position, that of a token being generated, torch would compile once more.
+        is_compiled = len(x) and x.shape[1] > 1
+        function = fusion.compiled(_rotated) if is_compiled else _rotated
+        return function(x, cosine, sine, interleaved, backwards)
+    if not fusion.is_worth_compiling(x := x.contiguous()):
+        return _rotated(x, cosine, sine, interleaved, backwards)
+    y = torch.empty_like(x)
+    numbers, found = (fusion.memory_of(one.flatten(0, 1)) for one in (x, y))
+    tables = (fusion.memory_of(one.reshape(-1, one.shape[-1])) for one in (cosine, sine))
+    sign = np.float32(-1 if backwards else 1)
+    fusion.compiled_for_cpu().rotate(numbers, *tables, interleaved, sign, found)
+    return y
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:

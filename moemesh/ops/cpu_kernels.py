@@ -1,15 +1,16 @@
-"""SwiGLU and the backward of RMSNorm compiled for a CPU: imports numba, so it is imported late.
+"""SwiGLU, RMSNorm and rotary positions compiled for a CPU: imports numba, so it is imported late.
 
-Arrays are C-contiguous: h [B, 2 F] holds gate, then up; x is [B, H]. bfloat16 numbers come as their
-16 bits. The
-compiled code is kept on disk beside this file, or in numba's own folder where that is read-only.
+Arrays are C-contiguous, of float32, or of bfloat16 numbers as their 16 bits: numba compiles each
+function for the one and the other. All is computed in fp32 and rounded once. The compiled code is
+kept on disk beside this file, or in numba's own folder where that is read-only.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 # Division must not check for zero (`error_model`), or no loop is vectorised.
 #: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.
@@ -50,123 +51,132 @@ def _sigmoid(x):
     return _ONE / (_ONE + exp_r * power)
 
 
-@njit(inline="always", error_model="numpy")
-def _from_bits(bits):
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+def _number(stored):
+    """A stored number in fp32."""
+    raise NotImplementedError("compiled code only")
 
 
-@njit(inline="always", error_model="numpy")
-def _to_bits(x):
-    """Round to nearest, ties to even; NaN stays NaN."""
-    bits = np.float32(x).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(np.uint32(0x7FC0)) if x != x else np.uint16(rounded)
+def _store(array, index, number):
+    """Write an fp32 number into a row: bfloat16 rounds to nearest, ties to even; NaN stays NaN."""
+    raise NotImplementedError("compiled code only")
 
 
-def _forward_float32(h, weights, product):
+@overload(_number)
+def _number_of(stored):
+    if stored == types.uint16:
+        return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+    return lambda stored: stored
+
+
+@overload(_store)
+def _store_in(array, index, number):
+    def rounded(array, index, number):
+        bits = np.float32(number).view(np.uint32)
+        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        high = np.uint16((bits + up) >> np.uint32(16))
+        array[index] = np.uint16(np.uint32(0x7FC0)) if number != number else high
+
+    def plain(array, index, number):
+        array[index] = number
+
+    return rounded if array.dtype == types.uint16 else plain
+
+
+@_compiled
+def swiglu(h, weights, product):
+    """``silu(gate) * up * weight`` of h [B, 2 F], gate then up, into product [B, F]."""
     width = product.shape[1]
     for row in range(product.shape[0]):
         weight = weights[row]
         gates, ups, products = h[row, :width], h[row, width:], product[row]
         for column in range(width):
-            gate, up = gates[column], ups[column]
-            products[column] = gate * _sigmoid(gate) * up * weight
+            gate, up = _number(gates[column]), _number(ups[column])
+            _store(products, column, gate * _sigmoid(gate) * up * weight)
 
 
-def _backward_float32(grad, h, weights, grad_h, grad_weights):
+@_compiled
+def swiglu_backward(grad, h, weights, grad_h, grad_weights):
+    """The gradients of h and of the weights; the product once more in place of `grad` [B, F]."""
     width = grad.shape[1]
     for row in range(grad.shape[0]):
         weight, total = weights[row], np.float32(0.0)
         gates, ups, givens = h[row, :width], h[row, width:], grad[row]
         grad_gates, grad_ups = grad_h[row, :width], grad_h[row, width:]
         for column in range(width):
-            gate, up, given = gates[column], ups[column], givens[column]
+            gate, up = _number(gates[column]), _number(ups[column])
+            given = _number(givens[column])
             slope = _sigmoid(gate)
             silu = gate * slope
             total += given * silu * up
             given_up = given * weight
-            grad_gates[column] = given_up * up * (slope + silu * (_ONE - slope))
-            grad_ups[column] = given_up * silu
-            givens[column] = silu * up * weight
+            _store(grad_gates, column, given_up * up * (slope + silu * (_ONE - slope)))
+            _store(grad_ups, column, given_up * silu)
+            _store(givens, column, silu * up * weight)
         grad_weights[row] = total
 
 
-def _forward_bfloat16(h, weights, product):
-    width = product.shape[1]
-    for row in range(product.shape[0]):
-        weight = weights[row]
-        gates, ups, products = h[row, :width], h[row, width:], product[row]
-        for column in range(width):
-            gate, up = _from_bits(gates[column]), _from_bits(ups[column])
-            products[column] = _to_bits(gate * _sigmoid(gate) * up * weight)
+@_compiled
+def rms_norm(x, weight, epsilon, y):
+    """x [B, H] over the root of its mean square, times the weight [H]."""
+    size = x.shape[1]
+    for row in range(x.shape[0]):
+        numbers, found = x[row], y[row]
+        squares = np.float32(0.0)
+        for column in range(size):
+            number = _number(numbers[column])
+            squares += number * number
+        root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
+        for column in range(size):
+            scale = _number(weight[column])
+            _store(found, column, _number(numbers[column]) * root * scale)
 
 
-def _backward_bfloat16(grad, h, weights, grad_h, grad_weights):
-    width = grad.shape[1]
-    for row in range(grad.shape[0]):
-        weight, total = weights[row], np.float32(0.0)
-        gates, ups, givens = h[row, :width], h[row, width:], grad[row]
-        grad_gates, grad_ups = grad_h[row, :width], grad_h[row, width:]
-        for column in range(width):
-            gate, up = _from_bits(gates[column]), _from_bits(ups[column])
-            given = _from_bits(givens[column])
-            slope = _sigmoid(gate)
-            silu = gate * slope
-            total += given * silu * up
-            given_up = given * weight
-            grad_gates[column] = _to_bits(given_up * up * (slope + silu * (_ONE - slope)))
-            grad_ups[column] = _to_bits(given_up * silu)
-            givens[column] = _to_bits(silu * up * weight)
-        grad_weights[row] = total
-
-
-def swiglu_of(*, is_bfloat16: bool) -> tuple[Any, Any]:
-    """(forward, backward) for bfloat16 numbers given as bits, or for float32."""
-    pair = (
-        (_forward_bfloat16, _backward_bfloat16)
-        if is_bfloat16
-        else (_forward_float32, _backward_float32)
-    )
-    forward, backward = (_compiled(function) for function in pair)
-    return forward, backward
-
-
-def _norm_backward_float32(grad, x, weight, epsilon, grad_x, grad_weight):
+@_compiled
+def rms_norm_backward(grad, x, weight, epsilon, grad_x, grad_weight):
+    """Writes `grad_x`, and adds to `grad_weight`, float64 [H]."""
     size = x.shape[1]
     for row in range(x.shape[0]):
         given, numbers, found = grad[row], x[row], grad_x[row]
         squares, product = np.float32(0.0), np.float32(0.0)
         for column in range(size):
-            number = numbers[column]
+            number = _number(numbers[column])
             squares += number * number
-            product += given[column] * weight[column] * number
+            product += _number(given[column]) * _number(weight[column]) * number
         root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
         along = root * root * root * product / np.float32(size)
         for column in range(size):
-            number, grad_y = numbers[column], given[column]
-            found[column] = root * grad_y * weight[column] - along * number
+            number, grad_y = _number(numbers[column]), _number(given[column])
+            scale = _number(weight[column])
+            _store(found, column, root * grad_y * scale - along * number)
             grad_weight[column] += np.float64(grad_y * number * root)
 
 
-def _norm_backward_bfloat16(grad, x, weight, epsilon, grad_x, grad_weight):
-    size = x.shape[1]
-    for row in range(x.shape[0]):
-        given, numbers, found = grad[row], x[row], grad_x[row]
-        squares, product = np.float32(0.0), np.float32(0.0)
-        for column in range(size):
-            number = _from_bits(numbers[column])
-            squares += number * number
-            product += _from_bits(given[column]) * _from_bits(weight[column]) * number
-        root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
-        along = root * root * root * product / np.float32(size)
-        for column in range(size):
-            number, grad_y = _from_bits(numbers[column]), _from_bits(given[column])
-            scale = _from_bits(weight[column])
-            found[column] = _to_bits(root * grad_y * scale - along * number)
-            grad_weight[column] += np.float64(grad_y * number * root)
-
-
-def norm_backward_of(*, is_bfloat16: bool) -> Any:
-    """Backward of RMSNorm for bfloat16 numbers given as bits, or for float32: writes `grad_x`, and
-    adds to `grad_weight`, float64 [H]."""
-    return _compiled(_norm_backward_bfloat16 if is_bfloat16 else _norm_backward_float32)
+@_compiled
+def rotate(x, cosine, sine, pairs_lie_together, sign, y):
+    """Rotate the first R channels of x [P, heads, D] by tables [Q, R], of which position p takes
+    row ``p % Q``; `sign` -1: by the opposite angles. Channels i and i + R/2 are a pair, or 2i and
+    2i + 1."""
+    num_positions, num_heads, size = x.shape
+    rotated = cosine.shape[1]
+    half = rotated // 2
+    for position in range(num_positions):
+        row = position % cosine.shape[0]
+        cosines, sines = cosine[row], sine[row]
+        for head in range(num_heads):
+            numbers, found = x[position, head], y[position, head]
+            if pairs_lie_together:
+                for pair in range(half):
+                    first, second = 2 * pair, 2 * pair + 1
+                    one, other = _number(numbers[first]), _number(numbers[second])
+                    across, along = sign * _number(sines[first]), _number(cosines[first])
+                    _store(found, first, one * along - other * across)
+                    _store(found, second, other * along + one * across)
+            else:
+                for first in range(half):
+                    second = first + half
+                    one, other = _number(numbers[first]), _number(numbers[second])
+                    across, along = sign * _number(sines[first]), _number(cosines[first])
+                    _store(found, first, one * along - other * across)
+                    _store(found, second, other * along + one * across)
+            for channel in range(rotated, size):
+                found[channel] = numbers[channel]

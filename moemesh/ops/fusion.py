@@ -95,6 +95,13 @@ def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
     )
 
 
+def compiled_for_cpu() -> Any:
+    """The functions of :mod:`moemesh.ops.cpu_kernels`; numba is imported at the first call."""
+    from moemesh.ops import cpu_kernels
+
+    return cpu_kernels
+
+
 def memory_of(x: Tensor) -> Any:
     """The same memory for numpy, which knows no bfloat16: its bits."""
     x = x.detach()

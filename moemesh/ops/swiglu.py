@@ -9,15 +9,13 @@ once, where that pays (:func:`moemesh.ops.fusion.is_worth_compiling`) and the fo
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.fusion import fused, is_worth_compiling, memory_of
+from moemesh.ops.fusion import compiled_for_cpu, fused, is_worth_compiling, memory_of
 
 
 class SwigluForm(NamedTuple):
@@ -94,7 +92,7 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     if not _is_fused(h_BG, weights_B):
         return swiglu_torch(h_BG, weights_B)
     product_BF = h_BG.new_empty(h_BG.shape[0], h_BG.shape[1] // 2)
-    _kernels(h_BG.dtype).forward(memory_of(h_BG), memory_of(weights_B), memory_of(product_BF))
+    compiled_for_cpu().swiglu(memory_of(h_BG), memory_of(weights_B), memory_of(product_BF))
     return product_BF
 
 
@@ -114,7 +112,7 @@ def swiglu_backward(
     if not (_is_fused(h_BG, weights_B) and grad_BF.is_contiguous()):
         return swiglu_backward_torch(grad_BF, h_BG, weights_B)
     grad_h_BG, grad_weights_B = torch.empty_like(h_BG), torch.empty_like(weights_B)
-    _kernels(h_BG.dtype).backward(
+    compiled_for_cpu().swiglu_backward(
         memory_of(grad_BF),
         memory_of(h_BG),
         memory_of(weights_B),
@@ -171,9 +169,9 @@ def load(dtype: torch.dtype) -> None:
     if dtype in (torch.bfloat16, torch.float32):
         empty = torch.zeros(1, 2, dtype=dtype)
         weights = torch.zeros(1)
-        kernels = _kernels(dtype)
-        kernels.forward(memory_of(empty), memory_of(weights), memory_of(empty[:, :1].contiguous()))
-        kernels.backward(
+        kernels = compiled_for_cpu()
+        kernels.swiglu(memory_of(empty), memory_of(weights), memory_of(empty[:, :1].contiguous()))
+        kernels.swiglu_backward(
             memory_of(empty[:, :1].contiguous()), memory_of(empty), memory_of(weights),
             memory_of(empty.clone()), memory_of(weights.clone()),
         )  # fmt: skip
@@ -185,18 +183,3 @@ def _is_fused(h_BG: Tensor, weights_B: Tensor) -> bool:
         and weights_B.dtype == torch.float32
         and (weights_B.is_contiguous())
     )
-
-
-class _Kernels(NamedTuple):
-    """``forward(h, weights, product)``; ``backward(grad -> product, h, weights, grad_h,
-    grad_weights)``."""
-
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-
-
-@functools.cache
-def _kernels(dtype: torch.dtype) -> _Kernels:
-    from moemesh.ops import cpu_kernels
-
-    return _Kernels(*cpu_kernels.swiglu_of(is_bfloat16=dtype == torch.bfloat16))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.rope import frequencies, rotary_tables, rotate
+from moemesh.ops import cpu_kernels
 
 
 def obvious(x: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
@@ -37,3 +38,40 @@ def test_rotation_and_its_backward(interleaved: bool, partial: float) -> None:
     torch.testing.assert_close(y, obvious(x, config, interleaved), rtol=0, atol=1e-12)
     assert torch.autograd.gradcheck(lambda x: rotate(x, *tables, interleaved=interleaved), leaf)
     torch.testing.assert_close(leaf, x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.03)])
+def test_one_pass_equals_float64(
+    dtype: torch.dtype,
+    tolerance: float,
+    interleaved: bool,
+    documents: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(1)
+    calls: list[object] = []
+    kernel = cpu_kernels.rotate
+    monkeypatch.setattr(
+        cpu_kernels, "rotate", lambda *given: (calls.append(given[-2]), kernel(*given))
+    )
+    config = ModelConfig(head_dim=40, rope_interleave=interleaved, partial_rotary_factor=0.8)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(4, 9, 100, 40, generator=generator).to(dtype) for _ in range(2))
+    positions = torch.randint(1000, (4, 100) if documents else (100,), generator=generator)
+    tables = [table.to(dtype) for table in rotary_tables(config, positions)]
+    exact = [table.double() for table in tables]
+
+    def rotated(x: Tensor, grad: Tensor, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Heads come from behind positions, so that nothing is contiguous."""
+        leaf = x.requires_grad_()
+        y = rotate(leaf.transpose(1, 2), *tables, interleaved=interleaved).transpose(1, 2)
+        return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
+
+    found = rotated(x, grad, tables)
+    assert calls == [1, -1], "this test is about the compiled form"
+    for ours, theirs in zip(found, rotated(x.double(), grad.double(), exact), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance)
+    assert len(calls) == 2, "float64 is left to torch"
