@@ -66,7 +66,9 @@ def begin(config: pytest.Config) -> None:
     patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(kept / "hypothesis"))
     # Programs that tests start import moemesh and tests from this checkout, wherever they run,
     # and what the user installed beside an interpreter (`pip install --user`).
-    patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    # An empty one must go first: an empty entry beside another would be the current directory.
+    given = os.environ.get("PYTHONPATH")
+    patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{given}" if given else str(ROOT))
     patch.setenv("PYTHONUSERBASE", site.getuserbase())
     may_write = [kept, config.option.basetemp and Path(config.option.basetemp).absolute()]
     # A checkout may lie in the folder of temporary files, or hold it.

@@ -153,7 +153,7 @@ def used_checkout(folder: Path) -> Path:
     for part in ROOT.iterdir():
         if part.is_file():
             shutil.copy(part, folder)
-        elif not part.match(".*") and part.name not in {"runs", "build", "site"}:
+        elif part.name == ".ci" or not (part.match(".*") or part.name in {"runs", "build", "site"}):
             shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
     runs = folder / "runs"
     write_fake_run(runs / "tiny")
