@@ -235,8 +235,8 @@ class CheckpointSettings(Settings):
     folder: Annotated[str, "The disk to write to; default: that of temporary files."] = ""
 
 
-#: Goals of the ratio to transformers, by plan and number type, for the sizes that are the defaults
-#: and full tuning on CPUs (docs/results/step.md).
+#: Goals of the ratio to transformers, by plan (or the work that is no training) and number type,
+#: for the sizes that are the defaults and full tuning on CPUs (docs/results/step.md).
 STEP_GOALS = {
     ("", "float32"): 0.85,
     ("", "bfloat16"): 0.60,
@@ -244,6 +244,10 @@ STEP_GOALS = {
     ("dp=2", "bfloat16"): 0.65,
     ("dp=2,ep=2", "float32"): 0.95,
     ("dp=2,ep=2", "bfloat16"): 0.95,
+    ("evaluate", "float32"): 0.85,
+    ("evaluate", "bfloat16"): 0.85,
+    ("generate", "float32"): 1.00,
+    ("generate", "bfloat16"): 1.00,
 }
 
 
@@ -253,6 +257,10 @@ class StepSettings(Settings):
 
     plan: Annotated[str, 'Keys of [plan] with commas, "dp=2,ep=2"; default: one rank.'] = ""
     dtype: Annotated[Literal["float32", "bfloat16", "all"], "Number type."] = "all"
+    work: Annotated[
+        Literal["train", "evaluate", "generate"],
+        "A step, the loss of as many tokens, or 128 tokens behind a prompt.",
+    ] = "train"
     lora: Annotated[int, "Rank of adapters (the peer: peft); 0: full tuning.", {"min": 0}] = 0
     rounds: Annotated[int, "Timed steps of each.", {"min": 2}] = 15
     layers: Annotated[int, "Layers.", {"min": 1}] = 6
@@ -275,9 +283,10 @@ class StepSettings(Settings):
 
     def goal(self, dtype: str) -> float | None:
         """The goal of the ratio; None where there is none for these settings."""
-        kept = ("plan", "dtype", "rounds", "contender")
+        kept = ("plan", "dtype", "rounds", "contender", "work")
         sizes = replace(self, **{one.name: one.default for one in fields(self) if one.name in kept})
-        return STEP_GOALS.get((self.plan, dtype)) if sizes == StepSettings() else None
+        case = self.plan if self.work == "train" else self.work
+        return STEP_GOALS.get((case, dtype)) if sizes == StepSettings() else None
 
     @property
     def layout(self) -> "Plan":
@@ -291,6 +300,8 @@ class StepSettings(Settings):
     def check(self) -> None:
         check_divides("64", 64, "hidden", self.hidden)
         check_divides("ranks", self.layout.world_size, "sequences", self.sequences)
+        if self.work == "generate" and self.plan:
+            raise BenchError("--work generate runs on one rank: leave out --plan")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ one whole step each: forward, loss, backward, sums over ranks, norm, clipping, A
 as long as its slowest rank takes. The peer is the loop that a tutorial shows: transformers with its
 fastest experts (`grouped_mm`), torch's DistributedDataParallel on several ranks, autocast for
 bfloat16 on a CPU, and on a GPU all of it in bfloat16, without fp32 weights. Losses of both are
-compared, so that both do the same work.
+compared, so that both do the same work. `evaluate` is the forward with its loss, `generate` the
+likeliest tokens behind a prompt; bfloat16 means weights in bfloat16 there, for both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,9 @@ from moemesh.model.batch import Batch
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.inference.evaluation import load
+from moemesh.train.inference.generation import chooser, continuation
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.step import gradients_of_step, update
+from moemesh.train.step import gradients_of_step, sum_losses, update
 
 #: Steps before the first that counts: allocators and kernels settle.
 _STEPS_BEFORE = 3
@@ -47,7 +50,11 @@ _RATE, _CLIP, _DECAY = 1e-4, 1.0, 0.1
 #: Projections with adapters: those that peft adapts, too, in a model whose experts are stacked.
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-#: One whole step on the tokens [B, S + 1] of all ranks; returns the mean loss of a token.
+#: Tokens of a prompt, and tokens behind it.
+_PROMPT, _GENERATED = 32, 128
+
+#: One whole step on the tokens [B, S + 1] of all ranks; returns the mean loss of a token, or of
+#: tokens that were generated the mean id.
 Step = Callable[[Tensor], float]
 
 
@@ -165,19 +172,27 @@ def _ours(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
     optimizer = Optimizer.of(parallel, config.train)
     recorder = TimelineRecorder(mesh.rank)
 
-    def step(tokens_BS: Tensor) -> float:
+    def own_batch(tokens_BS: Tensor) -> Batch:
         own = shard_range(settings.sequences, mesh["dp"].size, mesh["dp"].index)
         part = tokens_BS[own.start : own.stop].to(mesh.device)
-        batch = Batch(
-            tokens_BS=part[:, :-1],
-            targets_BS=part[:, 1:],
-            sequences_B=torch.arange(own.start, own.stop, device=mesh.device),
-        )
-        result = gradients_of_step(parallel, [batch], recorder)
+        sequences_B = torch.arange(own.start, own.stop, device=mesh.device)
+        return Batch(tokens_BS=part[:, :-1], targets_BS=part[:, 1:], sequences_B=sequences_B)
+
+    def train(tokens_BS: Tensor) -> float:
+        result = gradients_of_step(parallel, [own_batch(tokens_BS)], recorder)
         update(parallel, optimizer, result, lr=_RATE, clip=_CLIP)
         return result.loss
 
-    return step
+    def evaluate(tokens_BS: Tensor) -> float:
+        total, count = sum_losses(parallel, [own_batch(tokens_BS)])
+        return total / count
+
+    def generate(tokens_BS: Tensor) -> float:
+        prompt = tokens_BS[0, :_PROMPT].tolist()
+        ids = continuation(parallel.model, prompt, chooser(), mesh.device)
+        return statistics.mean(islice(ids, _GENERATED))
+
+    return {"train": train, "evaluate": evaluate, "generate": generate}[settings.work]
 
 
 def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
@@ -185,11 +200,11 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
     transformers.utils.logging.disable_progress_bar()
     # Autocast leaves grouped_mm in float32, which has no kernel on a GPU: all of it in bfloat16.
     is_bfloat16, device = dtype == "bfloat16", mesh.device
-    is_cast = is_bfloat16 and device.type == "cpu"
+    is_cast = is_bfloat16 and device.type == "cpu" and settings.work == "train"
     weights = torch.bfloat16 if is_bfloat16 and not is_cast else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=weights)
     model.to(mesh.device).train()
-    model.config.use_cache = False
+    model.config.use_cache = settings.work == "generate"
     model.set_experts_implementation("grouped_mm")
     if settings.lora:
         peft: Any = importlib.import_module("peft")
@@ -210,19 +225,39 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
     )  # fmt: skip
     cast = torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext()
 
-    def step(tokens_BS: Tensor) -> float:
+    def own_loss(tokens_BS: Tensor) -> Tensor:
         own = shard_range(settings.sequences, world.size, world.index)
         part = tokens_BS[own.start : own.stop].to(device)
         with cast:
             logits = whole(input_ids=part[:, :-1]).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
+            return F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
+
+    def mean_loss(loss: Tensor) -> float:
+        return statistics.mean(gather_json(float(loss.detach()), mesh.control))
+
+    def train(tokens_BS: Tensor) -> float:
+        loss = own_loss(tokens_BS)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, _CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return statistics.mean(gather_json(float(loss.detach()), mesh.control))
+        return mean_loss(loss)
 
-    return step
+    @torch.no_grad()
+    def evaluate(tokens_BS: Tensor) -> float:
+        return mean_loss(own_loss(tokens_BS))
+
+    def generate(tokens_BS: Tensor) -> float:
+        prompt_1S = tokens_BS[:1, :_PROMPT].to(device)
+        found = model.generate(
+            prompt_1S, attention_mask=torch.ones_like(prompt_1S), do_sample=False,
+            max_new_tokens=_GENERATED, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return statistics.mean(found[0, _PROMPT:].tolist())
+
+    if settings.work != "train":
+        model.eval()
+    return {"train": train, "evaluate": evaluate, "generate": generate}[settings.work]
 
 
 _CONTENDERS = {"moemesh": _ours, "transformers": _theirs}

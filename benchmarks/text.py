@@ -48,12 +48,16 @@ def layer_text(found: dict[str, Any]) -> str:
 def step_text(found: dict[str, Any]) -> str:
     """A row for each number type; times of the slowest rank, memory of the largest."""
     settings = found["settings"]
-    header = ("", "moemesh ms", "transformers ms", "ratio", "quartiles", "goal")
-    header += ("moemesh peak", "transformers peak", "losses differ by")
+    generates = settings["work"] == "generate"
+    tokens = 128 if generates else settings["sequences"] * settings["seq_len"]
+    header = ("", "moemesh ms", "transformers ms", "tokens/s", "ratio", "quartiles", "goal")
+    header += ("moemesh peak", "transformers peak")
+    header += ("ids differ by" if generates else "losses differ by",)
     rows = [
         (
             result["dtype"],
             *(_ms(result["seconds"][name]) for name in ("moemesh", "transformers")),
+            f"{tokens / result['seconds']['moemesh']:,.0f}",
             f"{result['ratio']['median']:.3f}",
             f"{result['ratio']['quartile_1']:.3f} .. {result['ratio']['quartile_3']:.3f}",
             "-" if (goal := result.get("goal")) is None else f"{goal:.2f}",
@@ -62,11 +66,14 @@ def step_text(found: dict[str, Any]) -> str:
         )
         for result in found["results"]
     ]
+    work = settings["work"]
+    if work == "train":
+        work = f"LoRA of rank {settings['lora']}" if settings["lora"] else "full tuning"
     head = (
         f"{settings['layers']} layers, hidden {settings['hidden']}, top-{settings['top_k']} of "
         f"{settings['experts']} experts, {settings['sequences']} x {settings['seq_len']} tokens, "
         f"plan {settings['plan'] or 'of one rank'}, {found['threads']} thread(s) a rank, "
-        f"{'LoRA of rank ' + str(settings['lora']) if settings['lora'] else 'full tuning'}, "
+        f"{work}, "
         f"transformers {found['transformers']}"
     )
     return f"{head}\n{table(header, rows)}"

@@ -32,8 +32,23 @@ def test_both_do_the_same_work() -> None:
     assert len(lines) == 4 and "plan dp=2,ep=2" in lines[0] and "1.0 GiB" in lines[2]
 
 
+@pytest.mark.parametrize("work", ["evaluate", "generate"])
+def test_inference_gives_both_the_same(work: str) -> None:
+    pytest.importorskip("transformers")
+    settings = StepSettings(work=work, dtype="float32", rounds=1, seq_len=192, **SIZES)  # type: ignore[arg-type]
+    ((result,),) = (
+        one["results"] for one in mesh_on_ranks(settings.layout.layout, step.measure, settings)
+    )
+    assert result["loss_difference"] < 1e-5
+
+
 @pytest.mark.parametrize(
-    ("wrong", "says"), [({"hidden": 96}, "hidden"), ({"plan": "dp=4", "sequences": 6}, "sequences")]
+    ("wrong", "says"),
+    [
+        ({"plan": "dp=2", "work": "generate"}, "one rank"),
+        ({"hidden": 96}, "hidden"),
+        ({"plan": "dp=4", "sequences": 6}, "sequences"),
+    ],
 )
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
