@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.swiglu import PLAIN, SwigluForm
+from moemesh.ops.swiglu import (
+    PLAIN,
+    SwigluForm,
+    unweighted_swiglu,
+    unweighted_swiglu_backward,
+)
 from moemesh.ops.weight_gradient import weight_gradient
 
 
@@ -86,22 +90,13 @@ class _SwigluLinear(torch.autograd.Function):
     def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor, form: SwigluForm) -> Tensor:
         ctx.save_for_backward(h_TG, weight_OF)
         ctx.leaf, ctx.form = weight_OF, form
-        return swiglu(h_TG, form) @ weight_OF.t()
+        return unweighted_swiglu(h_TG, form) @ weight_OF.t()
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None, None]:
         h_TG, weight_OF = ctx.saved_tensors
-        if ctx.form != PLAIN:
-            other_TF, grad_h_TG = ctx.form.backward(grad_TO @ weight_OF, h_TG)
-            return grad_h_TG, _weight_half(ctx, grad_TO, other_TF), None
-        gate_TF, up_TF = h_TG.chunk(2, dim=1)
-        silu_TF = F.silu(gate_TF)
-        grad_TF = grad_TO @ weight_OF
-        grad_h_TG = torch.empty_like(h_TG)
-        grad_gate_TF, grad_up_TF = grad_h_TG.chunk(2, dim=1)
-        torch.mul(grad_TF, silu_TF, out=grad_up_TF)
-        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=grad_gate_TF)
-        return grad_h_TG, _weight_half(ctx, grad_TO, silu_TF * up_TF), None
+        product_TF, grad_h_TG = unweighted_swiglu_backward(grad_TO @ weight_OF, h_TG, ctx.form)
+        return grad_h_TG, _weight_half(ctx, grad_TO, product_TF), None
 
 
 def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None:
@@ -125,7 +120,7 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TI, weight, *factors)
         ctx.form, ctx.kind, ctx.leaves = form, kind, (weight, *factors)
-        input_TI = x_TI if form is None else swiglu(x_TI, form)
+        input_TI = x_TI if form is None else unweighted_swiglu(x_TI, form)
         y_TO = input_TI @ weight.reshape(-1, weight.shape[-1]).t()
         y = y_TO.view(len(y_TO), *weight.shape[:-1])
         for adapter in kind.adapters(factors):
@@ -138,7 +133,7 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Any, ...]:
         x_TI, weight, *factors = ctx.saved_tensors
         form, kind, leaves = ctx.form, ctx.kind, ctx.leaves
-        input_TI = x_TI if form is None else swiglu(x_TI, form)
+        input_TI = x_TI if form is None else unweighted_swiglu(x_TI, form)
         grad_TO = grad_TO.contiguous()
         grad = grad_TO.view(len(grad_TO), *weight.shape[:-1])
         needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
@@ -160,7 +155,7 @@ class _AdaptedLinear(torch.autograd.Function):
                 if needs[at]:
                     found[at] = weight_gradient(leaves[at], *gradient)
         if form is not None and grad_input_TI is not None:
-            grad_input_TI = form.backward(grad_input_TI, x_TI)[1]
+            grad_input_TI = unweighted_swiglu_backward(grad_input_TI, x_TI, form)[1]
         return grad_input_TI, None, None, *found
 
 
@@ -200,17 +195,17 @@ def _rows(b: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
-    """A form of SwiGLU that keeps its input and nothing else."""
+    """SwiGLU that keeps its input and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, h_TG: Tensor, form: SwigluForm) -> Tensor:
         ctx.save_for_backward(h_TG)
         ctx.form = form
-        return form.product(h_TG)
+        return unweighted_swiglu(h_TG, form)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None]:
-        return ctx.form.backward(grad_TF, *ctx.saved_tensors)[1], None
+        return unweighted_swiglu_backward(grad_TF, *ctx.saved_tensors, ctx.form)[1], None
 
 
 def linear(x_TI: Operand, weight: Weight) -> Tensor:
@@ -235,7 +230,4 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
 
 def swiglu(h_TG: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     """``silu(gate) * up`` [T, F], or another form of it."""
-    if form != PLAIN:
-        return _Swiglu.apply(h_TG, form)
-    gate_TF, up_TF = h_TG.chunk(2, dim=1)
-    return F.silu(gate_TF) * up_TF
+    return _Swiglu.apply(h_TG, form)

@@ -122,6 +122,24 @@ def swiglu_backward(
     return grad_BF, grad_h_BG, grad_weights_B
 
 
+def unweighted_swiglu(h_TG: Tensor, form: SwigluForm = PLAIN) -> Tensor:
+    """:func:`swiglu` of a dense MLP: every weight is 1."""
+    return swiglu(h_TG, _ones(h_TG), form)
+
+
+def unweighted_swiglu_backward(
+    grad_TF: Tensor, h_TG: Tensor, form: SwigluForm = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """The product once more, and the gradient of h; `grad_TF` stays as it is."""
+    if h_TG.device.type == "cpu" and form == PLAIN:
+        grad_TF = grad_TF.clone(memory_format=torch.contiguous_format)
+    return swiglu_backward(grad_TF, h_TG, _ones(h_TG), form)[:2]
+
+
+def _ones(h_TG: Tensor) -> Tensor:
+    return h_TG.new_ones(len(h_TG), dtype=torch.promote_types(h_TG.dtype, torch.float32))
+
+
 def swiglu_on_device(h_BG: Tensor, weights_B: Tensor) -> Tensor:
     """:func:`swiglu` in few operations; a weight is rounded with the product, not before it."""
     gate_BF, up_BF = h_BG.chunk(2, dim=1)

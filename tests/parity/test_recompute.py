@@ -186,18 +186,18 @@ def test_saved_bytes_fall_as_predicted(dense: bool) -> None:
 
     none, attention, experts, selective, full = map(per_layer, KINDS)
     assert full == tokens * config.hidden_size * size
-    # Rotated queries and keys, the log-sum-exp of every head; silu(gate) and its product with up.
+    # Rotated queries and keys, the log-sum-exp of every head; the product of gate and up.
     heads = config.num_heads + config.num_kv_heads
     core = heads * config.head_dim + config.num_heads
     width = config.intermediate_size if dense else config.shared_width
-    assert none - attention == tokens * size * (core + 2 * width)
+    assert none - attention == tokens * size * (core + width)
     # Gate and up of the experts that every token visits; padding visits none.
     (batch,) = microbatches(config, Plan(), SHAPE, 1, Mesh.single("cpu"))
     assert batch.valid_BS is not None
     visited = 0 if dense else config.experts_per_token * int(batch.valid_BS.sum())
     gate_and_up = visited * 2 * config.expert_intermediate_size * size
-    assert none - experts == tokens * size * 2 * width + gate_and_up
-    assert none - selective == tokens * size * (core + 2 * width) + gate_and_up
+    assert none - experts == tokens * size * width + gate_and_up
+    assert none - selective == tokens * size * (core + width) + gate_and_up
     assert full < selective / 2
 
 

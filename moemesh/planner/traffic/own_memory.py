@@ -409,7 +409,7 @@ class LayerMemory(RankStep):
         return self.w <= 4 and numbers >= ONE_PASS_NUMBERS
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
-        """A dense MLP, or the shared experts: input; gate, up, silu(gate) and product."""
+        """A dense MLP, or the shared experts: input; gate, up and their product."""
         hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
         inner /= self.plan.tp
         entered = hidden if owns_input else 0
@@ -418,10 +418,7 @@ class LayerMemory(RankStep):
         if self.is_selective:
             yield Saved("mlp", 2 * inner, gradient=inner + hidden)
         else:
-            # Other forms than the plain one compute what is beside gate and up once more.
-            model = self.model
-            form = model.swiglu_limit, model.swiglu_alpha, model.swiglu_offset
-            yield Saved("mlp", (3 if form == (0.0, 1.0, 0.0) else 2) * inner)
+            yield Saved("mlp", 2 * inner)  # gate and up; silu(gate) is computed once more
             yield Saved("mlp", inner, held=inner, gradient=hidden)
 
     def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
