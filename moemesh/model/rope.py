@@ -99,8 +99,9 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backward
         is_compiled = len(x) and x.shape[1] > 1
         function = fusion.compiled(_rotated) if is_compiled else _rotated
         return function(x, cosine, sine, interleaved, backwards)
-    if not fusion.is_worth_compiling(x := x.contiguous()):
+    if not fusion.is_worth_compiling(x):
         return _rotated(x, cosine, sine, interleaved, backwards)
+    x = x.contiguous()
     y = torch.empty_like(x)
     numbers, found = (fusion.memory_of(one.flatten(0, 1)) for one in (x, y))
     tables = (fusion.memory_of(one.reshape(-1, one.shape[-1])) for one in (cosine, sine))

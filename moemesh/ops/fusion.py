@@ -90,7 +90,6 @@ def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() >= tensors * ONE_PASS_NUMBERS
-        and x.is_contiguous()
         and torch.get_num_threads() <= MOST_THREADS
     )
 

@@ -19,7 +19,7 @@ from moemesh.ops.fusion import compiled_for_cpu, is_worth_compiling, memory_of
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dim of x [..., H]."""
     if is_worth_compiling(x) and x.dtype == weight_H.dtype:
-        return _RMSNorm.apply(x, weight_H, epsilon)
+        return _RMSNorm.apply(x.contiguous(), weight_H, epsilon)
     return F.rms_norm(x, weight_H.shape, weight_H, epsilon)
 
 

@@ -199,5 +199,6 @@ def _is_fused(h_BG: Tensor, weights_B: Tensor) -> bool:
     return (
         is_worth_compiling(h_BG, 2)
         and weights_B.dtype == torch.float32
-        and (weights_B.is_contiguous())
+        and h_BG.is_contiguous()
+        and weights_B.is_contiguous()
     )

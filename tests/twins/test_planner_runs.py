@@ -275,6 +275,16 @@ train=frozen_experts deep | dp=4 ep=2 data=zero1 | 4 bfloat16
 train=some_downs deep expert_bias=True | {HALVES} dp=2 ep=2 | 4 float32
 """
 
+#: Enough numbers for the forms that a CPU computes in one pass, which keep less.
+LONG = """
+*num_layers=2 qk_norm=True | | 4 float32
+num_layers=2 qk_norm=True num_kv_heads=1 | | 4 float32
+num_layers=2 qk_norm=True clip_qkv=4.0 | | 4 float32
+dense num_layers=2 qk_norm=True | dp=2 | 8 bfloat16
+*latent num_layers=2 | | 4 bfloat16
+latent num_layers=2 | dp=2 | 8 float32
+"""
+
 
 def cases(table: str) -> list[Any]:
     """(model, keys of the plan, data) of each line, as it is; default are those with a star."""
@@ -318,6 +328,11 @@ def check(
 @pytest.mark.parametrize(("model", "plan", "data"), cases(CASES))
 def test_predicted_is_measured(model: str, plan: dict[str, Any], data: str) -> None:
     check(model, plan, data)
+
+
+@pytest.mark.parametrize(("model", "plan", "data"), cases(LONG))
+def test_forms_in_one_pass(model: str, plan: dict[str, Any], data: str) -> None:
+    check(model, plan, data, seq_len=1024)
 
 
 @pytest.mark.parametrize(("model", "plan", "data"), cases(TRAFFIC_ONLY))

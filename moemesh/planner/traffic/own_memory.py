@@ -346,8 +346,10 @@ class LayerMemory(RankStep):
             # In front of it a view of the projections, unless it is made wider.
             of_keys = self.wide * keys * (size * (1 + (w < self.wide)) + 1)
             of_queries = self.wide * (size * (heads + (heads if w < self.wide else copied)) + heads)
-            if copied and self._is_one_pass(whole * heads * size):
+            if self._is_one_pass(whole * heads * size):
                 of_queries = w * size * heads
+            if self._is_one_pass(whole * keys * size):
+                of_keys = w * size * keys
             per_head = of_queries + of_keys
             if model.clip_qkv:
                 channels += heads + 2 * keys
@@ -383,7 +385,7 @@ class LayerMemory(RankStep):
             if size:
                 # Input, normalised copy and inverse root of a norm.
                 kept = wide * (2 * size + 1) + w * beside * (w == wide)
-                if not beside and self._is_one_pass(local * size):
+                if self._is_one_pass(local * size):
                     kept = w * size
                 yield Saved("attention", local * kept)
         if not rank and self.plan.tp > 1:
