@@ -15,6 +15,7 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.packing import (
     counts_by_quotient,
     counts_with_companions,
+    is_second,
     pack,
     separate,
     slots_at,
@@ -250,10 +251,7 @@ def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots:
     per_gpu = len(slots) // num_gpus
     twins = 0
     for slot in range(len(slots)):
-        for earlier in range(slot - slot % per_gpu, slot):
-            if slots[earlier] == slots[slot]:
-                twins += 1
-                break
+        twins += is_second(slots, per_gpu, slot)
     return twins
 
 

@@ -221,34 +221,57 @@ def swap(slots: Ints, unit: Floats, load: Floats, first: int, second: int) -> No
 
 
 @compiled
+def is_second(slots: Ints, per_gpu: int, slot: int) -> bool:
+    """Whether an earlier slot of the same GPU holds the same expert."""
+    for earlier in range(slot - slot % per_gpu, slot):  # noqa: SIM110 (a loop to compile)
+        if slots[earlier] == slots[slot]:
+            return True
+    return False
+
+
+@compiled
+def best_swap(
+    slots: Ints, unit: Floats, load: Floats, start: int, stop: int, there: int, best: float
+) -> tuple[float, int, int]:
+    """The swap of a slot from `start` on, before `stop`, all of one GPU, with one of the GPU
+    `there`, after which the heavier of the two carries least.
+
+    Returns that load and the two slots; -1 for both where none is below `best`.
+    """
+    per_gpu = len(slots) // len(load)
+    here = start // per_gpu
+    give = -1
+    take = -1
+    for first in range(start, stop):
+        for second in range(there * per_gpu, (there + 1) * per_gpu):
+            difference = unit[slots[first]] - unit[slots[second]]
+            heavier = max(load[here] - difference, load[there] + difference)
+            if (
+                heavier < best
+                and not holds(slots, there, per_gpu, slots[first])
+                and not holds(slots, here, per_gpu, slots[second])
+            ):
+                best = heavier
+                give = first
+                take = second
+    return best, give, take
+
+
+@compiled
 def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
     """Swap second replicas of an expert off a GPU, at the least load. False when one is left."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     done = True
     for slot in range(num_slots):
-        gpu = slot // per_gpu
-        expert = slots[slot]
-        twice = False
-        for earlier in range(gpu * per_gpu, slot):
-            twice = twice or slots[earlier] == expert
-        if not twice:
+        if not is_second(slots, per_gpu, slot):
             continue
         best = np.inf
         partner = -1
-        for other in range(num_slots):
-            there = other // per_gpu
-            if there == gpu:
-                continue
-            difference = unit[expert] - unit[slots[other]]
-            heavier = max(load[gpu] - difference, load[there] + difference)
-            if (
-                heavier < best
-                and not holds(slots, there, per_gpu, expert)
-                and not holds(slots, gpu, per_gpu, slots[other])
-            ):
-                best = heavier
-                partner = other
+        for there in range(len(load)):
+            if there != slot // per_gpu:
+                best, give, take = best_swap(slots, unit, load, slot, slot + 1, there, best)
+                partner = take if give >= 0 else partner
         if partner < 0:
             done = False
         else:
@@ -270,21 +293,9 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
             hot = ascending[num_gpus - 1 - place]
             if load[hot] <= goal:
                 break
-            best = load[hot] * (1.0 - SMALLEST_GAIN)
-            give = -1
-            take = -1
-            for first in range(hot * per_gpu, (hot + 1) * per_gpu):
-                for second in range(cold * per_gpu, (cold + 1) * per_gpu):
-                    difference = unit[slots[first]] - unit[slots[second]]
-                    heavier = max(load[hot] - difference, load[cold] + difference)
-                    if (
-                        heavier < best
-                        and not holds(slots, cold, per_gpu, slots[first])
-                        and not holds(slots, hot, per_gpu, slots[second])
-                    ):
-                        best = heavier
-                        give = first
-                        take = second
+            lower = load[hot] * (1.0 - SMALLEST_GAIN)
+            start = hot * per_gpu
+            _, give, take = best_swap(slots, unit, load, start, start + per_gpu, cold, lower)
             if give >= 0:
                 swap(slots, unit, load, give, take)
                 changed = True
@@ -307,24 +318,17 @@ def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
         best = load[hot] * (1.0 - SMALLEST_GAIN)
         give = -1
         take = -1
-        for second in range(num_slots):
-            there = second // per_gpu
+        for slot in range(num_slots):
+            there = slot // per_gpu
             if there == hot or load[there] >= best:
                 continue
-            for first in range(hot * per_gpu, (hot + 1) * per_gpu):
-                difference = unit[slots[first]] - unit[slots[second]]
-                heavier = max(load[hot] - difference, load[there] + difference)
-                if (
-                    heavier < best
-                    and not holds(slots, there, per_gpu, slots[first])
-                    and not holds(slots, hot, per_gpu, slots[second])
-                ):
-                    best = heavier
-                    give = first
-                    take = second
+            best, first, second = best_swap(slots, unit, load, slot, slot + 1, hot, best)
+            if first >= 0:
+                give = first
+                take = second
             if best <= goal:
                 break
         if give < 0:
             break
-        swap(slots, unit, load, give, take)
+        swap(slots, unit, load, take, give)
     return largest(load)

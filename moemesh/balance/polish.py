@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from moemesh.balance.compiled import Flags, Floats, Ints, compiled
-from moemesh.balance.packing import add_up, holds, largest, swap
+from moemesh.balance.packing import add_up, holds, is_second, largest, swap
 
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Potentials closer than this, relative to T squared, are equal.
@@ -346,10 +346,7 @@ def part_twins(
     for slot in range(len(slots)):
         gpu = slot // per_gpu
         twin = slots[slot]
-        second = False
-        for earlier in range(gpu * per_gpu, slot):
-            second = second or slots[earlier] == twin
-        if not second:
+        if not is_second(slots, per_gpu, slot):
             continue
         best = limit * (1.0 + EQUAL)
         winner = -1

@@ -147,11 +147,7 @@ def open_checkpoint(
 
 
 def latest(
-    folder: Place,
-    on_skip: Callable[[int, str], None],
-    *,
-    verify: Literal["full", "sizes"] = "full",
-    prefer_finite: bool = False,
+    folder: Place, on_skip: Callable[[int, str], None], *, prefer_finite: bool = False
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None.
 
@@ -162,7 +158,7 @@ def latest(
     poisoned: list[tuple[int, str, Checkpoint]] = []
     for step in candidates(folder):
         try:
-            checkpoint = open_checkpoint(folder, step, verify=verify)
+            checkpoint = open_checkpoint(folder, step)
             names = nonfinite(checkpoint) if prefer_finite else ()
         except (CheckpointError, OSError) as error:
             if isinstance(folder, RemotePath) and isinstance(error, OSError):

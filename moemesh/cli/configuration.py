@@ -109,19 +109,36 @@ def config_diff(
         moemesh config diff runs/first second.toml
     """
 
+    from moemesh.config.changes import compare
+    from moemesh.config.load import resolved_toml
+    from moemesh.config.schema import all_keys
     from moemesh.config.toml import format_value
-    from moemesh.train.records.run_folder import compared
+    from moemesh.sharding.load_run import load_recorded, load_run
+    from moemesh.train.records.run_folder import CONFIG
 
-    found = compared(first, second)
+    texts: list[str] = []
+    origins: list[dict[str, str]] = []
+    for path in (first, second):
+        if path.is_dir():  # what a run has recorded is taken as it is
+            texts.append(resolved_toml(load_recorded(path / CONFIG)))
+            origins.append(dict.fromkeys(all_keys(), str(path / CONFIG)))
+        else:
+            resolved = load_run([path], (), {})
+            texts.append(resolved_toml(resolved.config))
+            origins.append(resolved.origins)
+    rows: list[dict[str, object]] = []
+    for one in compare(*texts):
+        from_a, from_b = (origin.get(one.key, "default") for origin in origins)
+        values = {"a": one.old, "b": one.new, "from_a": from_a, "from_b": from_b}
+        rows.append({"key": one.key, **values, "kind": one.kind})
+        if not as_json:
+            typer.echo(f"{one.key}   ({one.kind})")
+            for path, value, source in ((first, one.old, from_a), (second, one.new, from_b)):
+                shown = "(not set)" if value is None else format_value(value)
+                typer.echo(f"    {path}: {shown}   # {source}")
     if as_json:
-        typer.echo(strict_json([one._asdict() for one in found]))
-        return
-    for one in found:
-        typer.echo(f"{one.key}   ({one.kind})")
-        for path, value, source in ((first, one.a, one.from_a), (second, one.b, one.from_b)):
-            shown = "(not set)" if value is None else format_value(value)
-            typer.echo(f"    {path}: {shown}   # {source}")
-    if not found:
+        typer.echo(strict_json(rows))
+    elif not rows:
         typer.echo(f"{first} and {second} are the same configuration")
 
 

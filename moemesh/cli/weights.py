@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ import typer
 
 from moemesh.cli.application import AsJson, Overrides, app, esft_app
 from moemesh.cli.options import given
+from moemesh.train.inference.esft_request import EsftRequest
 
 _Source = Annotated[Path, "A run, or a folder of transformers.", "<RUN_OR_FOLDER>"]
 
@@ -228,38 +229,15 @@ def generate(request: GenerateRequest) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoresRequest:
-    """A model, data of a task, and how experts are chosen by them."""
+class ScoresRequest(EsftRequest):
+    """With the plan to score in."""
 
-    source: Annotated[Path, "A run, or a folder of transformers.", "<MODEL>"]
-    data: Annotated[str, "Data of the task, as data.path.", "<DATA>"]
-    out: Annotated[Path, "The table to write.", "TABLE.json"]
-    threshold: Annotated[
-        float | None,
-        "Choose the most relevant experts of a layer that together reach this share.",
-        {"metavar": "P", "show_default": "0.2"},
-    ] = None
-    experts_per_layer: Annotated[int | None, "Or: so many of every layer.", {"min": 1}] = None
-    score: Annotated[
-        Literal["gate", "token"], "Relevance: mean gate score, or share of the tokens' choices."
-    ] = "gate"
-    seq_len: Annotated[
-        int | None,
-        "Tokens of a window, at most the positions of the model.",
-        {
-            "tokens": True,
-            "metavar": "S",
-            "show_default": "4096, or the positions of the model where they are fewer",
-        },
-    ] = None
-    samples: Annotated[int, "Most windows to read.", {"metavar": "N", "min": 1}] = 32
-    svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
     overrides: Overrides = None
     as_json: AsJson = False
 
 
 @esft_app.command(short_help="Write a table of the experts that the data of a task uses.")
-def scores(asked: ScoresRequest) -> None:
+def scores(request: ScoresRequest) -> None:
     """Score every expert on the data of a task, and choose those to train (ESFT, arXiv:2407.01906).
 
     Windows are read in order, in any plan (--set plan.ep=4). Example:
@@ -269,21 +247,18 @@ def scores(asked: ScoresRequest) -> None:
         moemesh train sft.toml --set train.esft=law.json
     """
     from moemesh.report.files import check_target
-    from moemesh.train.inference.esft_request import EsftRequest
     from moemesh.train.weights.weight_sources import check_weights, config_of
 
-    source, overrides = asked.source, asked.overrides or []
-    own = {field.name: getattr(asked, field.name) for field in fields(EsftRequest)}
-    request = EsftRequest(**own)
     # Before torch, which takes seconds, is imported, and before any work.
-    for path, kind in ((asked.out, '{\n "model"'), (asked.svg, "<svg")):
+    for path, kind in ((request.out, '{\n "model"'), (request.svg, "<svg")):
         if path is not None and path.exists():
             check_target(path, kind)
-    request = request.checked(config_of(source, overrides))
-    check_weights(source)
+    overrides = request.overrides or []
+    request = request.checked(config_of(request.source, overrides))
+    check_weights(request.source)
     from moemesh.train.inference.esft import write_scores
 
-    raise typer.Exit(write_scores(source, request, overrides))
+    raise typer.Exit(write_scores(request, overrides, as_json=request.as_json))
 
 
 def _check(source: Path, given: list[str]) -> None:

@@ -25,7 +25,7 @@ from moemesh.config.shown import Shown
 from moemesh.schedule.action import Message, Op, Schedule, messages
 from moemesh.schedule.held_activations import ROUNDING, Amount, HeldActivations, peak_memory
 from moemesh.schedule.program import Deadlock, LoweredProgram, issue_order, lower
-from moemesh.schedule.versions import StageVersions, versions
+from moemesh.schedule.versions import ScheduleFault, StageVersions, versions
 
 # A check for deadlocks where a send waits for its receiver, as NCCL's does.
 #
@@ -133,21 +133,6 @@ def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
 SHOWN = 50
 
 
-class ScheduleFault(NamedTuple):
-    """One thing that is wrong. `rank`, `entry` (its index in the rank's list) and `op` are None
-    where no single place is to blame."""
-
-    message: str
-    rank: int | None = None
-    entry: int | None = None
-    op: Op | None = None
-
-    def __str__(self) -> str:
-        parts = (("rank ", self.rank), ("entry ", self.entry), ("", self.op))
-        place = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
-        return f"{place}: {self.message}" if place else self.message
-
-
 class ScheduleError(UserError):
     """A schedule that cannot run; `findings` holds everything that is wrong with it."""
 
@@ -227,7 +212,7 @@ def check(
     stages: dict[tuple[int, int], StageVersions] = {}
     if schedule.update is not None:
         stages, breaches = versions(schedule)
-        findings += [ScheduleFault(b.message, b.rank, b.entry, b.op) for b in breaches]
+        findings += breaches
     peaks = peak_memory(schedule, activation=activation, weight_memory=weight_memory)
     unread = unread_messages(program, order)
     for rank, peak in enumerate(peaks):

@@ -47,6 +47,17 @@ class LoweredProgram:
         issued. What a rank makes for itself is always there in time."""
         return [(entry, self.awaited[entry], self.sent[entry]) for entry in issue_order(self)]
 
+    @cached_property
+    def made_by(self) -> dict[int, tuple[int, Op]]:
+        """Slot -> the entry and the operation that make it."""
+        found: dict[int, tuple[int, Op]] = {}
+        for entry, ops in enumerate(self.entries):
+            for slot, op in zip(self.makes[entry], ops, strict=True):
+                found.setdefault(slot, (entry, op))
+            for slot, _, place in self.sent[entry]:
+                found.setdefault(slot, (entry, ops[place]))
+        return found
+
     def index(self, entry: int) -> int:
         """Position of an entry in its rank's list."""
         return entry - self.first[self.rank[entry]]
@@ -138,15 +149,7 @@ class Deadlock(ValueError):
     def __init__(self, program: LoweredProgram, heads: Sequence[int], cycle: Sequence[int]) -> None:
         self.heads = tuple(heads)
         self.cycle = tuple(cycle)
-        made_by: dict[int, tuple[int, Op]] = {}
-        for rank in {program.rank[entry] for entry in cycle}:
-            for entry in range(program.first[rank], program.first[rank + 1]):
-                made_by |= {
-                    slot: (entry, op)
-                    for slot, op in zip(program.makes[entry], program.entries[entry], strict=True)
-                }
-                for message, _, place in program.sent[entry]:
-                    made_by[message] = entry, program.entries[entry][place]
+        made_by = program.made_by
         parts: list[str] = []
         for waiter, head in zip(cycle, (*cycle[1:], *cycle[:1]), strict=True):
             for slot in program.waits[waiter]:
@@ -206,22 +209,12 @@ def issue_order(program: LoweredProgram) -> list[int]:
 def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
     """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
     at_rank = {program.rank[entry]: entry for entry in heads}
-    wanted = {slot for entry in heads for slot in program.waits[entry] if not done[slot]}
-    maker: dict[int, int] = {}
-    for rank, head in at_rank.items():
-        for entry in range(head, program.first[rank + 1]):
-            for slot in (
-                *program.makes[entry],
-                *(message for message, _, _ in program.sent[entry]),
-            ):
-                if slot in wanted:
-                    maker.setdefault(slot, entry)
     # Head -> the heads behind which (or at which) stands what it waits for.
     blockers = {
         entry: [
-            at_rank[program.rank[maker[slot]]]
+            at_rank[program.rank[program.made_by[slot][0]]]
             for slot in program.waits[entry]
-            if not done[slot] and slot in maker
+            if not done[slot] and slot in program.made_by
         ]
         for entry in heads
     }

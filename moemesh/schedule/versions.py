@@ -33,17 +33,24 @@ class StageVersions(NamedTuple):
     updates: int
 
 
-class Breach(NamedTuple):
-    """An operation that contradicts the update rule of its schedule; `entry` is an index in the
-    rank's list."""
+class ScheduleFault(NamedTuple):
+    """One thing that is wrong. `rank`, `entry` (its index in the rank's list) and `op` are None
+    where no single place is to blame."""
 
-    rank: int
-    entry: int
-    op: Op
     message: str
+    rank: int | None = None
+    entry: int | None = None
+    op: Op | None = None
+
+    def __str__(self) -> str:
+        parts = (("rank ", self.rank), ("entry ", self.entry), ("", self.op))
+        place = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
+        return f"{place}: {self.message}" if place else self.message
 
 
-def versions(schedule: Schedule) -> tuple[dict[tuple[int, int], StageVersions], list[Breach]]:
+def versions(
+    schedule: Schedule,
+) -> tuple[dict[tuple[int, int], StageVersions], list[ScheduleFault]]:
     """(pipe, stage) -> versions used there, and every breach of the rule.
 
     Raises ValueError for a synchronous schedule: it has one version. Expects a schedule that is
@@ -52,7 +59,7 @@ def versions(schedule: Schedule) -> tuple[dict[tuple[int, int], StageVersions], 
     if schedule.update is None:
         raise ValueError(f"{schedule.name} is synchronous: all operations use one version")
     stages: dict[tuple[int, int], _Stage] = {}
-    breaches: list[Breach] = []
+    breaches: list[ScheduleFault] = []
     for rank in range(schedule.num_ranks):
         for pipe, stage in schedule.stages_of(rank):
             stages[pipe, stage] = _Stage(schedule, schedule.update, pipe, stage)
@@ -60,7 +67,7 @@ def versions(schedule: Schedule) -> tuple[dict[tuple[int, int], StageVersions], 
             for op in entry:
                 problem = stages[op.pipe, op.stage].run(op)
                 if problem:
-                    breaches.append(Breach(rank, index, op, problem))
+                    breaches.append(ScheduleFault(problem, rank, index, op))
     found = {
         place: StageVersions(stage.used, stage.lag, stage.copies, stage.newest)
         for place, stage in stages.items()

@@ -42,7 +42,6 @@ from moemesh.train.records.run_folder import (
     RunFolderError,
     changes_samples,
     refuse_other_data,
-    tell_slow,
 )
 from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
@@ -124,7 +123,7 @@ def train_supervised(
             limits=limits_of(config),
             answer=STOPPING,
             still_ours=folder.is_ours,
-            notice=lambda slow: tell_slow(slow, events),
+            notice=lambda slow: failure.tell_slow(slow, events),
         )
         verdict = ended.verdict
         if verdict is None:

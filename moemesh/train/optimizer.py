@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +35,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def has_master(dtype: torch.dtype) -> bool:
     """Whether the optimizer steps an fp32 copy of weights of this dtype."""
     return dtype == torch.bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """A copy of all that a step changes: masters and torch's state of each (moments and number of
-    updates), by parameter name."""
-
-    num_updates: int
-    masters: dict[str, Tensor]
-    state: dict[str, dict[str, Tensor | None]]
 
 
 class Optimizer:
@@ -126,32 +117,21 @@ class Optimizer:
         if self._publish is not None:
             self._publish()
 
-    def snapshot(self) -> Snapshot:
-        """A copy of all state, for :meth:`restore`."""
-
-        def copy(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.detach().clone()
-
-        return Snapshot(
-            num_updates=self.num_updates,
-            masters={name: m.detach().clone() for name, m in self.masters.items()},
-            state={
-                name: {kind: copy(value) for kind, value in self._torch.state[master].items()}
-                for name, master in self.masters.items()
-                if master in self._torch.state
-            },
-        )
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of all that a step changes, for :meth:`restore`."""
+        return {
+            "num_updates": self.num_updates,
+            "masters": {name: master.detach().clone() for name, master in self.masters.items()},
+            "torch": deepcopy(self._torch.state_dict()),
+        }
 
     @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Be, to the bit, as when `snapshot` was taken; its tensors become the optimizer's."""
-        self.num_updates = snapshot.num_updates
+        self.num_updates = snapshot["num_updates"]
         for name, master in self.masters.items():
-            master.copy_(snapshot.masters[name])
-            # No entry before the first step, and torch takes an empty one for a later step.
-            self._torch.state.pop(master, None)
-            if name in snapshot.state:
-                self._torch.state[master] = snapshot.state[name]
+            master.copy_(snapshot["masters"][name])
+        self._torch.load_state_dict(snapshot["torch"])
         self.round_masters()
 
     def state_names(self) -> tuple[str, ...]:

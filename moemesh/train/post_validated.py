@@ -82,9 +82,9 @@ class _Undo:
     def num_bytes(self) -> int:
         """Bytes of the copies; numbers of updates, a scalar each, are left out."""
         kinds = self._optimizer.state_names()
-        state = self._snapshot.state.values()
+        state = self._snapshot["torch"]["state"].values()
         copies = [
-            *self._snapshot.masters.values(),
+            *self._snapshot["masters"].values(),
             *(one.get(kind) for one in state for kind in kinds),
             *(before for _, before in self._buffers),
         ]

@@ -22,8 +22,15 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.train.records.failure import advice_on, details, report_id, say, write_verdict
-from moemesh.train.records.run_folder import LOGS, Events, RunFolder, tell_slow
+from moemesh.train.records.failure import (
+    advice_on,
+    details,
+    report_id,
+    say,
+    tell_slow,
+    write_verdict,
+)
+from moemesh.train.records.run_folder import LOGS, Events, RunFolder
 from moemesh.watch.lease import read_epoch
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited

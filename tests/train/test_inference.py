@@ -96,7 +96,7 @@ def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path
 
 
 def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
-    request = EsftRequest(data="text.txt", out=Path("out.json"))
+    request = EsftRequest(source=Path("model"), data="text.txt", out=Path("out.json"))
     for positions, length in ((0, 4096), (64, 64), (8192, 4096)):
         given = [f"model.max_position_embeddings={positions}", "data.seq_len=8"]
         assert request.checked(load_run([], given, environ={}).config).seq_len == length

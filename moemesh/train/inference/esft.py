@@ -32,25 +32,25 @@ from moemesh.train.records.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses
 
 
-def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -> int:
-    """Score the experts of `source` on the ranks of the plan, write table and picture, print;
+def write_scores(request: EsftRequest, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Score the experts of a model on the ranks of the plan, write table and picture, print;
     returns the exit code. `request` has been checked, which gives it its defaults."""
     # All experts take part, whatever an earlier run of the source has trained.
-    config = config_on(source, request.data, request.seq_len, overrides)
+    config = config_on(request.source, request.data, request.seq_len, overrides)
     windows = open_windows(config)
 
     def work(mesh: Mesh) -> str:
-        parallel = load(config, mesh, source)
+        parallel = load(config, mesh, request.source)
         table = score_table(parallel, config, windows, request)
         parallel.close()
         if mesh.rank == 0:
-            table = {"model": str(source)} | table
+            table = {"model": str(request.source)} | table
             request.out.parent.mkdir(parents=True, exist_ok=True)
             request.out.write_text(strict_json(table, indent=1) + "\n", encoding="utf-8")
             if request.svg is not None:
                 request.svg.parent.mkdir(parents=True, exist_ok=True)
                 request.svg.write_text(picture(table), encoding="utf-8")
-        return strict_json(table) if request.as_json else as_text(table, request.out)
+        return strict_json(table) if as_json else as_text(table, request.out)
 
     return on_ranks(config, work)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.run import RunConfig
+
+if TYPE_CHECKING:  # the command reads this file to know its options
+    from moemesh.config.run import RunConfig
 
 DEFAULT_THRESHOLD = 0.2
 #: Of models without a shorter limit.
@@ -16,19 +18,33 @@ DEFAULT_SEQ_LEN = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EsftRequest:
-    """The options of the verb."""
+    """A model, data of a task, and how experts are chosen by them."""
 
-    data: str
-    out: Path
-    threshold: float | None = None
-    experts_per_layer: int | None = None
-    score: Literal["gate", "token"] = "gate"
-    seq_len: int | None = None
-    samples: int = 32
-    svg: Path | None = None
-    as_json: bool = False
+    source: Annotated[Path, "A run, or a folder of transformers.", "<MODEL>"]
+    data: Annotated[str, "Data of the task, as data.path.", "<DATA>"]
+    out: Annotated[Path, "The table to write.", "TABLE.json"]
+    threshold: Annotated[
+        float | None,
+        "Choose the most relevant experts of a layer that together reach this share.",
+        {"metavar": "P", "show_default": "0.2"},
+    ] = None
+    experts_per_layer: Annotated[int | None, "Or: so many of every layer.", {"min": 1}] = None
+    score: Annotated[
+        Literal["gate", "token"], "Relevance: mean gate score, or share of the tokens' choices."
+    ] = "gate"
+    seq_len: Annotated[
+        int | None,
+        "Tokens of a window, at most the positions of the model.",
+        {
+            "tokens": True,
+            "metavar": "S",
+            "show_default": "4096, or the positions of the model where they are fewer",
+        },
+    ] = None
+    samples: Annotated[int, "Most windows to read.", {"metavar": "N", "min": 1}] = 32
+    svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
 
-    def checked(self, config: RunConfig) -> EsftRequest:
+    def checked(self, config: RunConfig) -> Self:
         """With its defaults. Raises ConfigError for what cannot be done."""
         wrong: list[Problem] = []
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
-from moemesh.train.records.run_folder import LOGS, checkpoints_of, now
+from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 from moemesh.watch.failures import cause_of
 from moemesh.watch.progress_words import Collective, Word, own_word
-from moemesh.watch.supervisor import Ended
+from moemesh.watch.supervisor import Ended, SlowRank
 from moemesh.watch.verdict import Verdict
 
 FILE, EARLIER = "failure.json", "failures"
@@ -86,6 +86,12 @@ def say(text: str) -> None:
     """Print on stderr; a console that is gone ends no run."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def tell_slow(slow: SlowRank, events: Events) -> None:
+    """One line on stderr and an event; the run goes on."""
+    events.add("slow_rank", str(slow), slow.step)
+    say(f"moemesh: {slow}")
 
 
 #: Of a file: its number on the disk, its size, and when it was written by the clock of the disk.

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -32,16 +31,13 @@ from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
-from moemesh.config.load import resolved_toml
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
-from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.run import Run
 from moemesh.train.records.rows import RowLog
 from moemesh.watch.lease import FILE as LEASE
 from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
-from moemesh.watch.supervisor import SlowRank
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.
@@ -380,50 +376,6 @@ class Events:
         if self._log is None:
             return
         self._log.append([{"time": now(), "step": step, "kind": kind, "text": text}])
-
-
-def tell_slow(slow: SlowRank, events: Events) -> None:
-    """One line on stderr and an event; the run goes on."""
-    events.add("slow_rank", str(slow), slow.step)
-    with suppress(OSError, ValueError):
-        print(f"moemesh: {slow}", file=sys.stderr, flush=True)
-
-
-class KeyDifference(NamedTuple):
-    """One key with its values (None: not set), where each is from, and what the difference means
-    for a run that goes on: free, layout, training or model."""
-
-    key: str
-    a: object
-    b: object
-    from_a: str
-    from_b: str
-    kind: str
-
-
-def compared(first: Path, second: Path) -> list[KeyDifference]:
-    """The keys in which two files, or folders of runs, differ when they are resolved, sorted; what
-    a run has recorded is taken as it is. Raises ConfigError for a configuration with problems."""
-    texts: list[str] = []
-    origins: list[dict[str, str]] = []
-    for path in (first, second):
-        if path.is_dir():
-            texts.append(resolved_toml(load_recorded(path / CONFIG)))
-            origins.append(dict.fromkeys(all_keys(), str(path / CONFIG)))
-        else:
-            resolved = load_run([path], (), {})
-            texts.append(resolved_toml(resolved.config))
-            origins.append(resolved.origins)
-    return [
-        KeyDifference(
-            change.key,
-            change.old,
-            change.new,
-            *(origin.get(change.key, "default") for origin in origins),
-            change.kind,
-        )
-        for change in compare(*texts)
-    ]
 
 
 #: Keys of [data] that leave the training samples and their order as they are.
