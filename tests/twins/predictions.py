@@ -1,8 +1,8 @@
 """Measured steps beside what the planner predicts: the ledger and the memory of every rank.
 
-Predicted ledger = measured ledger and predicted weights, gradients and optimizer states = measured,
-to the byte; activations within 2 %. What depends on the routing is predicted from the choices that
-the run's routers made; everything else from model, plan and batch alone.
+Predicted ledger = measured ledger and predicted weights, gradients, optimizer states and buffers =
+measured, to the byte; activations within 2 %. What depends on the routing is predicted from the
+choices that the run's routers made; everything else from model, plan and batch alone.
 """
 
 from __future__ import annotations
@@ -129,12 +129,9 @@ def assert_predicted(
         ).to_json()
         parts = found["memory"].keys() - {"activations", "kinds"}
         for part in parts:
-            # Under zero3 gradients wait as they came, in an order that autograd chooses; under
-            # zero2 in a pipeline sums of one backward are under way in another, and where a part
-            # trains few sums are: then within a quarter of what is held.
-            is_exact = part != "buffers" or plan.data not in ("zero2", "zero3")
-            is_exact |= plan.data == "zero2" and plan.pp == 1 and tuning.is_full
-            near = 0.0 if is_exact else 0.25 * sum(found["memory"][one] for one in parts)
+            # Gradients of one operation with adapters come in an order that autograd chooses.
+            has_adapters = part == "buffers" and config.lora.rank > 0
+            near = has_adapters * 0.05 * sum(found["memory"][one] for one in parts)
             measured = found["memory"][part]
             said = f"rank {rank}: {part}: {memory[part]} predicted, {measured} measured"
             assert abs(memory[part] - measured) <= near, said

@@ -191,5 +191,4 @@ def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str) -> None:
         assert mesh.ledger.entries(), "something was sent"
         held = predict_memory(MODEL, plan, **settings, optimizer="adamw").to_json()
         found = state_bytes(parallel, optimizer)
-        del found["buffers"]  # what waits depends on the time that messages take
         assert {part: held[part] for part in found} == found, f"rank {rank}"

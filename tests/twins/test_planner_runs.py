@@ -76,6 +76,7 @@ GROUPED = "data=zero1/zero2/zero3/step"
 NARROW = f"{GROUPED}/parameter_server"
 WIDE = f"{NARROW}/two_servers"
 DEFERRING = "data=zero1/zero2/parameter_server"
+SCATTERED = "data=zero2/zero3"
 
 #: Model (names of MODELS and keys), plan, and batch with precision. Odd batches leave ranks with
 #: uneven shares.
@@ -218,6 +219,21 @@ num_mtp_layers=1 expert_bias=True | {HALVES} dp=2 {NARROW} | 8 bfloat16
 tiny | {AFTER} dp=2 ep=2 {DEFERRING} | 6 float32
 tiny | {STREAM} dp=2 ep=2 data=zero1/parameter_server | 5 bfloat16
 dense | dp=2 tp=2 {NARROW} | 3 float32
+# Gradients that wait for their sums, in pipelines.
+*tiny | {HALVES} dp=2 schedule=zb_h1 data=zero2 | 8 float32
+tiny | {HALVES} dp=2 {SCATTERED} | 8 float32
+*biases qk_norm=True | pp=2 dp=2 ep=2 microbatches=3 data=zero2 | 7 float32
+latent | pp=2 dp=2 microbatches=3 {SCATTERED} | 7 bfloat16
+tiny | pp=3 dp=2 ep=2 microbatches=5 {SCATTERED} | 11 float32
+tiny | pp=4 dp=2 microbatches=4 {SCATTERED} | 8 float32
+tiny | pp=4 dp=2 microbatches=4 schedule=chimera data=zero2 | 8 bfloat16
+tiny | pp=4 dp=2 microbatches=6 schedule=zb_h2 data=zero2 | 12 bfloat16
+tiny | {HALVES} stages_per_rank=2 schedule=interleaved_1f1b dp=2 {DEFERRING} | 8 float32
+tied_embeddings=True | {HALVES} dp=2 schedule=zb_v data=zero2 | 8 float32
+num_mtp_layers=2 tied_embeddings=True | {HALVES} dp=2 {SCATTERED} | 9 float32
+num_mtp_layers=1 | {HALVES} dp=2 ep=2 schedule=dualpipe data=zero2 | 9 float32
+tiny | {HALVES} dp=2 ep=2 schedule=dualpipe spare_slots=1 data=zero2 | 9 float32
+tiny | {SLICED} dp=2 ep=2 {SCATTERED} | 6 float32
 """
 #: Sequences of 13 tokens: chunks of one and of two.
 CONTEXT = """

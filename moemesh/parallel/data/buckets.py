@@ -159,6 +159,9 @@ class ReplicatedBucket:
                 view.zero_()
         self._filled.update(self._views)
 
+    def prepare(self) -> None:
+        """Make what the sums over ranks need, beside gradients that wait for them."""
+
     def launch(self) -> None:
         """Start the sums over ranks."""
         self.zero_missing()
@@ -335,14 +338,15 @@ class ScatteredBucket(ShardedBucket):
             self._views = self.views_of(self._flat)
         return self._flat
 
-    def launch(self) -> None:
+    def prepare(self) -> None:
         self.wait()
-        flat = self._fill()
+        self._fill()
+
+    def launch(self) -> None:
         self.zero_missing()
         if self.axis.size == 1:
             return
-        receive = self.scatter(flat)
-        del flat
+        receive = self.scatter(self._fill())
         self._clear()
         self._work = lambda: self.total.add_(receive())
 

@@ -271,6 +271,8 @@ class GradientReducer:
             # more than the rest of a step needs.
             while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
                 self._wait(self._under_way.popleft())
+            bucket.prepare()
+            self._count_buffers(bucket)
             bucket.launch()
             self._count_buffers(bucket)
             if self.data != "replicate":

@@ -18,6 +18,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
+from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     RankStep,
@@ -27,7 +28,6 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
-from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import DEFERRED, ONE_PASS_NUMBERS, MemoryProfile
@@ -105,7 +105,7 @@ def predict_states(
     return MemoryProfile(
         rank=rank,
         gathered_weights=gathered,
-        buffers=_most_buffers(placement, rank, element),
+        buffers=most_gradient_buffers(placement, rank, element),
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
@@ -113,64 +113,6 @@ def predict_states(
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
         snapshots=(1 + kinds) * updated + biases if is_undone else 0,
     )
-
-
-def _most_buffers(placement: StagePlacement, rank: int, element: int) -> int:
-    """The most bytes at once of gradients that wait for their sum over ranks and of what is
-    received for it, where states are sharded. It follows `moemesh.parallel.data.reducer` through a
-    backward that brings the gradients in reversed order of the model."""
-    plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
-    if plan.data == "replicate":
-        return 0
-    found = [one for one in data_buckets(placement, rank, element) if one.trains]
-    homes = {member.name: place for place, bucket in enumerate(found) for member in bucket.members}
-    received: list[int] = []
-    sends: list[int] = []
-    for bucket in found:
-        sizes, index = owned(placement, bucket, rank)
-        received.append(sizes[index] * (len(sizes) - 1) * bucket.gradient_bytes)
-        # Under zero2 and zero3 the vector that is sent is another one than what the rank keeps.
-        is_copied = plan.data in ("zero2", "zero3") and received[-1] > 0
-        sends.append(bucket.numbers * bucket.gradient_bytes * is_copied)
-    # A second backward finds the last sums of the first one under way.
-    is_per_backward = plan.data in ("zero2", "zero3")
-    names = [tensor.name for tensor in reversed(placement.held(pp_rank)) if tensor.name in homes]
-    held, most = 0, 0
-    under_way: list[int] = []
-    working: set[int] = set()
-    begun: set[int] = set()
-
-    def wait(place: int) -> int:
-        """The bytes that are free when the sum of a bucket has arrived."""
-        if place not in working:
-            return 0
-        working.remove(place)
-        return sends[place] + received[place]
-
-    for _ in range(2 if is_per_backward and plan.microbatches > 1 else 1):
-        waiting, launched = [len(bucket.members) for bucket in found], 0
-        for place in (homes[name] for name in names):
-            if plan.data == "zero3":
-                held += sends[place] // len(found[place].members)
-            elif place not in begun:
-                begun.add(place)
-                held += sends[place]
-            waiting[place] -= 1
-            most = max(most, held)
-            while launched < len(found) and not waiting[launched]:
-                while under_way and found[under_way[0]].unit != found[launched].unit:
-                    held -= wait(under_way.pop(0))
-                held -= wait(launched)
-                most = max(most, held + (sends[launched] if plan.data == "zero3" else 0))
-                held += received[launched]
-                most = max(most, held)
-                begun.discard(launched)
-                working.add(launched)
-                under_way.append(launched)
-                launched += 1
-                if len(under_way) > MOST_UNDER_WAY:
-                    held -= wait(under_way.pop(0))
-    return most
 
 
 # Activations: what is kept for the backward.
