@@ -323,13 +323,8 @@ def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
         keys = tuple(DataSource.model_fields)
         message = f"{place} has no key `{name}`"
         return leaf.problem("unknown-key", key, message, nearest_choice(name, keys))
-    choices = choices_of(DataSource.model_fields[name].annotation)
-    shown = format_value(detail["input"])[:60]
-    if choices:
-        message = f"{place}: {name} cannot be {shown}"
-        return leaf.problem("not-a-choice", key, message, nearest_choice(shown.strip('"'), choices))
-    expected = _EXPECTED.get(detail["type"], detail["msg"])
-    return leaf.problem("wrong-type", key, f"{place}: {name} must be {expected}, not {shown}", "")
+    own = _type_problem(DataSource, name, replace(leaf, value=detail["input"]), detail)
+    return replace(own, key=key, value=leaf.value, message=f"{place}: {own.message}")
 
 
 def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDetails) -> Problem:

@@ -420,6 +420,8 @@ CONFIGURATIONS: list[Mistake] = [
     check("data.tokenizer=damaged.json", "damaged.json"),
     check(r"data.sources=[{path=\"none.txt\"}]", "none.txt"),
     check(r"data.sources=[{path=\"text.txt\",weigth=2}]", "weigth", "weight"),
+    check(r"data.sources=[{path=\"text.txt\",weight=\"2\"}]", "sources[0]: weight", "weight = 2.0"),
+    check(r"data.sources=[{path=\"text.txt\",weight=true}]", "sources[0]: weight", "weight = 1.0"),
     check(r"data.sources=[{path=\"text.txt\",weight=0}]", "weight", "above 0"),
     check(r"data.sources=[{path=\"text.txt\",format=\"csv\"}]", "format", "csv"),
     check("data.sources=[3]", "data.sources", "table"),
