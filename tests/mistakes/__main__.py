@@ -1,7 +1,7 @@
-"""Writes the messages of the corpus again: ``python -m tests.mistakes``."""
+"""Writes the messages again: ``python -m tests.mistakes``."""
 
 from __future__ import annotations
 
-from tests.mistakes.corpus import MESSAGES, messages, outcomes
+from tests.mistakes.cases import MESSAGES, messages, outcomes
 
 MESSAGES.write_text(messages(outcomes()), encoding="utf-8")

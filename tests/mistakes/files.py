@@ -1,4 +1,4 @@
-"""The files that the command lines of the corpus name."""
+"""The files that the command lines of the mistakes name."""
 
 from __future__ import annotations
 

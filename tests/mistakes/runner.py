@@ -1,4 +1,4 @@
-"""Runs the corpus in one process without torch; prints one JSON object a case."""
+"""Runs all mistakes in one process without torch; prints one JSON object a case."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.mistakes.case import Mistake
+if TYPE_CHECKING:
+    from tests.mistakes.cases import Mistake
 
 FORBIDDEN = "torch"
 #: CPU seconds after which a command is ended.
@@ -89,10 +90,10 @@ def outcome(mistake: Mistake) -> Outcome:
 
 
 def main() -> None:
-    from tests.mistakes import corpus
+    from tests.mistakes import cases
 
     sys.meta_path.insert(0, _Guard())
-    for mistake in corpus.MISTAKES:
+    for mistake in cases.MISTAKES:
         print(json.dumps(outcome(mistake)), flush=True)
 
 

@@ -1,8 +1,7 @@
 """Every mistake ends in one message, exit code 2, within a second and without torch.
 
 All cases run in one process of their own, which cannot import torch; a handful run as a user would
-run them. ``messages.txt`` keeps what is printed, for a reader: ``python -m tests.mistakes`` writes
-it again.
+run them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mistakes.case import Mistake
-from tests.mistakes.corpus import MESSAGES, MISTAKES, is_kept, messages, outcomes
+from tests.mistakes.cases import FOREIGN, KEPT, MESSAGES, MISTAKES, Mistake, messages, outcomes
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
 from tests.waiting import PATIENCE
@@ -38,14 +36,21 @@ def test_every_mistake_is_one_message_and_exit_code_2(found: list[Outcome]) -> N
     assert not wrong, wrong[:3]
 
 
-def test_every_message_names_key_value_and_nearest_choice(found: list[Outcome]) -> None:
+def test_messages_are_those_that_were_read(found: list[Outcome]) -> None:
+    assert len(KEPT) >= 500 and len({mistake.title for mistake in MISTAKES}) == len(MISTAKES)
+    written = MESSAGES.read_text(encoding="utf-8")
+    assert messages(found) == written, "python -m tests.mistakes, then read what changed"
+    assert all(one.err.startswith("moemesh: ") for one in found[: len(KEPT)])
+
+
+def test_foreign_messages_name_what_was_given(found: list[Outcome]) -> None:
     wrong = [
         (mistake.title, missing, one.err)
-        for mistake, one in zip(MISTAKES, found, strict=True)
+        for mistake, one in zip(FOREIGN, found[len(KEPT) :], strict=True)
         if (missing := [word for word in mistake.words if word not in one.err])
     ]
     assert not wrong, wrong[:3]
-    assert all(mistake.words for mistake in MISTAKES)
+    assert all(mistake.words for mistake in FOREIGN)
 
 
 def test_a_problem_that_can_be_mended_by_a_rule_has_a_fix(found: list[Outcome]) -> None:
@@ -54,51 +59,28 @@ def test_a_problem_that_can_be_mended_by_a_rule_has_a_fix(found: list[Outcome]) 
     assert not [one.err for one in found if bare.search(one.err)]
 
 
-def test_a_message_takes_less_than_a_second(found: list[Outcome]) -> None:
-    slow = [
-        (mistake.title, one.seconds)
-        for mistake, one in zip(MISTAKES, found, strict=True)
-        if one.seconds > SECONDS
-    ]
+def test_a_mistake_takes_less_than_a_second_and_writes_nothing(found: list[Outcome]) -> None:
+    outcomes_of = list(zip(MISTAKES, found, strict=True))
+    slow = [(mistake.title, one.seconds) for mistake, one in outcomes_of if one.seconds > SECONDS]
     assert not slow
-
-
-def test_a_mistake_writes_nothing(found: list[Outcome]) -> None:
-    wrote = [
-        (mistake.title, one.left)
-        for mistake, one in zip(MISTAKES, found, strict=True)
-        if one.left and not mistake.found_late
-    ]
+    wrote = [(mistake.title, one.left) for mistake, one in outcomes_of
+             if one.left and not mistake.found_late]  # fmt: skip
     assert not wrote
 
 
-def test_messages_are_those_that_were_read(found: list[Outcome]) -> None:
-    kept = sum(is_kept(*pair) for pair in zip(MISTAKES, found, strict=True))
-    assert len(MISTAKES) >= 200 and kept >= 100
-    assert len({mistake.title for mistake in MISTAKES}) == len(MISTAKES)
-    written = MESSAGES.read_text(encoding="utf-8")
-    assert messages(found) == written, "python -m tests.mistakes, then read what changed"
-
-
 @pytest.mark.parametrize(
-    "mistake",
+    ("command", "words"),
     [
-        mistake
-        for mistake in MISTAKES
-        if mistake.command
-        in (
-            "train --set data.path=none",
-            "config check --set plan.tp=3",
-            "generate none --prompt a",
-            "launch --slurm --k8s",
-        )
+        ("train --set data.path=none", "data.path none"),
+        ("config check --set plan.tp=3", "num_heads (8)"),
+        ("generate none --prompt a", "none"),
+        ("launch --slurm --k8s", "--torchrun"),
     ],
-    ids=lambda mistake: mistake.command,
 )
-def test_a_mistake_of_a_user(mistake: Mistake, tmp_path: Path) -> None:
+def test_a_mistake_of_a_user(command: str, words: str, tmp_path: Path) -> None:
     prepare(tmp_path)
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "moemesh"), *mistake.arguments],
+        [str(Path(sys.executable).parent / "moemesh"), *Mistake(command).arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -106,4 +88,4 @@ def test_a_mistake_of_a_user(mistake: Mistake, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert all(word in done.stderr for word in mistake.words)
+    assert words in done.stderr
