@@ -293,7 +293,7 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
             hot = ascending[num_gpus - 1 - place]
             if load[hot] <= goal:
                 break
-            lower = load[hot] * (1.0 - SMALLEST_GAIN)
+            lower = float(load[hot]) * (1.0 - SMALLEST_GAIN)
             start = hot * per_gpu
             _, give, take = best_swap(slots, unit, load, start, start + per_gpu, cold, lower)
             if give >= 0:
