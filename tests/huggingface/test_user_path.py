@@ -272,5 +272,3 @@ def test_what_generation_refuses(tmp_path: Path) -> None:
         generate(folder, "")
     with pytest.raises(UserError, match="--prompt is not UTF-8 text: its character 3"):
         generate(folder, "ab\udc80", ["data.tokenizer=bytes"])
-    with pytest.raises(ConfigError, match="neither a run nor a folder"):
-        generate(tmp_path, "x")

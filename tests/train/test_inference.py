@@ -105,9 +105,7 @@ def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--threshold", "1.5"], "at most 1"),
         (["--experts-per-layer", "9"], "a layer has 8 experts"),
-        (["--threshold", "0.5", "--experts-per-layer", "2"], "both given"),
         (["--seq-len", "4000"], "one window"),
     ],
 )
@@ -320,10 +318,8 @@ def test_what_chat_refuses(
     with pytest.raises(UserError, match=r"name the folder of a tokenizer with chat_template"):
         generation.generate(folder, "?", chat=True)
     for options, message in (
-        ([], "is missing"),
         (["--chat", "--json"], "answers one --prompt"),
         (["--prompt", "a", "--prompts", "b"], "give one of them"),
-        (["--prompt", "a", "--system", "b"], "add --chat"),
     ):
         monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
         with pytest.raises(SystemExit) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -300,18 +299,3 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     file.write_text(json.dumps(made))
     told = runs.said("train", "run.toml", *last, code=2, cwd=folder)
     assert told.count("as many, but not the same") == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("path", "nots", "data.path nots: No such file"),
-        ("path", "packed.txt", "packed.txt holds gzip data"),
-        ("tokenizer", "gpt2", 'data.tokenizer is "gpt2"'),
-        ("validation", "none.jsonl", "none.jsonl: No such file"),
-    ],
-)
-def test_config_check_looks_at_the_data(invoke: Invoke, key: str, value: str, told: str) -> None:
-    Path("packed.txt").write_bytes(gzip.compress(b"text"))
-    code, _, err = invoke("config", "check", "--set", f"data.{key}={value}")
-    assert code == 2 and told in err
