@@ -117,7 +117,7 @@ def cut(name: str, tensor: torch.Tensor, parts: Sequence[int]) -> list[Shard]:
 
 def as_format_2(checkpoint: Path) -> None:
     """Turns a stored checkpoint into one whose digests are BLAKE2b and unnamed."""
-    content = _manifest(checkpoint)
+    content = manifest_of(checkpoint)
     content["format"] = 2
     del content["hash"]
     for name, known in content["files"].items():
@@ -131,12 +131,12 @@ def as_format_2(checkpoint: Path) -> None:
                 size = content["chunk_bytes"]
                 chunks = [raw[first : min(first + size, end)] for first in range(start, end, size)]
                 piece["chunks"] = [blake2b(chunk) for chunk in chunks]
-    _replace_manifest(checkpoint, content)
+    replace_manifest(checkpoint, content)
 
 
 def as_format_1(checkpoint: Path) -> None:
     """Turns a stored checkpoint into what the first version of this package wrote."""
-    content = _manifest(checkpoint)
+    content = manifest_of(checkpoint)
     del content["chunk_bytes"], content["nonfinite"], content["hash"]
     content["format"] = 1
     for entry in content["tensors"].values():
@@ -145,16 +145,18 @@ def as_format_1(checkpoint: Path) -> None:
     for name, known in content["files"].items():
         del known["header"]
         known["digest"] = digest_text(blake2b((checkpoint / name).read_bytes()), BLAKE2B)
-    _replace_manifest(checkpoint, content)
+    replace_manifest(checkpoint, content)
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Without its digest."""
     content = json.loads((checkpoint / MANIFEST).read_bytes())
     del content["digest"]
     return content
 
 
-def _replace_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+def replace_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+    """With a digest that fits: only schema and containment can refuse what is wrong in it."""
     digest = digest_text(blake2b(encode_json(content)), BLAKE2B)
     (checkpoint / MANIFEST).write_bytes(encode_json({**content, "digest": digest}))
 
@@ -193,6 +195,25 @@ def on_ranks(size: int, folder: Place, work: Callable[[int, Saver], Any]) -> lis
     return on_threads(size, run)
 
 
+def save_with(own: Saver, step: int, mine: list[Shard] | None = None) -> SaveOutcome:
+    """A save of `step`, all shards by default, to its end."""
+    own.start(step, shards(step) if mine is None else mine, {"step": step})
+    outcome = own.finish()
+    assert outcome is not None
+    return outcome
+
+
+def save_among(
+    size: int, folder: Place, step: int = 1, value: float = 0.0
+) -> list[tuple[SaveOutcome, list[str]]]:
+    """One save by `size` ranks, each with its share of the shards: outcomes and news."""
+
+    def work(rank: int, own: Saver) -> tuple[SaveOutcome, list[str]]:
+        return save_with(own, step, shards(value)[rank::size]), own.news()
+
+    return on_ranks(size, folder, work)
+
+
 def shards(value: float = 0.0) -> list[Shard]:
     return cut("w", TENSOR + value, [4, 1])
 
@@ -213,11 +234,9 @@ def count(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Path], 
         return faulty.count
 
 
-def save_third(folder: Path) -> SaveOutcome | None:
+def save_third(folder: Path) -> SaveOutcome:
     """A save with retention, over two older checkpoints."""
-    own = one_rank(folder, keep=1)
-    own.start(3, shards(3), {})
-    return own.finish()
+    return save_with(one_rank(folder, keep=1), 3)
 
 
 def prepared(folder: Path) -> Path:

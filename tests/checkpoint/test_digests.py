@@ -16,9 +16,16 @@ from moemesh.checkpoint.digests import BLAKE2B, MissingPackageError
 from moemesh.checkpoint.files import beside
 from moemesh.checkpoint.store import CheckpointError, latest, open_checkpoint
 from moemesh.checkpoint.stored import examine
-from tests.checkpoint.simulate import as_format_2, cut, never, save_as_ranks, save_one, whole
-
-TENSOR = torch.arange(60.0).reshape(20, 3)
+from tests.checkpoint.simulate import (
+    TENSOR,
+    as_format_2,
+    cut,
+    flip,
+    never,
+    save_as_ranks,
+    save_one,
+    whole,
+)
 
 
 def without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +51,7 @@ def test_format_2_is_read_and_verified(tmp_path: Path, monkeypatch: pytest.Monke
     as_format_2(tmp_path / "step-1")
     without_xxhash(monkeypatch)
     assert torch.equal(open_checkpoint(tmp_path, 1).read("w"), TENSOR)
-    with (tmp_path / "step-1/rank-00001.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
+    flip(tmp_path / "step-1/rank-00001.safetensors")
     (damage,) = examine(tmp_path, 1)
     assert (damage.tensor, damage.chunk) == ("w", 0)
 

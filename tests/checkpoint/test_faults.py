@@ -19,21 +19,23 @@ from moemesh.checkpoint import files, header, load, manifest
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import CheckpointError, Shard, latest, open_checkpoint
 from moemesh.checkpoint.stored import candidates
-from tests.checkpoint.simulate import FaultyOs, Killed, cut, never, save_as_ranks, save_one, whole
+from tests.checkpoint.simulate import (
+    FaultyOs,
+    Killed,
+    count,
+    cut,
+    flip,
+    manifest_of,
+    never,
+    replace_manifest,
+    save_as_ranks,
+    save_one,
+    whole,
+)
 
 
 def shards(value: float) -> list[Shard]:
     return cut("w", torch.full((6, 2), value), [2, 1])
-
-
-def count_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    (tmp_path / "count").mkdir()
-    with monkeypatch.context() as patch:
-        faulty = FaultyOs(-1, Killed)
-        patch.setattr(files, "os", faulty)
-        save_one(tmp_path / "count", 1, shards(1))
-        assert set(faulty.log) == {"mkdir", "open", "write", "fsync", "rename"}
-        return faulty.count
 
 
 def test_everything_is_durable_before_the_rename(
@@ -55,7 +57,9 @@ def test_error_at_each_operation_leaves_nothing(
     def full() -> OSError:
         return OSError(errno.ENOSPC, "No space left on device")
 
-    for fail_at in range(1, count_calls(tmp_path, monkeypatch) + 1):
+    (tmp_path / "count").mkdir()
+    calls = count(tmp_path / "count", monkeypatch, lambda folder: save_one(folder, 1, shards(1)))
+    for fail_at in range(1, calls + 1):
         folder = tmp_path / str(fail_at)
         save_one(folder, 1, shards(1))
         with monkeypatch.context() as patch:
@@ -171,12 +175,9 @@ def test_manifest_missing_damaged_or_of_another_step(saved: Path) -> None:
 
 def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Rewrites the manifest with a digest that fits: only schema and containment can refuse it."""
-    file = saved / "step-2" / "manifest.json"
-    content = json.loads(file.read_bytes())
-    del content["digest"]
+    content = manifest_of(saved / "step-2")
     change(content)
-    digest = manifest._digest(content)
-    file.write_bytes(manifest.encode_json({**content, "digest": digest}))
+    replace_manifest(saved / "step-2", content)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +299,7 @@ def test_no_pickle_and_no_second_door_in_the_sources() -> None:
 
 
 def test_sharing_the_verification(saved: Path) -> None:
-    file = saved / "step-2" / "rank-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(saved / "step-2" / "rank-00001.safetensors")
     checkpoint = open_checkpoint(saved, 2, verify="sizes")
     checkpoint.verify(0, 2)
     with pytest.raises(CheckpointError, match="rank-00001"):

@@ -28,7 +28,7 @@ from moemesh.config.errors import UserError
 from moemesh.data.indexed import IDX, META, IndexedTokens, beside
 from moemesh.data.tokenizer import DataError
 from moemesh.sharding.load_run import load_run
-from tests.checkpoint.simulate import cut, save_as_ranks
+from tests.checkpoint.simulate import cut, manifest_of, replace_manifest, save_as_ranks
 from tests.data.test_indexed import writer
 
 #: One case of an input: change the file, and open it.
@@ -132,22 +132,31 @@ def changed_bytes(draw: random.Random, content: bytes) -> bytes:
     return bytes(raw)
 
 
+def change_header(draw: random.Random, file: Path, whole: bytes) -> bytes:
+    """Write a file of tensors with another header before the same bytes; the new header."""
+    length = 8 + struct.unpack("<Q", whole[:8])[0]
+    if draw.random() < 0.45:
+        raw = changed_bytes(draw, whole[:length])
+    else:
+        raw = json.dumps(changed_json(draw, json.loads(whole[8:length]))).encode()
+        raw = struct.pack("<Q", len(raw)) + raw
+    file.write_bytes(raw + whole[length:])
+    return raw
+
+
 def of_checkpoint(folder: Path) -> dict[str, Case]:
     """The manifest, and the header of a file of tensors, of a checkpoint of two ranks."""
     tensor = torch.arange(30.0).reshape(10, 3)
     save_as_ranks(folder, 2, [[one] for one in cut("w", tensor, [2, 1])], {"note": "hello"})
     text, shard = folder / "step-2" / "manifest.json", folder / "step-2" / "rank-00001.safetensors"
-    content = json.loads(text.read_bytes())
-    del content["digest"]
-    whole = shard.read_bytes()
-    length = 8 + struct.unpack("<Q", whole[:8])[0]
-    header = json.loads(whole[8:length])
+    content, whole = manifest_of(folder / "step-2"), shard.read_bytes()
 
     def write(values: Any) -> None:
         if isinstance(values, dict):
             values.pop("digest", None)
-            values = {**values, "digest": manifest._digest(values)}
-        text.write_bytes(manifest.encode_json(values))
+            replace_manifest(folder / "step-2", values)
+        else:
+            text.write_bytes(manifest.encode_json(values))
 
     def opened() -> None:
         found = open_checkpoint(folder, 2)
@@ -163,12 +172,7 @@ def of_checkpoint(folder: Path) -> dict[str, Case]:
         opened()
 
     def in_header(draw: random.Random) -> None:
-        if draw.random() < 0.4:
-            raw = changed_bytes(draw, whole[:length])
-        else:
-            raw = json.dumps(changed_json(draw, header)).encode()
-            raw = struct.pack("<Q", len(raw)) + raw
-        shard.write_bytes(raw + whole[length:])
+        raw = change_header(draw, shard, whole)
         values = json.loads(json.dumps(content))
         values["files"][shard.name] = {
             "size": shard.stat().st_size,
@@ -187,7 +191,6 @@ def of_transformers(folder: Path) -> dict[str, Case]:
     save_file({"a": torch.ones(3, 4), "b": torch.ones(2)}, shard)
     content = {"metadata": {"total_size": 56}, "weight_map": {"a": shard.name, "b": shard.name}}
     whole = shard.read_bytes()
-    length = 8 + struct.unpack("<Q", whole[:8])[0]
 
     def opened() -> None:
         found = FolderContents(folder)
@@ -203,12 +206,7 @@ def of_transformers(folder: Path) -> dict[str, Case]:
 
     def in_file(draw: random.Random) -> None:
         index.write_text(json.dumps(content))
-        if draw.random() < 0.5:
-            raw = changed_bytes(draw, whole[:length])
-        else:
-            raw = json.dumps(changed_json(draw, json.loads(whole[8:length]))).encode()
-            raw = struct.pack("<Q", len(raw)) + raw
-        shard.write_bytes(raw + whole[length:])
+        change_header(draw, shard, whole)
         opened()
 
     return {"index of transformers": in_index, "file of transformers": in_file}
@@ -321,12 +319,10 @@ def test_sixty_ways_out_of_a_folder(tmp_path: Path, name: str) -> None:
     of_checkpoint(tmp_path / "ours")
     of_transformers(tmp_path / "theirs")
     of_data(tmp_path / "data")
-    text = tmp_path / "ours" / "step-2" / "manifest.json"
-    content = json.loads(text.read_bytes())
-    del content["digest"]
+    content = manifest_of(tmp_path / "ours/step-2")
     content["tensors"]["w"]["slices"][0]["file"] = name
     content["files"][name] = content["files"].pop("rank-00000.safetensors")
-    text.write_bytes(manifest.encode_json({**content, "digest": manifest._digest(content)}))
+    replace_manifest(tmp_path / "ours/step-2", content)
     with pytest.raises(CheckpointError, match="file"):
         open_checkpoint(tmp_path / "ours", 2)
     index = {"weight_map": {"a": name, "b": "m-1.safetensors"}}

@@ -20,16 +20,16 @@ from moemesh.checkpoint.files import CheckpointError, list_names, read_start
 from moemesh.checkpoint.ownership import Claim
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
-from moemesh.checkpoint.saver import SaveOutcome, Saver
+from moemesh.checkpoint.saver import Saver
 from moemesh.checkpoint.store import latest
 from moemesh.checkpoint.stored import candidates, examine
 from moemesh.watch.lease import RunFolderError
 from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
+from tests.checkpoint.simulate import save_with as save
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "PAUSES", (0.01, 0.01))
     monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.2)
     monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
@@ -61,13 +61,6 @@ def saver_of(folder: Place, claim: Claim, keep: int = 1) -> Saver:
     own = one_rank(folder, keep=keep)
     own.lost = claim.lost
     return own
-
-
-def save(own: Saver, step: int) -> SaveOutcome:
-    own.start(step, shards(step), {"step": step})
-    outcome = own.finish()
-    assert outcome is not None
-    return outcome
 
 
 def stop_beating(one: Claim) -> None:
@@ -160,10 +153,9 @@ def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
 
     older = saver_of(folder, first)
     older.lost = lost
-    older.start(2, [*shards(9)], {"step": 2, "of": "older"})
-    outcome = older.finish()
+    outcome = save(older, 2, shards(9))
     found = latest(folder, never)
-    assert found is not None and outcome is not None and found.step == 2
+    assert found is not None and found.step == 2
     if outcome.problem is None:  # it had committed before
         assert look > 2
     else:

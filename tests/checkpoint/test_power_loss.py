@@ -17,7 +17,15 @@ import torch
 from moemesh.checkpoint import files
 from moemesh.checkpoint.store import latest
 from moemesh.checkpoint.stored import candidates
-from tests.checkpoint.simulate import TENSOR, never, on_ranks, one_rank, save_as_ranks, shards
+from tests.checkpoint.simulate import (
+    TENSOR,
+    never,
+    one_rank,
+    save_among,
+    save_as_ranks,
+    save_with,
+    shards,
+)
 
 
 def recorded_save(
@@ -34,16 +42,9 @@ def recorded_save(
         patch.setattr(files, "os", recorded)
         patch.setattr(files, "shutil", recorded)
         if ranks == 1:
-            own = one_rank(folder, keep=1)
-            own.start(3, shards(3), {"step": 3})
-            outcomes = [own.finish()]
+            outcomes = [save_with(one_rank(folder, keep=1), 3)]
         else:
-
-            def work(rank: int, own: object) -> object:
-                own.start(3, shards(3)[rank::ranks], {"step": 3})  # type: ignore[attr-defined]
-                return own.finish()  # type: ignore[attr-defined]
-
-            outcomes = on_ranks(ranks, folder, work)
+            outcomes = [outcome for outcome, _ in save_among(ranks, folder, 3, value=3)]
     assert all(one.problem is None for one in outcomes), outcomes
     is_named = [isinstance(change, dict) and "step-3" in change for _, change in recorded.log]
     parent = recorded.log[is_named.index(True)][0]
@@ -62,9 +63,7 @@ def check_recovery(run: Path, *, is_committed: bool, older: int) -> None:
         assert torch.equal(found.read("w"), TENSOR + found.step)
         assert found.step == 3 or not is_committed
     own = one_rank(folder, keep=1)
-    own.start(4, shards(4), {})
-    outcome = own.finish()
-    assert outcome is not None and outcome.problem is None and not own.news()
+    assert save_with(own, 4).problem is None and not own.news()
     assert candidates(folder) == [4]
     names = {path.name for path in folder.iterdir()}
     assert names <= {"step-4", "verified.json", ".verified.json.tmp"}, names

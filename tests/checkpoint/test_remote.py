@@ -20,15 +20,22 @@ from moemesh.checkpoint import files, remote, saver
 from moemesh.checkpoint.files import CheckpointError, put_aside
 from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.saver import SaveOutcome
 from moemesh.checkpoint.store import Shard, latest
 from moemesh.checkpoint.stored import candidates, examine, unfinished
 from moemesh.train.records.failure import newest_step
-from tests.checkpoint.simulate import TENSOR, Killed, cut, never, on_ranks, one_rank, shards, whole
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
+from tests.checkpoint.simulate import (
+    TENSOR,
+    Killed,
+    cut,
+    never,
+    on_ranks,
+    one_rank,
+    save_among,
+    save_with,
+    shards,
+    whole,
+)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -42,10 +49,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePat
     yield found
 
 
-def save(folder: RemotePath, step: int, keep: int = 2) -> Any:
-    own = one_rank(folder, keep=keep)
-    own.start(step, shards(step), {"step": step})
-    return own.finish()
+def save(folder: RemotePath, step: int, keep: int = 2) -> SaveOutcome:
+    return save_with(one_rank(folder, keep=keep), step)
 
 
 class Faulty:
@@ -80,8 +85,7 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
             mine = shards(step)[rank::size]
             if not rank:
                 mine.append(whole("scale", torch.tensor(2.5, dtype=torch.bfloat16)))
-            own.start(step, mine, {"step": step})
-            outcomes.append(own.finish().problem)
+            outcomes.append(save_with(own, step, mine).problem)
         return outcomes
 
     assert on_ranks(size, folder, work) == [[None] * 3] * size
@@ -117,12 +121,7 @@ def test_a_report_that_is_being_written_is_waited_for(
         real(path, content)
 
     monkeypatch.setattr(files, "replace_file", in_parts)
-
-    def work(rank: int, own: Any) -> Any:
-        own.start(1, shards(1)[rank::2], {"step": 1})
-        return own.finish().problem
-
-    assert on_ranks(2, folder, work) == [None, None]
+    assert [outcome.problem for outcome, _ in save_among(2, folder)] == [None, None]
     assert candidates(folder) == [1]
 
 
@@ -132,12 +131,7 @@ def test_a_report_that_stays_broken_is_a_failed_attempt(
     monkeypatch.setattr(saver, "REPORT_SECONDS", 0.1)
     real = files.replace_file
     monkeypatch.setattr(files, "replace_file", lambda path, content: real(path, content[:-1]))
-
-    def work(rank: int, own: Any) -> Any:
-        own.start(1, shards(1)[rank::2], {"step": 1})
-        return own.finish().problem
-
-    problems = on_ranks(2, folder, work)
+    problems = [str(outcome.problem) for outcome, _ in save_among(2, folder)]
     assert all("report-00001.json: cannot be read" in problem for problem in problems), problems
     assert candidates(folder) == []
 

@@ -20,13 +20,16 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, open_checkpoint
 from moemesh.checkpoint.stored import candidates
 from tests import commands
-from tests.checkpoint.simulate import on_ranks, one_rank, save_as_ranks, shards, tree, whole
+from tests.checkpoint.simulate import (
+    on_ranks,
+    one_rank,
+    save_as_ranks,
+    save_with,
+    shards,
+    tree,
+    whole,
+)
 from tests.waiting import PATIENCE, until
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -69,8 +72,7 @@ def test_start_returns_before_the_disk_does(
     may_write.set()
     outcome = own.finish()
     assert outcome is not None and outcome.problem is None and candidates(tmp_path) == [1]
-    own.start(2, shards(), {})
-    own.finish()
+    save_with(own, 2)
     # one buffer of the size of the shards, whatever the number of saves
     assert own._staging.num_bytes == sum(-(-s.tensor.nbytes // 64) * 64 for s in shards())
 
@@ -121,25 +123,22 @@ def test_a_save_needs_no_new_thread(
         (name,) = [one for one in names if hasattr(threading, one)]
         patch.setattr(threading, name, start)
         patch.setattr("_thread.start_new_thread", start)
-        own.start(1, [whole("w", large), whole("v", large + 1)], {})
-        outcome = own.finish()
-    assert outcome is not None and outcome.problem is None
+        outcome = save_with(own, 1, [whole("w", large), whole("v", large + 1)])
+    assert outcome.problem is None
     assert torch.equal(open_checkpoint(tmp_path, 1).read("v"), large + 1)
 
 
 def test_mistakes_are_told_on_all_ranks_at_once(tmp_path: Path) -> None:
     def work(rank: int, own: Saver) -> None:
-        own.start(1, shards()[rank::2], {})
-        own.finish()
-        own.start(1, shards()[rank::2], {})
+        for _ in range(2):
+            save_with(own, 1, shards()[rank::2])
 
     for error in on_ranks(2, tmp_path, work):
         assert isinstance(error, CheckpointError) and "rank 0: " in str(error)
         assert "step-1 exists; a checkpoint is never overwritten" in str(error)
 
-    def hole(rank: int, own: Saver) -> SaveOutcome | None:
-        own.start(2, shards()[rank : 2 * rank + 1], {})
-        return own.finish()
+    def hole(rank: int, own: Saver) -> SaveOutcome:
+        return save_with(own, 2, shards()[rank : 2 * rank + 1])
 
     for outcome in on_ranks(2, tmp_path, hole):
         assert "no rank holds 15 of its 60 elements" in outcome.problem
@@ -185,9 +184,7 @@ def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
             yield part
 
     monkeypatch.setattr(writing, "safetensors_bytes", parts)
-    own.start(1, shards(), {})
-    outcome = own.finish()
-    assert outcome is not None and outcome.problem == "stopped"
+    assert save_with(own, 1).problem == "stopped"
     assert begun == [0, 1, 2] and candidates(tmp_path) == []
 
 
@@ -205,17 +202,14 @@ def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         outcome = own.finish(hurry=True)
     assert outcome is not None and outcome.problem is not None
     assert time.monotonic() - since < 50
-    own.start(2, [whole("w", torch.ones(3))], {})
-    assert own.finish() is not None and candidates(tmp_path) == [2]
+    save_with(own, 2)
+    assert candidates(tmp_path) == [2]
 
 
 def test_poisoned_tensors_are_named(tmp_path: Path) -> None:
     def work(rank: int, own: Saver) -> Sequence[str]:
         bad = torch.tensor([1.0, float("inf")])
-        own.start(1, [whole("bad", bad)] if rank else shards(), {})
-        outcome = own.finish()
-        assert outcome is not None
-        return outcome.nonfinite
+        return save_with(own, 1, [whole("bad", bad)] if rank else shards()).nonfinite
 
     assert on_ranks(2, tmp_path, work) == [["bad"], ["bad"]]
 

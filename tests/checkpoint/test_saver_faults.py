@@ -25,14 +25,11 @@ from tests.checkpoint.simulate import (
     on_ranks,
     one_rank,
     prepared,
+    save_among,
     save_third,
+    save_with,
     shards,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
@@ -48,13 +45,9 @@ def test_a_full_disk_is_tried_again(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, parts, *look)
 
-    def work(rank: int, own: Saver) -> tuple[SaveOutcome | None, list[str]]:
-        own.start(1, shards()[rank::3], {})
-        return own.finish(), own.news()
-
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_file", write)
-        results = on_ranks(3, tmp_path, work)
+        results = save_among(3, tmp_path)
     outcome, news = results[0]
     assert [result[0] for result in results] == [outcome] * 3
     assert all(text.endswith("trying again in 0.01 s") for text in news)
@@ -66,7 +59,7 @@ def test_a_full_disk_is_tried_again(
         assert f": {needed} bytes needed, " in outcome.problem and " free" in outcome.problem
         assert f"rank-{bad_rank:05d}.safetensors" in outcome.problem
         assert list(tmp_path.iterdir()) == []
-        assert on_ranks(3, tmp_path, work)[0][0].problem is None
+        assert save_among(3, tmp_path)[0][0].problem is None
 
 
 def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +79,7 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(files, "write_file", write)
     monkeypatch.setattr(files, "replace_file", report)
-
-    def work(rank: int, own: Saver) -> tuple[SaveOutcome | None, list[str]]:
-        own.start(1, shards()[rank::2], {})
-        return own.finish(), own.news()
-
-    results = on_ranks(2, tmp_path, work)
+    results = save_among(2, tmp_path)
     assert results[0][0].problem is None and results[1][0].problem is None
     assert len(results[0][1]) == 1 and "Input/output error" in results[0][1][0]
 
@@ -108,12 +96,7 @@ def test_a_rank_that_has_no_memory_is_named(
         return real(path, parts, *look)
 
     monkeypatch.setattr(files, "write_file", write)
-
-    def work(rank: int, own: Saver) -> SaveOutcome | None:
-        own.start(1, shards()[rank::2], {})
-        return own.finish()
-
-    for outcome in on_ranks(2, tmp_path, work):
+    for outcome, _ in save_among(2, tmp_path):
         assert f"{'rank 1: ' * bad_rank}MemoryError: no memory left" == outcome.problem
     assert list(tmp_path.iterdir()) == [] or bad_rank == 0
 
@@ -139,11 +122,10 @@ def test_what_there_is_no_room_for_is_named(
 def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "FOLDER_SECONDS", 0.2)
 
-    def work(rank: int, own: Saver) -> SaveOutcome | None:
+    def work(rank: int, own: Saver) -> SaveOutcome:
         own.folder = tmp_path / str(rank)
         own.folder.mkdir()
-        own.start(1, shards()[rank::2], {})
-        return own.finish()
+        return save_with(own, 1, shards()[rank::2])
 
     for outcome in on_ranks(2, tmp_path, work):
         assert "is it on a file system that all ranks share?" in outcome.problem
@@ -165,9 +147,7 @@ def test_what_reads_back_wrong_is_written_again(
 
     monkeypatch.setattr(files, "write_file", write)
     own = one_rank(tmp_path)
-    own.start(1, shards(), {})
-    outcome = own.finish()
-    assert outcome is not None and outcome.problem is None
+    assert save_with(own, 1).problem is None
     (text,) = own.news()
     assert "w, slice at [5, 0], chunk 0: digest" in text
     assert open_checkpoint(tmp_path, 1).step == 1
@@ -189,7 +169,7 @@ def test_an_error_at_every_call_costs_no_checkpoint(
             patch.setattr(files, "os", FaultyOs(fail_at, lambda: OSError(code, os.strerror(code))))
             outcome = save_third(folder)
         # an error is tried again, one in the clean-up is noted: the checkpoint is there in any case
-        assert outcome is not None and outcome.problem is None, outcome
+        assert outcome.problem is None, outcome
         found = latest(folder, never)
         assert found is not None and found.step == 3
         assert torch.equal(found.read("w"), TENSOR + 3)
@@ -206,7 +186,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(files, "os", ShortWrites(-1, Killed))
         outcome = save_third(prepared(tmp_path / "run"))
-    assert outcome is not None and outcome.problem is None
+    assert outcome.problem is None
     assert torch.equal(open_checkpoint(tmp_path / "run", 3).read("w"), TENSOR + 3)
 
 
@@ -219,14 +199,12 @@ def test_killed_at_every_call_something_verified_is_left(
         folder = prepared(tmp_path / str(fail_at))
         with monkeypatch.context() as patch:
             patch.setattr(files, "os", FaultyOs(fail_at, Killed))
-            outcome = save_third(folder)
-            assert outcome is not None and outcome.problem in (None, "Killed: ")
+            assert save_third(folder).problem in (None, "Killed: ")
         found = latest(folder, never)
         assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
         seen.add(found.step)
         if found.step == 2:
-            outcome = save_third(folder)
-            assert outcome is not None and outcome.problem is None
+            assert save_third(folder).problem is None
         prune(folder, 1)
         assert {path.name for path in folder.iterdir()} == {"step-3", "verified.json"}
     assert seen == {2, 3}

@@ -224,12 +224,4 @@ def test_candidates_are_numbers_and_full_names(tmp_path: Path) -> None:
 
 def test_gather_of_another_world_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="1 replies of 2 ranks"):
-        save(
-            tmp_path,
-            1,
-            [],
-            {},
-            rank=0,
-            world_size=2,
-            gather=lambda value: [value],
-        )
+        save(tmp_path, 1, [], {}, rank=0, world_size=2, gather=lambda value: [value])

@@ -17,14 +17,14 @@ from pathlib import Path
 from tests.drill.rank import FOUND, Spec
 from tests.drill.results import Outcome
 from tests.drill.trials import PLANS, Drill, alarms, ending, fault, losses
+from tests.train.runs import rows_of
 
 #: Exit codes of a run that was told to stop, by signal, as the launcher answers them.
 _CODES = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
 
 
 def _events(out: Path) -> list[tuple[str, str]]:
-    lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(event["kind"], event["text"]) for event in map(json.loads, lines)]
+    return [(event["kind"], event["text"]) for event in rows_of(out / "events.jsonl")]
 
 
 def _told(done: subprocess.CompletedProcess[str]) -> str:

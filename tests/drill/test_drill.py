@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from tests.drill.rank import Spec
 from tests.drill.results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
 from tests.drill.trials import FAULTS, Drill, losses
 from tests.sandbox import ROOT
-from tests.train.test_train import process_of_rank
-from tests.waiting import PATIENCE
+from tests.train.runs import metrics, processes_of, rows_of
+from tests.waiting import PATIENCE, until
 
 
 def test_the_short_form() -> None:
@@ -111,10 +110,6 @@ def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(drawn) == once and rows == whole
 
 
-def report_of(out: Path) -> dict[str, object]:
-    return json.loads((out / "failure.json").read_text())
-
-
 def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     """Every start meets the fault: the budget ends it, and everything says what was wrong."""
     drill = Drill(tmp_path, commands.python())
@@ -123,17 +118,17 @@ def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     spec = Spec(action="raise", rank=1, step=3, place="collective", folder=str(folder), once=False)
     done = drill.moemesh(drill.arguments(out, "dp=2 ep=2"), spec)
     assert done.returncode == 1, done.stderr
-    report = report_of(out)
+    report = json.loads((out / "failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == ("RuntimeError", 1, 3)
     # A save behind step 2 may end before the first failure or after it; after it the second start
     # went further than the first, and may fail once more.
     times = report["epoch"]
     assert report["message"] == "an exception of the drill" and times in (2, 3)
     assert report["action"] == "ended the run: it came twice at the same place"
-    assert report["collective"]["operation"] and any("drill" in f for f in report["frames"])  # type: ignore[index,union-attr]
+    assert report["collective"]["operation"] and any("drill" in f for f in report["frames"])
     first = json.loads((out / "failures" / "1" / "failure.json").read_text())
     assert first["rank"] == 1 and first["action"].startswith("restart 1 of 2, from ")
-    kinds = [json.loads(line)["kind"] for line in (out / "events.jsonl").read_text().splitlines()]
+    kinds = [event["kind"] for event in rows_of(out / "events.jsonl")]
     assert kinds.count("failed") == times and kinds.count("restart") == times - 1
     hint, last = done.stderr.splitlines()[-2:]
     assert hint == "the same command would fail there again: remove the cause first"
@@ -153,23 +148,16 @@ def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
     out = drill.new_folder() / "run"
     arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
     first = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
-    end = time.monotonic() + 120
-    while not (out / "checkpoints" / "step-4").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    pid = process_of_rank(1, out)
+    until((out / "checkpoints" / "step-4").exists)
+    (pid,) = [pid for pid, told in processes_of(out).items() if "RANK=1" in told]
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
     again = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
-    end = time.monotonic() + 120
-    while "resumed" not in (out / "events.jsonl").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: "resumed" in (out / "events.jsonl").read_text())
     assert not Path(f"/proc/{pid}").exists()
     again.send_signal(signal.SIGTERM)
     assert again.wait(timeout=PATIENCE) == 143
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in metrics(out)]
     assert steps == list(range(1, len(steps) + 1)) and len(whole.losses) == 8
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from moemesh.watch.supervisor import python_command
 from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
-from tests.train.runs import SMALL
+from tests.train import runs
+from tests.train.runs import SMALL, metrics, sets, settings, text_file
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
 SETTINGS: dict[str, Any] = SMALL | {
@@ -56,9 +57,7 @@ class Drill:
         self.random = random.Random(0)
         self._oracles: dict[str, Ending] = {}
         self._num_runs = 0
-        (folder / "text.txt").write_text(
-            "".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400))
-        )
+        self.text = text_file(folder)
 
     def new_folder(self) -> Path:
         """A folder for one run."""
@@ -74,12 +73,9 @@ class Drill:
 
     def arguments(self, out: Path, plan: str, **more: Any) -> list[str]:
         """``train`` with the settings of the drill; ``train__steps=4`` sets train.steps."""
-        keys = SETTINGS | PLANS[plan] | {"data.path": str(self.folder / "text.txt")}
+        keys = SETTINGS | PLANS[plan] | {"data.path": str(self.text)}
         keys |= {name.replace("__", "."): value for name, value in more.items()}
-        words = ["train", "--out", str(out)]
-        for name, value in keys.items():
-            words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        return words
+        return ["train", "--out", str(out), *sets(*settings(keys))]
 
     def moemesh(
         self, arguments: Sequence[str], spec: Spec | None = None
@@ -276,12 +272,12 @@ def _step_of(manifest: Path) -> int:
 
 def losses(out: Path) -> list[float]:
     """The losses of a run, one a step; a step that stands there twice shows."""
-    return [row["loss"] for row in _rows(out / "metrics.jsonl")]
+    return runs.losses(metrics(out))
 
 
 def median_step(out: Path) -> float | None:
     """Median seconds of a step of the run, the first two left out; None where there are none."""
-    seconds = [row["seconds"] for row in _rows(out / "metrics.jsonl")][2:]
+    seconds = [row["seconds"] for row in metrics(out)][2:]
     return statistics.median(seconds) if seconds else None
 
 
@@ -289,8 +285,3 @@ def alarms(out: Path) -> int:
     """How many failures the run was said to have."""
     earlier = sum(1 for _ in (out / "failures").glob("*/failure.json"))
     return earlier + (out / "failure.json").exists()
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)

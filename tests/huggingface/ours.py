@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.pieces import Read, slices
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights
-from moemesh.checkpoint.store import Shard
-from moemesh.config.huggingface.folder import read_config
+from moemesh.checkpoint.load import DeferredTensor
+from moemesh.config.huggingface.folder import SINGLE, read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.seams import Vocabulary
 from moemesh.model.transformer import Transformer
+from moemesh.train.weights.conversion import convert
+from tests.checkpoint.simulate import whole
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -31,25 +35,50 @@ def load(
     config = config or config_of(folder)
     model = Transformer(config)
     initialize(model, seed=0, dtype=dtype)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     HuggingFaceWeights(folder, config).load_into(
-        [
-            Shard(
-                name=f"model.{name}",
-                shape=tuple(tensor.shape),
-                offset=(0,) * tensor.ndim,
-                tensor=tensor.detach(),
-            )
-            for name, tensor in named.items()
-        ]
+        [whole(f"model.{name}", tensor.detach()) for name, tensor in named_tensors(model).items()]
     )
     return model
 
 
+def named_tensors(model: Transformer) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def weights(model: Transformer) -> Read:
     """The weights of a model in memory."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = named_tensors(model)
     return lambda name, box: named[name].detach()[slices(box)]
+
+
+def deferred(tensors: dict[str, Tensor]) -> dict[str, DeferredTensor]:
+    """Tensors in memory, as what is written takes them."""
+    return {
+        name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def there_and_back(folder: Path, here: Path, **options: Any) -> Path:
+    """The export of the run that a folder was made to, both below `here`."""
+    convert(folder, here / "run")
+    convert(here / "run", here / "back", **options)
+    return here / "back"
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """Name by name and bit by bit, in their dtypes."""
+    first, second = (load_file(path / SINGLE) for path in (folder, other))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """As near as float32 allows."""
+    found, expected = found.detach(), expected.detach()
+    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
 
 
 class _Logits(Vocabulary):

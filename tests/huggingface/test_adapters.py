@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS
@@ -25,8 +24,10 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
 from moemesh.train.preparation import check_inputs
+from tests.checkpoint.simulate import whole
 from tests.huggingface import ours
-from tests.huggingface.tiny import FAMILIES, build, save
+from tests.huggingface.ours import assert_near
+from tests.huggingface.tiny import FAMILIES, build, load, logits, save
 
 peft = pytest.importorskip("peft")
 
@@ -35,15 +36,7 @@ TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
 
 
 def shards(model: Transformer) -> list[Shard]:
-    return [
-        Shard(
-            name=f"model.{name}",
-            shape=tuple(tensor.shape),
-            offset=(0,) * tensor.ndim,
-            tensor=tensor.detach(),
-        )
-        for name, tensor in model.named_parameters()
-    ]
+    return [whole(f"model.{name}", tensor.detach()) for name, tensor in model.named_parameters()]
 
 
 def adapted(folder: Path, lora: LoraConfig) -> tuple[ModelConfig, Transformer]:
@@ -57,15 +50,6 @@ def adapted(folder: Path, lora: LoraConfig) -> tuple[ModelConfig, Transformer]:
     return config, model
 
 
-def kind_of(folder: Path) -> str:
-    return read_config(folder)["model_type"]
-
-
-def of_transformers(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
 def loaded(kind: str, folder: Path) -> Any:
     """PEFT's model over that of transformers. It says of no key that it was ignored."""
     with warnings.catch_warnings():
@@ -73,8 +57,15 @@ def loaded(kind: str, folder: Path) -> Any:
         return peft.PeftModel.from_pretrained(copy.deepcopy(build(kind)), folder)
 
 
-def assert_near(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
+def check_written(
+    folder: Path, written: Path, kind: str, config: ModelConfig, model: Transformer
+) -> None:
+    """PEFT computes the logits of `model` from the adapters; read again they are its own."""
+    assert_near(logits(loaded(kind, written), TOKENS), ours.logits(model, TOKENS)[0])
+    again = ours.load(folder, config=config)
+    AdapterFolder(written, config, kind).load_into(shards(again))
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,31 +78,21 @@ def test_every_family_in_pefts_format(tmp_path: Path, kind: str) -> None:
         ours.weights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base=None
     )
     expected = ours.logits(model, TOKENS)[0]
-    plain = of_transformers(build(kind))
-    assert (expected - plain).abs().max() > 1e-2
-    assert_near(of_transformers(loaded(kind, tmp_path / "peft")), expected)
-
-    again = ours.load(folder, config=config)
-    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(again))
-    for name, tensor in again.named_parameters():
-        assert torch.equal(tensor, dict(model.named_parameters())[name]), name
+    assert (expected - logits(build(kind), TOKENS)).abs().max() > 1e-2
+    check_written(folder, tmp_path / "peft", kind, config, model)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.representative("qwen2_moe")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_merged(tmp_path: Path, kind: str) -> None:
-    import transformers
-
     folder = save(kind, tmp_path / "base")
     config, model = adapted(folder, LORA)
     own = merged(ours.weights(model), config)
     values = read_config(folder)
     write_huggingface(own, config, kind, tmp_path / "out", values, dtype=torch.float32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
-    )
-    assert_near(of_transformers(theirs.eval()), ours.logits(model, TOKENS)[0])
+    theirs = load(tmp_path / "out", dtype=torch.float32)
+    assert_near(logits(theirs, TOKENS), ours.logits(model, TOKENS)[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -134,12 +115,7 @@ def test_some_targets(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> No
     write_adapters(
         ours.weights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base="x"
     )
-    expected = ours.logits(model, TOKENS)[0]
-    assert_near(of_transformers(loaded(kind, tmp_path / "peft")), expected)
-
-    again = ours.load(folder, config=config)
-    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(again))
-    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    check_written(folder, tmp_path / "peft", kind, config, model)
 
 
 def test_a_wide_adapter_that_is_full_is_refused(tmp_path: Path) -> None:
@@ -182,7 +158,7 @@ def test_adapters_of_peft_are_read(tmp_path: Path, kind: str) -> None:
             AdapterFolder(tmp_path / "peft", config, kind)
         return
     AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(model))
-    assert_near(ours.logits(model, TOKENS)[0], of_transformers(theirs))
+    assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
 def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
 from tests.huggingface import ours
+from tests.huggingface.tiny import load, logits
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 TOKENS = torch.arange(2 * 256).view(2, 256) * 7 % 256
 DENSE = [
@@ -65,13 +65,8 @@ def test_transformers_computes_the_same(tmp_path: Path, keys: list[str], family:
         config_json(other, family),
         dtype=torch.float32,
     )
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits
-    found = ours.logits(model, TOKENS)[0]
-    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
+    theirs = load(tmp_path / "out", dtype=torch.float32)
+    ours.assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
 def test_what_no_family_computes_is_refused_with_the_nearest() -> None:

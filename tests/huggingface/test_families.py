@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
@@ -21,8 +20,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import from_huggingface, from_model_config
 from moemesh.sharding.load_run import load_run
 from moemesh.train.weights.conversion import convert
-from tests.huggingface.ours import config_of
-from tests.huggingface.tiny import COMMON, FAMILIES, build, save
+from tests.huggingface.ours import assert_same_weights, config_of
+from tests.huggingface.tiny import COMMON, FAMILIES, build, load_complete, logits, save
 
 pytest.importorskip("transformers")
 
@@ -43,29 +42,18 @@ def test_a_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None
     assert convert(folder, run) == "moemesh"
     assert candidates(run / "checkpoints") == [0]
     assert convert(run, back) == "huggingface"
-    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype, name
-        assert torch.equal(tensor, after[name]), name
+    assert_same_weights(folder, back)
     assert config_of(back) == config_of(folder)
 
 
 def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
     """Without the folder that the run started from, config.json is ours alone."""
-    from transformers import AutoModelForCausalLM
-
     run, back = tmp_path / "run", tmp_path / "back"
     convert(folder, run)
     recorded = (run / "config.toml").read_text()
     (run / "config.toml").write_text(recorded.replace(str(folder), str(tmp_path / "gone")))
     convert(run, back)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        back, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    with torch.no_grad():
-        expected, found = build(folder.name)(tokens()).logits, model.eval()(tokens()).logits
+    found, expected = (logits(one, tokens()) for one in (load_complete(back), build(folder.name)))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +11,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.convert import write_folder
-from moemesh.checkpoint.load import DeferredTensor
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface import folder as config_folder
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.train.weights.conversion import convert
-from tests.huggingface.ours import config_of, load, logits
+from tests.huggingface import tiny
+from tests.huggingface.ours import (
+    assert_same_weights,
+    config_of,
+    deferred,
+    load,
+    logits,
+    there_and_back,
+)
 from tests.huggingface.test_families import tokens
-from tests.huggingface.tiny import DENSE, FAMILIES, build, make, save
-from tests.train.runs import moemesh
+from tests.huggingface.tiny import DENSE, FAMILIES, build, load_complete, make, save
+from tests.train.runs import said, sets
 
 pytest.importorskip("transformers")
 
 KINDS = [kind for kind in FAMILIES if kind not in DENSE]
 #: Families with one layout: all experts of a layer are in one tensor.
 STACKED = ("gpt_oss", "granitemoe")
-
-
-def same(one: Path, other: Path) -> None:
-    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
 
 
 @pytest.mark.representative("mixtral", "ernie4_5_moe")
@@ -44,11 +43,9 @@ def test_from_one_layout_into_the_other(kind: str, tmp_path: Path) -> None:
     usual = save(kind, tmp_path / "usual")
     fused = save(kind, tmp_path / "fused", save_original_format=False)
     convert(usual, tmp_path / "made", expert_layout="fused")
-    same(tmp_path / "made", usual if kind in STACKED else fused)
+    assert_same_weights(tmp_path / "made", usual if kind in STACKED else fused)
     if kind != "gpt_oss":
-        convert(fused, tmp_path / "run")
-        convert(tmp_path / "run", tmp_path / "back")
-        same(tmp_path / "back", usual)
+        assert_same_weights(there_and_back(fused, tmp_path), usual)
     if kind in STACKED:
         with pytest.raises(ConfigError, match="hold all experts of a layer in one tensor"):
             convert(usual, tmp_path / "refused", expert_layout="per-expert")
@@ -58,20 +55,8 @@ def test_from_one_layout_into_the_other(kind: str, tmp_path: Path) -> None:
 @pytest.mark.representative("qwen3_moe")
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_the_fused_layout(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = save(kind, tmp_path / "usual")
-    convert(folder, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "made", expert_layout="fused")
-    model, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "made",
-        output_loading_info=True,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    with torch.no_grad():
-        expected, found = build(kind)(tokens()).logits, model.eval()(tokens()).logits
+    made = there_and_back(save(kind, tmp_path / "usual"), tmp_path, expert_layout="fused")
+    found, expected = (tiny.logits(one, tokens()) for one in (load_complete(made), build(kind)))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
@@ -97,8 +82,6 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 # A head beside a tied embedding: tied where both are equal, else a table of its own.
-
-pytest.importorskip("transformers")
 
 TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
 
@@ -128,20 +111,8 @@ def saved(kind: str, head: str, path: Path, *, shards: bool = False) -> Path:
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         return path
     (path / "model.safetensors").unlink()
-    deferred = {
-        name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
-        for name, tensor in tensors.items()
-    }
-    write_folder(path, deferred, read_config(path), file_bytes=60_000)
+    write_folder(path, deferred(tensors), read_config(path), file_bytes=60_000)
     return path
-
-
-def of_transformers(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    ).eval()
 
 
 @pytest.mark.parametrize(
@@ -160,14 +131,13 @@ def test_a_stored_head_counts_as_in_transformers(
 ) -> None:
     """Loaded, planned and written back."""
     path = saved(kind, head, tmp_path / "model", shards=shards)
-    theirs = of_transformers(path)
+    theirs = tiny.load(path, dtype=torch.float32)
     is_tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert is_tied == (head not in ("last number", "other dtype"))
     assert config_of(path).tied_embeddings == is_tied
     planned = load_model(str(path))
     assert planned.config == config_of(path) and planned.shape.tied_embeddings == is_tied
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits
+    expected = tiny.logits(theirs, TOKENS)
     torch.testing.assert_close(logits(load(path), TOKENS)[0], expected, rtol=1e-6, atol=2e-6)
 
     convert(path, tmp_path / "run", dtype="float64")
@@ -175,25 +145,23 @@ def test_a_stored_head_counts_as_in_transformers(
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert (HEAD in back) == (not is_tied) and EMBEDDING in back
     assert read_config(tmp_path / "back")["tie_word_embeddings"] is is_tied
-    again = of_transformers(tmp_path / "back")
-    with torch.no_grad():
-        torch.testing.assert_close(again(TOKENS).logits, expected, rtol=0, atol=0)
+    again = tiny.load(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(tiny.logits(again, TOKENS), expected, rtol=0, atol=0)
 
 
 def test_a_head_of_its_own_is_trained_and_exported(tmp_path: Path) -> None:
     path = saved("qwen3_moe", "last number", tmp_path / "model")
     given = [f"model.path={path}", "data.seq_len=16", "data.global_batch=2", "train.steps=1"]
-    words = [w for one in [*given, "data.tokenizer=bytes"] for w in ("--set", one)]
-    done = moemesh("train", *words, "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    words = sets(*given, "data.tokenizer=bytes")
+    said("train", *words, "--out", tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "out")
     before = load_file(path / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     for name in (HEAD, EMBEDDING):
         assert not torch.equal(after[name], before[name])
-    refused = moemesh("train", *words, "--set", "model.tied_embeddings=true")
-    assert refused.returncode == 2 and "have tied_embeddings = false" in refused.stderr
+    refused = said("train", *words, "--set", "model.tied_embeddings=true", code=2)
+    assert "have tied_embeddings = false" in refused
 
 
 def test_tables_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

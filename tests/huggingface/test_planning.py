@@ -16,7 +16,7 @@ from moemesh.planner.search.command import plan_named, to_json
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.sharding.load_run import load_run
 from tests.huggingface.tiny import save
-from tests.train.runs import moemesh
+from tests.train.runs import metrics, said
 
 pytest.importorskip("transformers")
 
@@ -43,10 +43,8 @@ def test_the_command_of_a_plan_trains_the_folder(
         return
     words = shlex.split(best["command"])
     assert words[:2] == ["moemesh", "train"]
-    more = ["--set", "train.steps=1", "--out", str(tmp_path)]
-    done = moemesh(*words[1:], *more)
-    assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    said(*words[1:], "--set", "train.steps=1", "--out", tmp_path)
+    assert len(metrics(tmp_path)) == 1
 
 
 def test_the_price_is_that_of_the_run(folder: Path) -> None:

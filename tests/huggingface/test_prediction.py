@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.train.weights.conversion import convert
-from tests.huggingface.ours import config_of
+from tests.huggingface.ours import config_of, there_and_back
 from tests.huggingface.tiny import save
-from tests.train.runs import moemesh
+from tests.train.runs import said, sets
 
 pytest.importorskip("transformers")
 
@@ -41,11 +41,9 @@ def folder(tmp_path: Path) -> Path:
 def trained(folder: Path, tmp_path: Path, *more: str) -> dict[str, Tensor]:
     """The tensors of the folder that a step from `folder` is exported to."""
     given = {"model.path": folder, "data.seq_len": 32, "data.global_batch": 4, "train.steps": 1}
-    words = [f"{key}={value}" for key, value in given.items()] + list(more)
-    words += ["data.tokenizer=bytes"]
+    words = [f"{key}={value}" for key, value in given.items()] + ["data.tokenizer=bytes", *more]
     run, out = tmp_path / "run", tmp_path / "out"
-    done = moemesh("train", *(p for word in words for p in ("--set", word)), "--out", str(run))
-    assert done.returncode == 0, done.stderr
+    said("train", *sets(*words), "--out", run)
     convert(run, out)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
     return load_file(out / "model.safetensors")
@@ -80,7 +78,5 @@ def test_layers_of_another_form_are_kept(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors["mtp.fc.weight"] = torch.randn(48, 96)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    convert(path, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "out")
-    after = load_file(tmp_path / "out" / "model.safetensors")
+    after = load_file(there_and_back(path, tmp_path) / "model.safetensors")
     assert torch.equal(after["mtp.fc.weight"], tensors["mtp.fc.weight"])

@@ -29,11 +29,12 @@ from moemesh.sharding.load_run import load_run
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.weights.conversion import convert
+from tests.huggingface import tiny
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load
 from tests.huggingface.tiny import COMMON, FAMILIES, build, make, save
 from tests.huggingface.training_cases import AUXILIARY, CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
-from tests.train.runs import metrics, said
+from tests.train.runs import metrics, said, sets
 
 pytest.importorskip("transformers")
 
@@ -108,8 +109,7 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     options = {"output_router_logits": True} if case.auxiliary else {}
     steps = steps_of(config, tmp_path / "run")
     expected, model = train_plainly(folder, steps, config.train, **options)
-    given = [word for one in settings for word in ("--set", one)]
-    said("train", *given, "--out", tmp_path / "run")
+    said("train", *sets(*settings), "--out", tmp_path / "run")
     rows = metrics(tmp_path / "run")
     found = [row["loss"] + row["aux_loss"] for row in rows]
     assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"
@@ -254,15 +254,6 @@ def arithmetic(dtype: torch.dtype) -> Any:
     return InDouble() if dtype == torch.float64 else nullcontext()
 
 
-def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of a folder, as it is trained."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).train()
-
-
 def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     """Norms, biases and sinks do not decay."""
     decaying: list[Tensor] = []
@@ -293,7 +284,7 @@ def train_plainly(
     dtype = getattr(torch, train.dtype)
     losses: list[float] = []
     with arithmetic(dtype):
-        model = load_theirs(folder, dtype)
+        model = tiny.load(folder, dtype=dtype).train()
         parameters = groups(model, train.weight_decay)
         optimizer: torch.optim.Optimizer
         if train.optimizer == "adamw":

@@ -23,7 +23,9 @@ from moemesh.train.inference.generation import chooser, continuation, generate
 from moemesh.train.weights.weight_sources import config_of
 from tests import commands
 from tests.documents import ROOT
+from tests.huggingface import tiny
 from tests.huggingface.conversations import add_tokenizer, write_sums
+from tests.huggingface.ours import assert_near, assert_same_weights
 from tests.huggingface.tiny import build, save
 from tests.ranks import run_on_ranks
 from tests.waiting import PATIENCE, until
@@ -99,24 +101,20 @@ class User:
         return [json.loads(line)["loss"] for line in lines]
 
 
+IDS = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
+
+
 def agree_with_transformers(run: Path, exported: Path) -> None:
     """Logits of the run here, and of the export there."""
-    ids = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, attn_implementation="eager", experts_implementation="eager"
-    )
     here = load(config_of(run, []), Mesh.single("cpu"), run).model
-    batch = Batch(tokens_BS=ids, targets_BS=ids, sequences_B=torch.arange(2), training=False)
+    batch = Batch(tokens_BS=IDS, targets_BS=IDS, sequences_B=torch.arange(2), training=False)
     with torch.no_grad():
-        expected, found = model(ids).logits, here.logits(batch).view(2, 128, -1)
-    largest = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * largest)
+        found = here.logits(batch).view(2, 128, -1)
+    assert_near(found, tiny.logits(tiny.load(exported), IDS))
 
 
 def loss_of_transformers(folder: Path, text: str) -> float:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = tiny.load(folder)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(text)])
     with torch.no_grad():
@@ -153,13 +151,6 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     written = user.run(generate)
     assert written.startswith(generate[generate.index("--prompt") + 1])
     assert written == user.run(["moemesh", "generate", convert[3], *generate[3:]])
-
-
-def assert_same_weights(folder: Path, other: Path) -> None:
-    ours, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 def changed(before: Path, after: Path) -> set[str]:
@@ -206,24 +197,16 @@ def test_adapters(tmp_path: Path) -> None:
     user.run(["moemesh", "convert", str(run), str(merged)])
     user.run(convert)
     agree_with_transformers(run, merged)
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / MODEL, attn_implementation="eager", experts_implementation="eager"
-    )
-    ids = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        before = base(ids).logits
-        found = peft.PeftModel.from_pretrained(base, tmp_path / convert[3])(ids).logits
-        whole = transformers.AutoModelForCausalLM.from_pretrained(
-            merged, attn_implementation="eager", experts_implementation="eager"
-        )(ids).logits
+    base = tiny.load(tmp_path / MODEL)
+    before = tiny.logits(base, IDS)
+    found = tiny.logits(peft.PeftModel.from_pretrained(base, tmp_path / convert[3]), IDS)
+    whole = tiny.logits(tiny.load(merged), IDS)
     torch.testing.assert_close(found, whole, rtol=0, atol=2e-6)
     assert (found - before).abs().max() > 1e-3
     assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
 
 
 # Text from weights of transformers: greedy, drawn, on several ranks.
-
-pytest.importorskip("transformers")
 
 PROMPT = list(b"def generate(")
 
@@ -289,5 +272,3 @@ def test_what_generation_refuses(tmp_path: Path) -> None:
         generate(folder, "")
     with pytest.raises(UserError, match="--prompt is not UTF-8 text: its character 3"):
         generate(folder, "ab\udc80", ["data.tokenizer=bytes"])
-    with pytest.raises(ConfigError, match="neither a run nor a folder"):
-        generate(tmp_path, "x")

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.sharding.load_run import load_run
-from moemesh.train.weights.conversion import convert
-from tests.huggingface.ours import config_of, load, logits
+from tests.huggingface.ours import assert_same_weights, config_of, load, logits, there_and_back
 from tests.huggingface.tiny import DENSE, make
 
 pytest.importorskip("transformers")
@@ -224,10 +222,6 @@ def test_random_configurations(case: str, tmp_path: Path) -> None:
         # Old versions say no scaling by no key, which gpt_oss fills with its own.
         fills = kind == "gpt_oss" and config.rope_type == "default"
         assert fills or differences(config, kind, model_values(written)) == {}
-    convert(folder, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "back")
-    before = load_file(folder / "model.safetensors")
-    after = load_file(tmp_path / "back" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert load_run([], [f"model.path={tmp_path / 'back'}"]).config.model == config
+    back = there_and_back(folder, tmp_path)
+    assert_same_weights(folder, back)
+    assert load_run([], [f"model.path={back}"]).config.model == config

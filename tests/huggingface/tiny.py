@@ -161,6 +161,29 @@ def make(kind: str, **changes: Any) -> Any:
     return model
 
 
+def load(folder: Path, **options: Any) -> Any:
+    """The model of transformers of a folder, eager and in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    given = {"attn_implementation": "eager", "experts_implementation": "eager"} | options
+    return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, V] of a model of transformers."""
+    return model(tokens_BS).logits
+
+
+def load_complete(folder: Path) -> Any:
+    """The same, of a folder that has every tensor of the model and no other."""
+    from transformers import AutoModelForCausalLM
+
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return load(folder)
+
+
 def save(kind: str, folder: Path, **options: Any) -> Path:
     """A folder with the weights of :func:`build`, as transformers writes it."""
     build(kind).save_pretrained(folder, **options)

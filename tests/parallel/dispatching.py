@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import Layout
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.build import codec_of
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
@@ -46,19 +49,20 @@ def routed(rank: int, padding: bool = True) -> Routed:
 
 
 def make(name: str, mesh: Mesh) -> Dispatcher:
-    """`name`, or ``name+exact``."""
+    """`name`, ``name+exact`` or ``name+fp8``."""
     name, _, mode = name.partition("+")
     ep, etp = mesh["ep"], mesh["etp"]
     if mode == "exact":
         return Exact(make(name, mesh), ep, etp)
+    options: Any = {"codec": codec_of("fp8" if mode == "fp8" else "same")}
     match name:
         case "local":
             return LocalDispatcher(NUM_EXPERTS)
         case "all_to_all":
-            return AllToAllDispatcher(ep, etp, NUM_EXPERTS)
+            return AllToAllDispatcher(ep, etp, NUM_EXPERTS, **options)
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
-            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS)
+            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS, **options)
         case "low_latency" | "low_latency_overflowing":
             return LowLatencyDispatcher(
                 ep,
@@ -66,14 +70,15 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
                 NUM_EXPERTS,
                 experts_per_token=NUM_SLOTS,
                 max_tokens=max(TOKENS) if name == "low_latency" else 1,
+                **options,
             )
         case "deepep":
             fake_deep_ep.Buffer.any_dtype = True
             return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
-            host = mesh.host("ep_etp")
-            return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, form, host=host)
+            group, host = mesh["ep_etp"], mesh.host("ep_etp")
+            return AllGatherDispatcher(ep, group, NUM_EXPERTS, form, host=host, **options)
         case "all_gather_spare":
             host = mesh.host("ep_etp")
             return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, host=host, spare_rows=768)
@@ -114,6 +119,29 @@ def dispatch_on_rank(mesh: Mesh, name: str) -> dict[str, Any]:
         "counts": rows.counts_L,
         "ledger": mesh.ledger.rows(),
     }
+
+
+def assert_contract(ranks: list[dict[str, Any]]) -> None:
+    """Every rank has the sum over experts and its gradients, again from a saved plan."""
+    for rank, got in enumerate(ranks):
+        for key, tensor in expected(rank).items():
+            assert_close(got[key], tensor, rtol=1e-12, atol=1e-12, msg=f"{key} of rank {rank}")
+        assert torch.equal(got["rows"], got["replayed"])
+
+
+def assert_rows_in_order(ranks: list[dict[str, Any]], layout: Layout, axis: str) -> None:
+    """Rows are those of the tokens of the ranks along `axis`: by expert, owner rank and token."""
+    per_expert = NUM_EXPERTS // layout.ep
+    for rank, got in enumerate(ranks):
+        first = layout.coordinates(rank)["ep"] * per_expert
+        rows = [
+            routed(owner).x_TH[token]
+            for expert in range(first, first + per_expert)
+            for owner in layout.group_of(axis, rank)
+            for token in (routed(owner).experts_TK == expert).any(1).nonzero().flatten().tolist()
+        ]
+        assert torch.equal(got["rows"], torch.stack(rows))
+        assert int(got["counts"].sum()) == len(rows)
 
 
 def expected(rank: int) -> dict[str, Tensor]:

@@ -14,13 +14,20 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.faults import RoutingError
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder, WorkRecord
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.post_validated import PostValidation, Step
 from moemesh.train.step import StepResult, gradients_of_step, update
-from tests.parity.training import Shape, assemble, microbatches, owned
-from tests.ranks import mesh_on_ranks
+from tests.parity.training import (
+    Shape,
+    assemble,
+    build,
+    microbatches,
+    on_ranks_of,
+    owned,
+    shared_biases,
+)
 from tests.waiting import until
 
 
@@ -124,9 +131,7 @@ def _configs(case: Case) -> tuple[ModelConfig, Plan, TrainConfig]:
 
 def _start(mesh: Mesh, case: Case) -> tuple[RankModel, Optimizer]:
     config, plan, train = _configs(case)
-    tokens = plan.tokens_per_rank(case.shape.seq_len, case.shape.global_batch)
-    dtype = getattr(torch, train.dtype)
-    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
+    parallel = build(mesh, config, plan, case.shape, train.dtype, seed=train.seed)
     return parallel, Optimizer.of(parallel, train)
 
 
@@ -196,23 +201,14 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
 
 def train(case: Case, folder: Path | None = None) -> Outcome:
     """On as many gloo ranks as the plan needs, one process in this one."""
-    plan = Plan(**case.plan)
-    assert plan.check(ModelConfig(**case.model)) == []
-    if plan.world_size == 1:
-        ranks = [on_rank(Mesh.single("cpu"), case)]
-    else:
-        ranks = mesh_on_ranks(plan.layout, on_rank, case, folder)
-    for rank in ranks[1:]:
-        assert str(rank["steps"]) == str(ranks[0]["steps"]), "ranks report different numbers"
-        assert rank["num_updates"] == ranks[0]["num_updates"]
+    ranks = on_ranks_of(ModelConfig(**case.model), Plan(**case.plan), on_rank, case, folder)
+    assert len({rank["num_updates"] for rank in ranks}) == 1
     losses, norms, skipped, loads, aux = zip(*ranks[0]["steps"], strict=True)
     state: dict[str, Tensor] = {}
     for kind in ranks[0]["state"]:
         whole = assemble([rank["state"][kind] for rank in ranks])
         state |= {f"{kind}.{name}": tensor for name, tensor in whole.items()}
-    for rank in ranks:
-        for name, bias in rank["biases"].items():
-            assert torch.equal(state.setdefault(name, bias), bias), f"ranks differ in {name}"
+    state |= shared_biases(ranks)
     return Outcome(
         losses=list(losses),
         norms=list(norms),

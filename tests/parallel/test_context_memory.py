@@ -13,9 +13,9 @@ from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.context import CONTEXTS
-from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
+from tests.parity.training import Shape, build
 from tests.ranks import mesh_on_ranks
 
 MODEL: dict[str, Any] = {
@@ -28,14 +28,7 @@ MODEL: dict[str, Any] = {
 def kept_on_rank(mesh: Mesh, plan_keys: dict[str, Any], length: int) -> int:
     """Bytes that autograd keeps at the fullest moment of a step of one sequence."""
     plan = Plan(**plan_keys)
-    parallel = parallelize(
-        ModelConfig(**MODEL),
-        plan,
-        mesh,
-        seed=0,
-        dtype=torch.float32,
-        tokens_per_rank=plan.tokens_per_rank(length, 1),
-    )
+    parallel = build(mesh, ModelConfig(**MODEL), plan, Shape(1, length), "float32")
     tokens = torch.randint(64, (1, length + 1), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens_BS=tokens[:, :-1], targets_BS=tokens[:, 1:], sequences_B=torch.arange(1))
     saved = SavedForBackward(parallel.model.parameters())

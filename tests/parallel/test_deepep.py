@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
@@ -20,8 +19,9 @@ from tests.parallel.dispatching import (
     NUM_EXPERTS,
     NUM_SLOTS,
     TOKENS,
+    assert_contract,
+    assert_rows_in_order,
     dispatch_on_rank,
-    expected,
     routed,
 )
 from tests.ranks import mesh_on_ranks
@@ -31,19 +31,9 @@ LAYOUTS = [Layout(dp=4, ep=4), Layout(dp=4, ep=2)]
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_keeps_the_contract_of_all_dispatchers(layout: Layout) -> None:
-    per_expert = NUM_EXPERTS // layout.ep
-    for rank, got in enumerate(mesh_on_ranks(layout, dispatch_on_rank, "deepep")):
-        for key, tensor in expected(rank).items():
-            assert_close(got[key], tensor, rtol=1e-12, atol=1e-12, msg=f"{key} of rank {rank}")
-        assert torch.equal(got["rows"], got["replayed"])
-        first = layout.coordinates(rank)["ep"] * per_expert
-        rows = [
-            routed(owner).x_TH[token]
-            for expert in range(first, first + per_expert)
-            for owner in layout.group_of("ep", rank)
-            for token in (routed(owner).experts_TK == expert).any(1).nonzero().flatten().tolist()
-        ]
-        assert torch.equal(got["rows"], torch.stack(rows))
+    ranks = mesh_on_ranks(layout, dispatch_on_rank, "deepep")
+    assert_contract(ranks)
+    assert_rows_in_order(ranks, layout, "ep")
 
 
 def test_the_ledger_is_told_one_row_per_token_and_rank() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
 from tests.device import test_attention
-from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.models import MODELS, TRAIN
 from tests.parity.training import PADDED, Shape, assemble, train_on_rank
 
 pytestmark = [

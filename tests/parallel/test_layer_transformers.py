@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moemesh.config.errors import ConfigError
 from moemesh.parallel.expert.layer import MoELayer
 from moemesh.parallel.expert.spread import LayerError
+from tests.huggingface.ours import assert_near
 from tests.huggingface.tiny import DENSE, FAMILIES, make
 from tests.ranks import run_on_ranks
 
@@ -45,11 +46,6 @@ def first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def near(found: Tensor, expected: Tensor) -> None:
-    found, expected = found.detach(), expected.detach()
-    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
     block = block_of(kind)
@@ -61,7 +57,7 @@ def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
     own_x = x.detach().clone().requires_grad_()
     theirs, ours = block(x), layer(own_x)
     assert isinstance(ours, tuple) == isinstance(theirs, tuple)
-    near(first(ours), first(theirs))
+    assert_near(first(ours), first(theirs))
     assert torch.equal(
         layer.counts, torch.bincount(chosen[0].flatten(), minlength=len(layer.counts))
     )
@@ -69,7 +65,7 @@ def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
     weights = torch.randn_like(x)
     for y in (first(theirs), first(ours)):
         (y * weights).sum().backward()
-    near(own_x.grad, x.grad)
+    assert_near(own_x.grad, x.grad)
     gradients = dict(layer.state_dict())
     for name, parameter in layer.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -77,7 +73,7 @@ def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
     gradients = layer.origin.stored(gradients)
     for name, parameter in block.named_parameters():
         if parameter.grad is not None:
-            near(gradients[name], parameter.grad)
+            assert_near(gradients[name], parameter.grad)
 
     back, state = layer.to_transformers(), block.state_dict()
     assert back.keys() == state.keys()
@@ -98,16 +94,16 @@ def test_a_model_with_layers_in_place_of_its_blocks(kind: str) -> None:
     expected, found = (
         one(TOKENS, labels=TOKENS, output_router_logits=True) for one in (model, changed)
     )
-    near(found.logits, expected.logits)
-    near(found.loss, expected.loss)
+    assert_near(found.logits, expected.logits)
+    assert_near(found.loss, expected.loss)
     assert len(found.router_logits) == len(holders(model))
     for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
-        near(ours.view_as(theirs), theirs)
+        assert_near(ours.view_as(theirs), theirs)
     expected.loss.backward()
     found.loss.backward()
     for one in (model, changed):
         assert one.model.embed_tokens.weight.grad.abs().max() > 0
-    near(changed.model.embed_tokens.weight.grad, model.model.embed_tokens.weight.grad)
+    assert_near(changed.model.embed_tokens.weight.grad, model.model.embed_tokens.weight.grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +156,7 @@ def on_ranks(rank: int, kind: str) -> None:
     layer = MoELayer.from_transformers(block, None, "all_to_all")
     assert len(layer.experts.down) == block.experts.num_experts // 2
     x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(rank))
-    near(first(layer(x)), first(block(x)))
+    assert_near(first(layer(x)), first(block(x)))
     back = layer.to_transformers()
     assert all(torch.equal(back[name], tensor) for name, tensor in block.state_dict().items())
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from moemesh.parallel.norm import _SPAN, clip_gradients, sums_of_squares
+from moemesh.comm.mesh import Mesh
+from moemesh.parallel.norm import _SPAN, clip_gradients, gradient_norm, sums_of_squares
+from moemesh.parallel.placement import OwnRange, Placement
 
 
 @pytest.mark.parametrize("limit", [0.5, 4.0, 6.0])
@@ -19,6 +21,16 @@ def test_gradients_are_clipped_as_torch_does(limit: float) -> None:
     clip_gradients(ours, float(clip_grad_norm_(theirs, limit)), limit)
     for parameter, gradient in zip(theirs, ours.values(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
+
+
+def test_a_norm_is_that_of_all_numbers_or_not_finite() -> None:
+    where = {"w": Placement(name="w", shape=(2,), shards={}, summed_over="stage")}
+    own = {"w": OwnRange(numbers=range(2), is_first=True)}
+    for last, expected in ((4.0, 5.0), (torch.nan, None)):
+        gradients = {"w": torch.tensor([3.0, last])}
+        norm = gradient_norm(gradients, where, own, Mesh.single("cpu"))
+        assert norm.is_finite == (expected is not None)
+        assert expected in (None, norm.value)
 
 
 def test_no_limit_and_no_gradient_change_nothing() -> None:

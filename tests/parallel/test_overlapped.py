@@ -18,7 +18,7 @@ from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.pipeline.program import SteppedModelProgram, is_overlapped
 from moemesh.parallel.segments import SegmentTape
 from moemesh.schedule.build import build
-from tests.parity.test_parity import MODEL, MODELS, TRAIN
+from tests.parity.models import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, train_on_rank
 from tests.ranks import RankFailed, end_meshes, run_on_ranks
 
@@ -216,9 +216,9 @@ def logged() -> Iterator[Log]:
         patch.undo()
 
 
-def log_of(rank: int, case: Case) -> list[tuple[str, str, str]]:
+def log_of(rank: int, case: Case, overlap_blocks: bool = True) -> list[tuple[str, str, str]]:
     with logged() as log:
-        run_case(rank, case, True)
+        run_case(rank, case, overlap_blocks)
     return log.events
 
 
@@ -269,14 +269,8 @@ def test_exchanges_run_under_the_other_microbatchs_work(schedule: dict[str, Any]
 
 def test_without_overlap_blocks_nothing_takes_turns() -> None:
     assert Plan().overlap_blocks
-    events = run_on_ranks(4, _log_of_default, Case(DUALPIPE | DATA, shape=FEW))
+    events = run_on_ranks(4, log_of, Case(DUALPIPE | DATA, shape=FEW), False)
     assert not any(what == "turn" for rank in events for what, _, _ in rank)
-
-
-def _log_of_default(rank: int, case: Case) -> list[tuple[str, str, str]]:
-    with logged() as log:
-        run_case(rank, case, False)
-    return log.events
 
 
 def _compare_out_of_step(rank: int, case: Case) -> list[str]:

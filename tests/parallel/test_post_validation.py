@@ -29,7 +29,7 @@ from moemesh.schedule.build import build
 from moemesh.trace.timeline import TimelineRecorder
 from tests.parallel.pipelining import SYNCHRONOUS, Relay, make
 from tests.parallel.post_validating import Case, Fault, Outcome, error_on_rank, stop_on_rank, train
-from tests.parity.test_parity import MODEL, MODELS
+from tests.parity.models import MODEL, MODELS
 from tests.parity.training import Shape
 from tests.ranks import mesh_on_ranks
 

@@ -13,16 +13,12 @@ from moemesh.config.layout import Layout
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import map_from_sources
-from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
-from moemesh.parallel.expert.build import codec_of
-from moemesh.parallel.expert.exact import Exact
-from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 from moemesh.parallel.expert.self_test import DispatcherError, self_test
+from tests.parallel.dispatching import NUM_EXPERTS, NUM_SLOTS, make
 from tests.ranks import mesh_on_ranks
 
-NUM_EXPERTS, NUM_SLOTS = 8, 3
 LAYOUT = Layout(dp=4, ep=4)
 
 
@@ -126,28 +122,6 @@ FAULTS: list[tuple[type[_Faulty], str, int | None]] = [
     (RaisesOnOneRank, "RuntimeError: link down", 1),
     (HangsOnOneRank, "no end after 2 s", None),
 ]
-
-
-def make(name: str, mesh: Mesh) -> Dispatcher:
-    """``name``, ``name+exact`` or ``name+fp8``."""
-    name, _, mode = name.partition("+")
-    ep, etp = mesh["ep"], mesh["etp"]
-    if mode == "exact":
-        return Exact(make(name, mesh), ep, etp)
-    options: Any = {"codec": codec_of("fp8" if mode == "fp8" else "same")}
-    match name:
-        case "all_to_all":
-            return AllToAllDispatcher(ep, etp, NUM_EXPERTS, **options)
-        case "hierarchical":
-            rail, node = mesh["ep_rail"], mesh["ep_node"]
-            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS, **options)
-        case "low_latency":
-            sizes = {"experts_per_token": NUM_SLOTS, "max_tokens": 8}
-            return LowLatencyDispatcher(ep, etp, NUM_EXPERTS, **sizes, **options)
-        case _:
-            form: Any = name.removeprefix("all_gather_")
-            group = mesh["ep_etp"]
-            return AllGatherDispatcher(ep, group, NUM_EXPERTS, form, **options)
 
 
 def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str, str], int]:

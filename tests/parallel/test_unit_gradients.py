@@ -14,11 +14,8 @@ from moemesh.config.layout import Layout
 from moemesh.config.plan import DataStrategy, Plan
 from moemesh.parallel.data.buckets import GatheredBucket
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.parallelize import parallelize
 from moemesh.parallel.placement import Placement
-from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.step import gradients_of_step
-from tests.parity.training import Shape, microbatches, model_of
+from tests.parity.training import Shape, build, gradients, model_of
 from tests.ranks import mesh_on_ranks
 
 SHAPE = Shape(global_batch=4, seq_len=8)
@@ -28,8 +25,7 @@ def _flat_at_launches(mesh: Mesh) -> list[int]:
     """Of a step of two microbatches: flat gradients that there were when each of the sums over
     ranks had started."""
     config, plan = model_of({"num_layers": 3}), Plan(dp=2, data="zero3", microbatches=2)
-    tokens = plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
-    parallel = parallelize(config, plan, mesh, seed=0, dtype=torch.float32, tokens_per_rank=tokens)
+    parallel = build(mesh, config, plan, SHAPE, "float32")
     buckets = parallel.reducer.buckets
     found: list[int] = []
     launch, add = GatheredBucket.launch, GatheredBucket.add
@@ -46,8 +42,7 @@ def _flat_at_launches(mesh: Mesh) -> list[int]:
         count()
 
     with patch.multiple(GatheredBucket, launch=counted_launch, add=counted_add):
-        batches = microbatches(config, plan, SHAPE, 1, mesh)
-        gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
+        gradients(parallel, plan, SHAPE)
     return found
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import parallelize
+from moemesh.model.batch import Batch
+from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.schedule.action import Schedule
@@ -21,8 +21,15 @@ from moemesh.schedule.text import from_text, to_text
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepResult
-from tests.parity.training import Shape, assemble, microbatches, owned
-from tests.ranks import mesh_on_ranks
+from tests.parity.training import (
+    Shape,
+    assemble,
+    build,
+    microbatches,
+    on_ranks_of,
+    owned,
+    shared_biases,
+)
 
 
 class Streamed(NamedTuple):
@@ -52,62 +59,81 @@ def stream_on_rank(
     if mutate is not None:
         mutate()
     config, plan, train = ModelConfig(**model_keys), Plan(**plan_keys), TrainConfig(**train_keys)
-    tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
-    dtype = getattr(torch, train.dtype)
-    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
-    optimizer = Optimizer.of(parallel, train)
-    count, window = train.steps * plan.microbatches, plan.num_update_microbatches
+    parallel = build(mesh, config, plan, shape, train.dtype, seed=train.seed)
     reported: list[tuple[int, StepResult]] = []
-    stream = TrainingStream(
+    program, schedule = run_stream(
         parallel,
-        optimizer,
+        Optimizer.of(parallel, train),
+        plan,
         train,
-        num_microbatches=plan.microbatches,
-        window=window,
-        reach=plan.max_in_flight or plan.pp,
-        first=1,
-        last=train.steps,
-        batches=lambda step: microbatches(config, plan, shape, step, mesh),
+        lambda step: microbatches(config, plan, shape, step, mesh),
+        reported,
+        recorded=recorded,
         # One rank is asked, while the others are anywhere.
         stop_requested=lambda: (
             stop_after is not None and mesh.rank == 1 and len(reported) >= stop_after
         ),
-        on_step=lambda step, result, seconds: reported.append((step, result)),
     )
-    (part,) = parallel.pipeline.parts.values()
-    channels = parallel.pipeline.channels
-    schedule: Schedule | None = None
-    if recorded is not None:
-        schedule = from_text(recorded)
-    elif plan.schedule == "pipedream":
-        schedule = pipedream(plan.pp, count)
-    elif plan.schedule == "pipedream_2bw":
-        schedule = pipedream_2bw(plan.pp, count, window=window)
-    recorder = StreamRecorder(mesh.rank, first=1, num_microbatches=plan.microbatches)
-    if schedule is not None:
-        executor = StreamExecutor(schedule, channels)
-    else:
-        executor = MessageDrivenExecutor(
-            channels, mesh, count, window=window, max_in_flight=plan.max_in_flight or plan.pp
-        )
-    rule = executor.schedule.update
-    assert rule is not None
-    program = AsynchronousProgram(
-        rule, parallel.model, part, parallel.reducer, stream, backward=plan.ampnet_backward
-    )
-    executor.run(program, recorder)
-    if isinstance(executor, MessageDrivenExecutor):
-        schedule = executor.recorded()
-    program.versions.close()
-    reported += [(step, result) for step, result, _ in stream.drain()]
-    assert [step for step, _ in reported] == list(range(1, stream.last + 1))
     return {
         "steps": [(result.loss, result.aux_loss) for _, result in reported],
         "weights": owned(parallel, parallel.reducer.weights),
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "stage": (mesh["pp"].index, program.versions.most_copies, program.versions.lag),
-        "schedule": None if schedule is None else to_text(schedule),
+        "schedule": to_text(schedule),
     }
+
+
+def run_stream(
+    parallel: RankModel,
+    optimizer: Optimizer,
+    plan: Plan,
+    train: TrainConfig,
+    batches: Callable[[int], list[Batch]],
+    reported: list[tuple[int, StepResult]],
+    *,
+    recorded: str | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> tuple[AsynchronousProgram, Schedule]:
+    """All steps of an asynchronous schedule, to their drained end, and what was carried out;
+    `reported` fills with the results of steps as they come."""
+    mesh, count = parallel.mesh, train.steps * plan.microbatches
+    window, reach = plan.num_update_microbatches, plan.max_in_flight or plan.pp
+    steps = TrainingStream(
+        parallel,
+        optimizer,
+        train,
+        num_microbatches=plan.microbatches,
+        window=window,
+        reach=reach,
+        first=1,
+        last=train.steps,
+        batches=batches,
+        stop_requested=stop_requested,
+        on_step=lambda step, result, seconds: reported.append((step, result)),
+    )
+    (part,) = parallel.pipeline.parts.values()
+    channels = parallel.pipeline.channels
+    executor: StreamExecutor | MessageDrivenExecutor
+    if recorded is not None:
+        executor = StreamExecutor(from_text(recorded), channels)
+    elif plan.schedule == "ampnet":
+        executor = MessageDrivenExecutor(channels, mesh, count, window=window, max_in_flight=reach)
+    elif plan.schedule == "pipedream":
+        executor = StreamExecutor(pipedream(plan.pp, count), channels)
+    else:
+        executor = StreamExecutor(pipedream_2bw(plan.pp, count, window=window), channels)
+    rule = executor.schedule.update
+    assert rule is not None
+    program = AsynchronousProgram(
+        rule, parallel.model, part, parallel.reducer, steps, backward=plan.ampnet_backward
+    )
+    recorder = StreamRecorder(mesh.rank, first=1, num_microbatches=plan.microbatches)
+    executor.run(program, recorder)
+    program.versions.close()
+    reported += [(step, result) for step, result, _ in steps.drain()]
+    assert [step for step, _ in reported] == list(range(1, steps.last + 1))
+    is_recorded = isinstance(executor, MessageDrivenExecutor)
+    return program, executor.recorded() if is_recorded else executor.schedule
 
 
 def stream(
@@ -121,28 +147,17 @@ def stream(
     stop_after: int | None = None,
 ) -> Streamed:
     """Train asynchronously under `plan` on as many gloo ranks as it needs."""
-    checked = Plan(**plan)
-    assert checked.check(ModelConfig(**model)) == []
     text = None if recorded is None else to_text(recorded)
     arguments = (model, plan, train, shape, text, mutate, stop_after)
-    if checked.world_size == 1:
-        ranks = [stream_on_rank(Mesh.single("cpu"), *arguments)]
-    else:
-        ranks = mesh_on_ranks(checked.layout, stream_on_rank, *arguments)
-    for rank in ranks[1:]:
-        assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
-        assert rank["schedule"] == ranks[0]["schedule"]
+    ranks = on_ranks_of(ModelConfig(**model), Plan(**plan), stream_on_rank, *arguments)
+    assert all(rank["schedule"] == ranks[0]["schedule"] for rank in ranks)
     losses, aux = zip(*ranks[0]["steps"], strict=True)
     stages = {rank["stage"][0]: rank["stage"] for rank in ranks}
-    biases: dict[str, Tensor] = {}
-    for rank in ranks:
-        for name, bias in rank["biases"].items():
-            assert torch.equal(biases.setdefault(name, bias), bias)
     return Streamed(
         losses=list(losses),
         aux=list(aux),
         weights=assemble([rank["weights"] for rank in ranks]),
-        biases=biases,
+        biases=shared_biases(ranks),
         copies=[stages[stage][1] for stage in sorted(stages)],
         lags=[stages[stage][2] for stage in sorted(stages)],
         schedule=from_text(ranks[0]["schedule"]),

@@ -21,16 +21,15 @@ from moemesh.model.batch import Batch
 from moemesh.model.moe import MoE
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import rehoming
 from moemesh.train import step as step_module
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
-from tests.parity.training import Shape, assemble, microbatches
+from tests.parity.training import Shape, assemble, build, microbatches, on_ranks_of
 from tests.parity.training import owned as training_owned
-from tests.ranks import mesh_on_ranks
 
 
 class Case(NamedTuple):
@@ -91,15 +90,7 @@ def train_on_rank(mesh: Mesh, case: Case) -> dict[str, Any]:
 
 def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
     config, plan, train = ModelConfig(**case.model), Plan(**case.plan), TrainConfig(**case.train)
-    tokens = plan.tokens_per_rank(case.shape.seq_len, case.shape.global_batch)
-    parallel = parallelize(
-        config,
-        plan,
-        mesh,
-        seed=train.seed,
-        dtype=getattr(torch, train.dtype),
-        tokens_per_rank=tokens,
-    )
+    parallel = build(mesh, config, plan, case.shape, train.dtype, seed=train.seed)
     optimizer = Optimizer.of(parallel, train)
     mover = Rehoming(parallel, optimizer, train.rebalance_every, lambda text, kind: None)
     steps, rank_tokens, counts, num_moved = [], [], [], 0
@@ -144,15 +135,7 @@ def owned(parallel: RankModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]
 
 def train(case: Case) -> Trained:
     """Train on as many ranks as the plan needs (in this process for one)."""
-    plan = Plan(**case.plan)
-    problems = plan.check(ModelConfig(**case.model))
-    assert problems == [], problems
-    if plan.world_size == 1:
-        ranks = [train_on_rank(Mesh.single("cpu"), case)]
-    else:
-        ranks = mesh_on_ranks(plan.layout, train_on_rank, case)
-    for rank in ranks:
-        assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
+    ranks = on_ranks_of(ModelConfig(**case.model), Plan(**case.plan), train_on_rank, case)
     return Trained(
         losses=[loss for loss, _ in ranks[0]["steps"]],
         norms=[norm for _, norm in ranks[0]["steps"]],

@@ -28,11 +28,10 @@ from moemesh.train.opening import own_batches
 from moemesh.train.records.kept_schedules import recorded_segment
 from tests.parity.asynchronous import Streamed, stream
 from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
-from tests.parity.test_parity import MODEL
+from tests.parity.models import MODEL
 from tests.parity.training import Shape, train
 from tests.ranks import RankFailed
 from tests.train import runs
-from tests.waiting import PATIENCE, until
 
 DEEP: dict[str, Any] = MODEL | {"num_layers": 5}
 BIASED: dict[str, Any] = DEEP | {
@@ -146,28 +145,22 @@ def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
         assert torch.equal(found.biases[name], bias), name
 
 
-def test_one_stage_is_plain_training() -> None:
-    plain = train(BIASED, {"microbatches": 4}, ADAMW, PADDED)
-    found = stream(BIASED, AMPNET, ADAMW, PADDED)
+@pytest.mark.parametrize(
+    ("model", "plan", "keys", "shape"),
+    [
+        (BIASED, AMPNET, ADAMW, PADDED),
+        # An update a microbatch.
+        (DEEP, {"schedule": "pipedream", "microbatches": 1}, SGD, Shape(global_batch=2)),
+    ],
+    ids=["ampnet", "pipedream"],
+)
+def test_one_stage_is_plain_training(
+    model: dict[str, Any], plan: dict[str, Any], keys: dict[str, Any], shape: Shape
+) -> None:
+    plain = train(model, {"microbatches": plan["microbatches"]}, keys, shape)
+    found = stream(model, plan, keys, shape)
     assert (found.losses, found.aux) == (plain.losses, plain.aux)
     for name, weight in plain.weights.items():
-        assert torch.equal(found.weights[name], weight), name
-
-
-def test_one_stage_with_an_update_a_microbatch() -> None:
-    shape, once = Shape(global_batch=2), {"schedule": "pipedream"}
-    plain = train(DEEP, {}, SGD, shape)
-    found = stream(DEEP, once, SGD, shape)
-    assert found.losses == plain.losses
-    for name, weight in plain.weights.items():
-        assert torch.equal(found.weights[name], weight), name
-
-
-def test_learning_rate_zero_changes_nothing() -> None:
-    still = SGD | {"lr": 0.0, "weight_decay": 0.0, "steps": 2}
-    plan = STREAM | {"pp": 2}
-    found = stream(DEEP, plan, still, SHAPE)
-    for name, weight in Reference(DEEP, plan, still, SHAPE).masters.items():
         assert torch.equal(found.weights[name], weight), name
 
 
@@ -235,26 +228,22 @@ class _Alone:
         return SimpleNamespace(index=0, size=1)
 
 
-def recorded_losses(rows: list[dict[str, Any]]) -> list[float]:
-    return [row["loss"] for row in rows]
-
-
 COMMAND = {"train__dtype": "float64", "plan__microbatches": 3, "model__num_layers": 4}
 
 
 @pytest.mark.slow
-def test_the_command_trains_as_the_oracle(tmp_path: Path) -> None:
-    keys = COMMAND | {"plan__schedule": "pipedream", "plan__pp": 2}
-    rows = runs.train(tmp_path / "run", **keys)
-    assert recorded_losses(rows) == oracle_of(tmp_path / "run").losses
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"plan__schedule": "pipedream", "plan__pp": 2},
+        {"plan__schedule": "pipedream_2bw", "plan__pp": 4, "plan__microbatches": 6},
+    ],
+    ids=lambda keys: keys["plan__schedule"],
+)
+def test_the_command_trains_as_the_oracle(tmp_path: Path, keys: dict[str, Any]) -> None:
+    rows = runs.train(tmp_path / "run", **COMMAND | keys)
+    assert runs.losses(rows) == oracle_of(tmp_path / "run").losses
     assert "validation_loss" in rows[-1]
-
-
-@pytest.mark.slow
-def test_the_command_trains_two_versions_on_four_ranks(tmp_path: Path) -> None:
-    keys = COMMAND | {"plan__schedule": "pipedream_2bw", "plan__pp": 4, "plan__microbatches": 6}
-    rows = runs.train(tmp_path / "run", **keys)
-    assert recorded_losses(rows) == oracle_of(tmp_path / "run").losses
 
 
 @pytest.mark.slow
@@ -263,12 +252,11 @@ def test_a_recorded_run_is_repeated(tmp_path: Path) -> None:
     rows = runs.train(tmp_path / "run", **keys)
     schedule, last = recorded_segment(tmp_path / "run", 1)
     assert last == 4
-    assert recorded_losses(rows) == oracle_of(tmp_path / "run", schedule).losses
+    assert runs.losses(rows) == oracle_of(tmp_path / "run", schedule).losses
     again = runs.train(tmp_path / "again", plan__replay=str(tmp_path / "run"), **keys)
-    assert recorded_losses(again) == recorded_losses(rows)
-    done = runs.moemesh(*runs.arguments(tmp_path / "no", plan__replay=str(tmp_path), **keys))
-    assert done.returncode != 0
-    assert "has no recorded order that starts at step 1" in done.stdout + done.stderr
+    assert runs.losses(again) == runs.losses(rows)
+    given = runs.arguments(tmp_path / "no", plan__replay=str(tmp_path), **keys)
+    assert "has no recorded order that starts at step 1" in runs.said(*given, code=2)
 
 
 @pytest.mark.slow
@@ -277,10 +265,10 @@ def test_a_run_resumes_where_it_drained(tmp_path: Path) -> None:
     keys = COMMAND | {"plan__schedule": "pipedream", "plan__pp": 2, "train__checkpoint_every": 2}
     rows = runs.train(tmp_path / "run", **keys)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
-    assert recorded_losses(runs.train(tmp_path / "run", **keys)) == recorded_losses(rows)
+    assert runs.losses(runs.train(tmp_path / "run", **keys)) == runs.losses(rows)
     whole = runs.train(tmp_path / "whole", **keys | {"train__checkpoint_every": 0})
-    assert recorded_losses(whole)[:2] == recorded_losses(rows)[:2]
-    assert recorded_losses(whole)[2:] != recorded_losses(rows)[2:]
+    assert runs.losses(whole)[:2] == runs.losses(rows)[:2]
+    assert runs.losses(whole)[2:] != runs.losses(rows)[2:]
 
 
 @pytest.mark.slow
@@ -288,11 +276,7 @@ def test_a_run_resumes_where_it_drained(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None:
     keys = COMMAND | {"plan__schedule": schedule, "plan__pp": 2, "train__steps": 100_000}
     run = tmp_path / "run"
-    process = runs.start(*runs.arguments(run, **keys))
-    until((run / "metrics.jsonl").exists, process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, out + err
+    out, _ = runs.interrupted(run, signal.SIGINT, 130, **keys)
     assert "saved; the same command goes on from there" in out
     steps = [row["step"] for row in runs.metrics(run)]
     assert steps == list(range(1, steps[-1] + 1))

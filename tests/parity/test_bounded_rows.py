@@ -14,7 +14,7 @@ import pytest
 from moemesh.comm.mesh import Mesh
 from moemesh.parallel.parallelize import RankModel
 from tests.parity import training
-from tests.parity.test_parity import MODEL, TRAIN
+from tests.parity.models import MODEL, TRAIN
 from tests.parity.training import Shape, alone, assert_same, rows
 
 DEEP = MODEL | {"num_layers": 4}

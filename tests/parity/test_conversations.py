@@ -20,14 +20,12 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.parallelize import parallelize
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.opening import own_batches
 from moemesh.train.step import gradients_of_step
 from tests.data.test_packing import corpus_of, drawn
-from tests.parity.training import assemble, owned
-from tests.ranks import mesh_on_ranks
+from tests.parity.training import Shape, assemble, build, on_ranks_of, owned
 
 MODEL: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -52,15 +50,8 @@ def samples_of(count: int) -> Samples:
 
 def step_on_rank(mesh: Mesh, plan_keys: dict[str, Any], count: int) -> tuple[float, list[Any]]:
     config, plan = ModelConfig(**MODEL), Plan(**plan_keys)
-    parallel = parallelize(
-        config,
-        plan,
-        mesh,
-        seed=SEED,
-        dtype=torch.float64,
-        tokens_per_rank=plan.tokens_per_rank(SEQ_LEN, 7),
-        schedule=build_step(plan, config, SEQ_LEN),
-    )
+    schedule = build_step(plan, config, SEQ_LEN)
+    parallel = build(mesh, config, plan, Shape(7, SEQ_LEN), "float64", seed=SEED, schedule=schedule)
     samples = samples_of(count)
     ids = samples.ids_at(0, 7)
     batches = own_batches(samples, mesh, ids, plan.microbatches, seed=SEED, step=1)
@@ -96,11 +87,8 @@ def one_by_one(count: int) -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize("count", [40, 4])
 @pytest.mark.parametrize("plan", PLANS)
 def test_packed_conversations_are_those_one_by_one(plan: str, count: int) -> None:
-    checked = Plan(**PLANS[plan])
-    if checked.world_size == 1:
-        ranks = [step_on_rank(Mesh.single("cpu"), PLANS[plan], count)]
-    else:
-        ranks = mesh_on_ranks(checked.layout, step_on_rank, PLANS[plan], count)
+    keys = PLANS[plan]
+    ranks = on_ranks_of(ModelConfig(**MODEL), Plan(**keys), step_on_rank, keys, count)
     loss, expected = one_by_one(count)
     for found, _ in ranks:
         assert found == pytest.approx(loss, rel=1e-12)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.models import MODELS, TRAIN
 from tests.parity.training import Shape, Trained, train
 
 SHAPE = Shape(global_batch=6, seq_len=9)

@@ -10,8 +10,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
 from moemesh.sharding.parameters import tensors
-from tests.parity.test_attention import MODELS as KINDS
-from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.models import KINDS, MODELS, TRAIN
 from tests.parity.training import Shape, assert_equals_one_device, model_of, rows, train
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6.0}

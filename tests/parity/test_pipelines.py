@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moemesh.schedule.text import save
-from tests.parity.test_parity import MODEL, MODELS, TRAIN
+from tests.parity.models import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, Trained, assert_same, rows, train
 from tests.schedule.orders import random_schedule
 

@@ -1,7 +1,6 @@
-"""Multi-token prediction under any plan gives one device's numbers; its objective by definition."""
+"""Multi-token prediction: its objective by definition, and what it looks ahead to."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,86 +13,12 @@ from moemesh.model.batch import Batch, make_context
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
-from tests.parity.test_parity import MODELS, TRAIN
-from tests.parity.training import Shape, assert_equals_one_device, rows
-
-ONE: dict[str, Any] = MODELS["moe"] | {"num_mtp_layers": 1}
-MTP: dict[str, dict[str, Any]] = {
-    "one": ONE,
-    "two": ONE | {"num_mtp_layers": 2, "mtp_loss_weight": 0.5},
-    "tied": MODELS["grouped"] | {"num_mtp_layers": 2},
-    "biased": MODELS["sigmoid"] | {"num_mtp_layers": 1, "capacity_factor": 1.0},
-    "dense": MODELS["dense"] | {"num_mtp_layers": 1},
-    # Experts in every other layer, none in the last: prediction layers are dense.
-    "pattern": ONE | {"num_layers": 4, "moe_layers": (0, 2), "num_mtp_layers": 2},
-    "granite": ONE
-    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
-}
-#: Two slices of 4x4 have a border among the tokens that the last positions look ahead to.
-CASES = rows(
-    """
-    one | tp=2 ep=2
-    *two | dp=2 ep=2 microbatches=2 | padded
-    two | tp=2 dp=2 ep=2 etp=2 | padded
-    tied | tp=2 dp=2 ep=4 attention_exit=all_to_all | padded
-    biased | tp=2 ep=2 dispatcher=all_gather | padded
-    *two | tp=2 ep=2 recompute=full | padded
-    one | tp=2 ep=2 recompute=selective dispatch_chunks=2
-    one | dp=2 ep=2 spare_slots=2
-    two | dp=2 ep=2 combine=exact | padded
-    two | pp=2 microbatches=4 | padded
-    *tied | pp=2 tp=2 ep=2 microbatches=2 | padded
-    one | pp=2 schedule=gpipe microbatches=4
-    dense | pp=3 microbatches=4 | padded
-    one | pp=2 schedule=zb_h1 recompute=full microbatches=4
-    tied | pp=3 schedule=zb_h2 microbatches=4 | padded
-    two | pp=2 dp=2 ep=2 schedule=chimera microbatches=4 | padded
-    one | pp=2 schedule=terapipe slices=2 microbatches=2
-    *pattern | pp=2 schedule=terapipe slices=3 microbatches=2 | 4x4
-    pattern granite | tp=2 pp=2 ep=2 microbatches=4 | padded
-    *two | cp=2 ep=2 | padded
-    tied | cp=2 tp=2 ep=2 context=all_gather recompute=full | padded
-    biased | cp=2 pp=2 ep=2 context=all_to_all microbatches=4 | padded
-    two | dp=2 ep=2 data=zero1 | padded
-    tied | pp=2 dp=2 data=zero2 microbatches=4 | padded
-    two | dp=2 ep=2 data=zero3 microbatches=2 | padded
-    tied | pp=2 dp=2 data=zero3 microbatches=4 | padded
-    tied | dp=2 tp=2 data=zero3 recompute=full | padded
-    pattern | pp=2 dp=2 data=zero3 reshard=step microbatches=4 | padded
-    """
-)
-CUT = "pp=2 layers_per_stage=(1,1,1,1) microbatches=4"
-#: Models of four layers.
-DEEP_CASES = rows(
-    f"""
-    two | {CUT} schedule=interleaved_1f1b stages_per_rank=2 | padded
-    *two | {CUT} schedule=zb_v | padded
-    # Blocks of these run a forward and a backward in turns, whose graphs are cut at exchanges.
-    tied *pattern | {CUT} schedule=dualpipe_v dp=2 ep=2 | padded
-    two | {CUT} schedule=dualpipe_v dp=2 ep=2
-    tied | {CUT} schedule=dualpipe_v dp=2 ep=2 recompute=full
-    tied | pp=2 schedule=dualpipe dp=2 ep=2 microbatches=4 | padded
-    """
-)
-
-
-@pytest.mark.parametrize(("model", "plan", "shape"), CASES)
-def test_prediction_layers_under_a_plan(model: str, plan: dict[str, Any], shape: Shape) -> None:
-    count = plan.get("microbatches", 1)
-    expected = assert_equals_one_device(MTP[model], plan, TRAIN, shape, count)
-    assert all(loss is not None for loss in expected.mtp)
-
-
-@pytest.mark.parametrize(("model", "plan", "shape"), DEEP_CASES)
-def test_prediction_layers_with_two_stages_a_rank(
-    model: str, plan: dict[str, Any], shape: Shape
-) -> None:
-    assert_equals_one_device(MTP[model] | {"num_layers": 4}, plan, TRAIN, shape, 4)
+from tests.parity.models import AHEAD
 
 
 def test_the_objective_by_its_definition() -> None:
     """Losses and gradients from whole logits, position by position, masks and all."""
-    config = ModelConfig(**MTP["two"])
+    config = ModelConfig(**AHEAD["ahead_two"])
     parallel = parallelize(
         config, Plan(), Mesh.single("cpu"), seed=0, dtype=torch.float64, tokens_per_rank=64
     )

@@ -14,13 +14,11 @@ from moemesh.config.plan import Plan
 from moemesh.model import router
 from moemesh.model.dispatcher import LocalDispatcher
 from moemesh.ops.saved import SavedForBackward
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.ledger import Ledger, LedgerTotal
-from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.step import gradients_of_step
-from tests.parity.test_losses import MODELS as LOSSES
-from tests.parity.test_parity import MODEL, MODELS
-from tests.parity.training import Shape, microbatches, rows, shape_of
+from tests.parity import training
+from tests.parity.models import LOSSES, MODEL, MODELS
+from tests.parity.training import Shape, build, microbatches, rows, shape_of
 from tests.ranks import mesh_on_ranks
 
 SHAPE = shape_of("6x8 padded")
@@ -63,22 +61,14 @@ SENT_AGAIN = {
 }
 
 
-def build(mesh: Mesh, model: dict[str, Any], plan: Plan, dtype: str) -> RankModel:
-    tokens = plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
-    return parallelize(
-        ModelConfig(**model),
-        plan,
-        mesh,
-        seed=1,
-        dtype=getattr(torch, dtype),
-        tokens_per_rank=tokens,
-    )
+def alone(model: dict[str, Any], plan: Plan, dtype: str) -> RankModel:
+    """The whole model on one device, under the plan's recomputation."""
+    return build(Mesh.single("cpu"), ModelConfig(**model), plan, SHAPE, dtype, seed=1)
 
 
 def step(parallel: RankModel, plan: Plan) -> dict[str, Any]:
     """Loads, losses and gradients of one step."""
-    batches = microbatches(parallel.model.config, plan, SHAPE, 1, parallel.mesh)
-    result = gradients_of_step(parallel, batches, TimelineRecorder(parallel.mesh.rank))
+    result = training.gradients(parallel, plan, SHAPE)
     return {
         "numbers": (result.loss, result.aux_loss, result.counts_LE.tolist()),
         "gradients": {name: g.clone() for name, g in parallel.reducer.gradients.items()},
@@ -113,7 +103,7 @@ def test_no_bit_changes_and_nothing_is_decided_twice(
     decisions: dict[str, list[str]] = {}
     for kind, keys in KINDS.items():
         plan = Plan(**keys, microbatches=2, dispatch_chunks=2)
-        results[kind] = step(build(Mesh.single("cpu"), ALONE[model], plan, dtype), plan)
+        results[kind] = step(alone(ALONE[model], plan, dtype), plan)
         decisions[kind], decided[:] = decided[:], []
     for kind in KINDS:
         assert_same_bits(results[kind], results["none"])
@@ -126,7 +116,7 @@ def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str,
     found = []
     for keys in KINDS.values():
         plan = Plan(**plan_keys, **keys)
-        result = step(build(mesh, MODEL, plan, dtype), plan)
+        result = step(build(mesh, ModelConfig(**MODEL), plan, SHAPE, dtype, seed=1), plan)
         found.append(result | {"ledger": mesh.ledger.rows()})
     return found
 
@@ -166,7 +156,7 @@ def by_phase(rows: Any) -> dict[str, dict[tuple[str, str, str], LedgerTotal]]:
 
 def saved_bytes(model: dict[str, Any], kind: str) -> int:
     plan = Plan(**KINDS[kind])
-    parallel = build(Mesh.single("cpu"), model, plan, "float64")
+    parallel = alone(model, plan, "float64")
     with SavedForBackward(parallel.model.parameters()) as saved:
         step(parallel, plan)
     return saved.peak_bytes
@@ -203,7 +193,7 @@ def test_saved_bytes_fall_as_predicted(dense: bool) -> None:
 
 def test_rows_beyond_the_bound_are_computed_again_inside() -> None:
     plans = [Plan(recompute=kind) for kind in ("none", "full")]
-    models = [build(Mesh.single("cpu"), MODEL, plan, "float64") for plan in plans]
+    models = [alone(MODEL, plan, "float64") for plan in plans]
     for parallel in models:
         for moe in parallel.model.moe_layers().values():
             moe.experts.max_rows = 7

@@ -15,22 +15,20 @@ from tests.parallel.test_post_validation import TRAIN as STEPS
 from tests.parallel.test_post_validation import assert_same as assert_same_outcome
 from tests.parity import balancing
 from tests.parity.asynchronous import stream
+from tests.parity.models import MODEL, MODELS, TRAIN
 from tests.parity.test_asynchronous import ADAMW, AMPNET, STREAM, TWO
 from tests.parity.test_asynchronous import DEEP as DEEP_MODEL
 from tests.parity.test_asynchronous import SHAPE as EIGHT
 from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
-from tests.parity.test_parity import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, assert_equals_one_device, rows, train
 
 STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
 MOMENTUM = TRAIN | {"momentum": 0.7}
-TIED = MODEL | {"tied_embeddings": True, "qk_norm": True, "num_kv_heads": 4}
 
 #: Extra prediction layers, which use the units of embedding and head once more.
 AHEAD = MODEL | {"num_mtp_layers": 2}
 TRAINED = MODELS | {
-    "tied": TIED,
     "ahead": AHEAD,
     # The last norm has fewer numbers than there are ranks: some own nothing of its unit.
     "thin": MODEL | {"hidden_size": 3},
@@ -44,10 +42,10 @@ GROUPED = "data=zero1/zero2/zero3/step"  # servers have no group
 CASES = rows(
     f"""
     *moe | tp=2 dp=2 etp=2 microbatches=2 data=zero1
-    *tied | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
+    *grouped | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
     *moe | dp=4 ep=2 combine=exact microbatches=2 data=zero2
     *sigmoid | tp=2 dp=2 ep=2 data=zero2 | padded
-    *tied | pp=2 dp=2 microbatches=2 data=zero3
+    *grouped | pp=2 dp=2 microbatches=2 data=zero3
     *moe | dp=4 ep=4 data=zero3 | 1x5
     *moe | dp=4 ep=2 shard_group=2 microbatches=2 data=zero3
     *moe | tp=2 dp=2 ep=2 data=parameter_server
@@ -63,31 +61,26 @@ CASES = rows(
     moe | dp=4 ep=2 combine=exact microbatches=2 {EVERY}
     moe | dp=4 ep=4 {EVERY} | 1x5
     moe | dp=2 ep=2 recompute=full microbatches=2 {EVERY}
-    tied | pp=2 dp=2 microbatches=2 {EVERY}
-    tied | dp=2 tp=2 ep=2 {EVERY}
+    grouped | pp=2 dp=2 microbatches=2 {EVERY}
+    grouped | dp=2 tp=2 ep=2 {EVERY}
     sigmoid | tp=2 dp=2 ep=2 {EVERY} | padded
     moe | pp=2 dp=2 ep=2 microbatches=3 {EVERY}
-    tied | pp=2 dp=2 schedule=chimera microbatches=4 {EVERY}
+    grouped | pp=2 dp=2 schedule=chimera microbatches=4 {EVERY}
     moe | pp=2 dp=2 schedule=interleaved_1f1b stages_per_rank=1 microbatches=2 {EVERY}
     moe | pp=2 dp=2 schedule=gpipe microbatches=4 {EVERY}
     moe | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED}
     moe | dp=4 ep=2 shard_group=2 combine=exact {GROUPED} | padded
-    tied | dp=2 tp=2 shard_group=1 {GROUPED}
+    grouped | dp=2 tp=2 shard_group=1 {GROUPED}
     ahead | dp=2 ep=2 microbatches=2 {EVERY}
     thin | dp=4 ep=2 {EVERY}
     ahead_tied | pp=2 dp=2 microbatches=2 recompute=full {EVERY}
     moe | pp=2 dp=2 ep=2 schedule=terapipe microbatches=2 {EVERY}
     # Schedules that defer weight gradients, or take turns between a forward and a backward.
     moe | pp=2 dp=2 schedule=zb_h1 microbatches=4 data=zero1/zero2/{SERVER}
-    tied | pp=2 dp=2 schedule=zb_h2/zb_v microbatches=4 data=zero1/zero2/{SERVER}
+    grouped | pp=2 dp=2 schedule=zb_h2/zb_v microbatches=4 data=zero1/zero2/{SERVER}
     moe | pp=2 dp=2 ep=2 schedule=dualpipe/dualpipe_v microbatches=4 data=zero1/zero2/{SERVER}
     """
 )
-
-
-def _skip_refused(plan: dict[str, Any], data: str) -> None:
-    if data == "zero3" and plan.get("schedule") in DEFERRING_SCHEDULES:
-        pytest.skip("refused")
 
 
 def under(plan: dict[str, Any], data: str) -> dict[str, Any]:
@@ -103,24 +96,33 @@ def test_sharded_states_equal_one_device(model: str, plan: dict[str, Any], shape
     keys = TRAINED[model] | ({"num_layers": 4} if plan.get("pp", 1) > 1 else {})
     if plan["data"] == "step":
         plan = plan | {"data": "zero3", "reshard": "step"}
-    assert_equals_one_device(keys, plan, MOMENTUM, shape, plan.get("microbatches", 1))
+    assert_equals_one_device(keys, plan, MOMENTUM, shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan", "_"), MOVES)
-def test_experts_move_with_their_sharded_states(
-    workload: str, plan: dict[str, Any], _: Shape, data: str
+@pytest.mark.parametrize(
+    ("workload", "plan", "keys"),
+    [
+        pytest.param(workload, plan, keys, id=f"{kind}: {one.id}")
+        for kind, table, keys in (
+            ("replicas", REPLICAS, TRAIN),
+            ("moves", MOVES, ADAM | {"steps": 7, "rebalance_every": 3}),
+        )
+        for one in table
+        for workload, plan, _ in [one.values]
+    ],
+)
+def test_balanced_experts_with_sharded_states(
+    workload: str, plan: dict[str, Any], keys: dict[str, Any], data: str
 ) -> None:
-    _skip_refused(plan, data)
-    keys = ADAM | {"steps": 7, "rebalance_every": 3}
-    expected = balancing.train(
-        balancing.Case(SKEWED, {}, keys | {"rebalance_every": 0}, workload=workload)
-    )
-    case = balancing.Case(SKEWED, under(plan, data), keys, workload=workload)
-    got = balancing.train(case)
+    if data == "zero3" and plan.get("schedule") in DEFERRING_SCHEDULES:
+        pytest.skip("refused")
+    plain = keys | {"rebalance_every": 0}
+    expected = balancing.train(balancing.Case(SKEWED, {}, plain, workload=workload))
+    got = balancing.train(balancing.Case(SKEWED, under(plan, data), keys, workload=workload))
     assert balancing.difference(got, expected) <= EQUAL
-    assert got.num_moved > 0
+    assert got.num_moved > 0 or not keys.get("rebalance_every")
 
 
 @pytest.mark.representative("plan0-zero1")
@@ -138,18 +140,6 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
     got = post_validating.train(Case(DEEP["moe"], after(plan), STEPS, SHAPE, FAULTS))
     assert_same_outcome(got, before)
     assert any(got.redone(rank) for rank in range(4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", STRATEGIES)
-@pytest.mark.parametrize(("workload", "plan", "_"), REPLICAS)
-def test_replicas_of_experts_with_sharded_states(
-    workload: str, plan: dict[str, Any], _: Shape, data: str
-) -> None:
-    _skip_refused(plan, data)
-    expected = balancing.train(balancing.Case(SKEWED, {}, TRAIN, workload=workload))
-    got = balancing.train(balancing.Case(SKEWED, under(plan, data), TRAIN, workload=workload))
-    assert balancing.difference(got, expected) <= EQUAL
 
 
 @pytest.mark.representative("pipedream-bfloat16")

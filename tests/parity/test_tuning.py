@@ -14,12 +14,11 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.parallel.norm import clip_gradients, gradient_norm
-from moemesh.parallel.parallelize import parallelize
-from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.step import gradients_of_step, move_selection_biases
-from tests.parity.test_parity import MODELS, TRAIN
-from tests.parity.training import Shape, Trained, assert_same, microbatches, rows, train
+from moemesh.train.step import move_selection_biases
+from tests.parity import training
+from tests.parity.models import MODELS, TRAIN
+from tests.parity.training import Shape, Trained, assert_same, build, rows, train
 
 TUNINGS: dict[str, dict[str, Any]] = {
     "experts": {"train_only": ("*.experts.*",)},
@@ -101,9 +100,7 @@ def oracle(tuning: str, model: str, shape: Shape) -> Trained:
     weights their values back that do not train."""
     choice, config = Tuning(**TUNINGS[tuning]), ModelConfig(**MODELS[model])
     settings, mesh, plan = TrainConfig(**TRAIN), Mesh.single("cpu"), Plan()
-    parallel = parallelize(
-        config, plan, mesh, seed=0, dtype=torch.float64, tokens_per_rank=shape.seq_len * 5
-    )
+    parallel = build(mesh, config, plan, shape, "float64")
     optimizer = Optimizer.of(parallel, settings)
     reducer, experts = parallel.reducer, config.num_experts
     kept: dict[str, torch.Tensor] = {}
@@ -114,8 +111,7 @@ def oracle(tuning: str, model: str, shape: Shape) -> Trained:
         kept[name] = mask.view(-1, *[1] * (len(where.shape) - 1))
     steps = []
     for step in range(1, settings.steps + 1):
-        batches = microbatches(config, plan, shape, step, mesh)
-        result = gradients_of_step(parallel, batches, TimelineRecorder(0))
+        result = training.gradients(parallel, plan, shape, step)
         for name, gradient in reducer.gradients.items():
             gradient *= kept[name]
         norm = gradient_norm(reducer.gradients, parallel.placements, reducer.owned, mesh).value

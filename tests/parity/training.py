@@ -30,7 +30,7 @@ from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.records.artifacts import state_bytes
-from moemesh.train.step import gradients_of_step, update
+from moemesh.train.step import StepResult, gradients_of_step, update
 from tests.ranks import mesh_on_ranks
 from tests.twins.predictions import assert_predicted, recorded_choices
 
@@ -147,6 +147,45 @@ def model_of(keys: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**own).with_lora(LoraConfig(**keys.get("lora", {})))
 
 
+def build(
+    mesh: Mesh, config: ModelConfig, plan: Plan, shape: Shape, dtype: str, **more: Any
+) -> RankModel:
+    """The part of a rank, for steps of `shape`; `more`: what else `parallelize` takes."""
+    tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
+    options: dict[str, Any] = {"seed": 0, "tokens_per_rank": tokens} | more
+    return parallelize(config, plan, mesh, dtype=getattr(torch, dtype), **options)
+
+
+def gradients(parallel: RankModel, plan: Plan, shape: Shape, step: int = 1) -> StepResult:
+    """Compute the gradients of one step, which the reducer holds then."""
+    batches = microbatches(parallel.model.config, plan, shape, step, parallel.mesh)
+    return gradients_of_step(parallel, batches, TimelineRecorder(parallel.mesh.rank))
+
+
+def on_ranks_of(
+    config: ModelConfig, plan: Plan, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """``function(mesh, *arguments)`` of every rank of a plan that fits; one rank is this process.
+    Where it returns "steps", they are the same on all ranks."""
+    assert plan.check(config) == []
+    if plan.world_size == 1:
+        return [function(Mesh.single("cpu"), *arguments)]
+    ranks = mesh_on_ranks(plan.layout, function, *arguments)
+    for rank in ranks if isinstance(ranks[0], dict) else ():
+        same = str(rank.get("steps")) == str(ranks[0].get("steps"))  # two NaN are the same here
+        assert same, "ranks report different numbers"
+    return ranks
+
+
+def shared_biases(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Buffers of the routers by name, of whatever ranks hold them: all copies are equal."""
+    biases: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, bias in rank["biases"].items():
+            assert torch.equal(biases.setdefault(name, bias), bias), f"ranks differ in {name}"
+    return biases
+
+
 def train_on_rank(
     mesh: Mesh,
     model_keys: dict[str, Any],
@@ -157,31 +196,23 @@ def train_on_rank(
     """A few steps; returns what this rank owns, with its place in the logical tensors."""
     config, plan = model_of(model_keys), Plan(**plan_keys)
     train = TrainConfig(**train_keys)
-    dtype = getattr(torch, train.dtype)
-    tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
+    options = {
+        "seed": train.seed,
+        "schedule": build_step(plan, config, shape.seq_len),
+        "tuning": Tuning(freeze=train.freeze, train_only=train.train_only),
+    }
     # Adapters that are zero at first would have no gradient in half of their parameters.
     with mock.patch.object(initialization, "starts_at_zero", lambda name: name.endswith("bias")):
-        parallel = parallelize(
-            config,
-            plan,
-            mesh,
-            seed=train.seed,
-            dtype=dtype,
-            tokens_per_rank=tokens,
-            schedule=build_step(plan, config, shape.seq_len),
-            tuning=Tuning(freeze=train.freeze, train_only=train.train_only),
-        )
+        parallel = build(mesh, config, plan, shape, train.dtype, **options)
     optimizer = Optimizer.of(parallel, train)
     frozen = owned(parallel, parallel.reducer.frozen_weights)
     steps = []
     for step in range(1, train.steps + 1):
-        batches = microbatches(config, plan, shape, step, mesh)
-        recorder = TimelineRecorder(mesh.rank)
         # The last step is measured.
         ledger = mesh.ledger.paused() if step < train.steps else contextlib.nullcontext()
         with ledger, recorded_choices() as choices:
-            result = gradients_of_step(parallel, batches, recorder)
-            gradients = owned(parallel, parallel.reducer.gradients)
+            result = gradients(parallel, plan, shape, step)
+            last = owned(parallel, parallel.reducer.gradients)
             update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
         steps.append(
             (
@@ -198,7 +229,7 @@ def train_on_rank(
         del memory["buffers"]
     return {
         "steps": steps,
-        "gradients": gradients,
+        "gradients": last,
         "weights": owned(parallel, parallel.reducer.held_weights),
         "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
@@ -283,21 +314,13 @@ def train(
     traffic and model states of every rank, to the byte.
     """
     config, checked, keys = model_of(model), Plan(**plan), TrainConfig(**train)
-    assert checked.check(config) == []
-    if checked.world_size == 1:
-        ranks = [on_rank(Mesh.single("cpu"), model, plan, train, shape)]
-    else:
-        ranks = mesh_on_ranks(checked.layout, on_rank, model, plan, train, shape)
+    ranks = on_ranks_of(config, checked, on_rank, model, plan, train, shape)
     if predicts:
         batch, seq_len, *_ = shape
         tuning = Tuning(freeze=keys.freeze, train_only=keys.train_only)
         sizes = {"batch": batch, "seq_len": seq_len}
         assert_predicted(config, checked, ranks, keys, **sizes, activations=False, tuning=tuning)
-    biases: dict[str, Tensor] = {}
-    for rank in ranks:
-        assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
-        for name, bias in rank["biases"].items():
-            assert torch.equal(biases.setdefault(name, bias), bias), f"ranks differ in {name}"
+    biases = shared_biases(ranks)
     losses, aux, norms, loads, mtp = zip(*ranks[0]["steps"], strict=True)
     return Trained(
         losses=list(losses),
@@ -348,9 +371,10 @@ def assert_equals_one_device(
     plan: dict[str, Any],
     keys: dict[str, Any],
     shape: Shape,
-    microbatches: int = 1,
 ) -> Trained:
     """A run under `plan`, as the run on one device, which is returned."""
-    expected = alone(model, keys, shape, microbatches)
+    # Losses over more than a sequence depend on how a step is cut.
+    is_cut = model.get("aux_loss_scope", "sequence") != "sequence"
+    expected = alone(model, keys, shape, plan.get("microbatches", 1) if is_cut else 1)
     assert_same(train(model, plan, keys, shape), expected)
     return expected

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.run import RunConfig
+from moemesh.sharding.load_run import load_run
 from tests import commands
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 SMALL = {
     "model.num_layers": 2,
@@ -33,15 +37,40 @@ def text_file(folder: Path) -> Path:
     return file
 
 
+def shared_file(folder: Path) -> Path:
+    """The same, written once: ranks read it at the same time."""
+    file = folder / "corpus.txt"
+    return file if file.exists() else text_file(folder)
+
+
+def settings(keys: Mapping[str, Any]) -> list[str]:
+    """``plan.tp=2`` of every key; ``plan__tp`` is plan.tp."""
+    return [
+        f"{key.replace('__', '.')}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in keys.items()
+    ]
+
+
+def sets(*given: str) -> list[str]:
+    """The words of a command that sets all of these."""
+    return [word for one in given for word in ("--set", one)]
+
+
+def small(**keys: Any) -> dict[str, Any]:
+    """The settings of a small run with these keys."""
+    return SMALL | {key.replace("__", "."): value for key, value in keys.items()}
+
+
+def config_of(folder: Path, **keys: Any) -> RunConfig:
+    """The configuration of a small run on a corpus in `folder`, as a rank has it."""
+    given = {"data.path": str(shared_file(folder))} | small(**keys)
+    return load_run([], settings(given)).config
+
+
 def arguments(out: Path, **keys: Any) -> list[str]:
     """`moemesh train` arguments; ``plan__tp=2`` sets plan.tp."""
-    settings = SMALL | {"data.path": str(text_file(out.parent))}
-    settings |= {key.replace("__", "."): value for key, value in keys.items()}
-    found = ["train", "--out", str(out)]
-    for key, value in settings.items():
-        shown = json.dumps(value) if not isinstance(value, str) else value
-        found += ["--set", f"{key}={shown}"]
-    return found
+    given = {"data.path": str(text_file(out.parent))} | small(**keys)
+    return ["train", "--out", str(out), *sets(*settings(given))]
 
 
 def start(*args: str, python: str = sys.executable, **options: Any) -> subprocess.Popen[str]:
@@ -72,14 +101,59 @@ def said(*words: object, code: int = 0, **options: Any) -> str:
     return done.stdout + done.stderr
 
 
+def torchrun(
+    *words: str, options: Sequence[str] = ("--nproc-per-node=2",), python: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A module and its arguments under torchrun, on this machine alone."""
+    command = [python or commands.python(), "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, *options, "-m", *words], capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def killed(out: Path, is_so: Callable[[], object], **keys: Any) -> None:
+    """A run that is killed when `is_so()`; its ranks have left, too."""
+    process = start(*arguments(out, **keys), python=commands.python())
+    until(is_so, process)
+    process.kill()
+    process.communicate()
+    until(lambda: not processes_of(out))  # they leave when they notice
+
+
+def processes_of(out: Path) -> dict[int, list[str]]:
+    """The processes of the run in `out`, with their environments; none where there is no /proc."""
+    found: dict[int, list[str]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(out) in (folder / "cmdline").read_bytes().decode().split("\0"):
+                variables = (folder / "environ").read_bytes().decode().split("\0")
+                found[int(folder.name)] = variables
+    return found
+
+
+def interrupted(out: Path, number: int, code: int, **keys: Any) -> tuple[str, str]:
+    """A run that gets the signal behind its first step, and ends with this code; what it says."""
+    process = start(*arguments(out, **keys), python=commands.python())
+    until((out / "metrics.jsonl").exists, process)
+    process.send_signal(number)
+    told, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, told + err
+    return told, err
+
+
 def train(out: Path, **keys: Any) -> list[dict[str, Any]]:
     """A run that must succeed; its metrics."""
     said(*arguments(out, **keys))
     return metrics(out)
 
 
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file with one JSON object a line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(out / "metrics.jsonl")
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,28 +20,15 @@ from moemesh.train.command import WorldSizeError, check_world_size, open_samples
 from moemesh.train.console import Console
 from moemesh.train.records.run_folder import RunFolder
 from tests.ranks import mesh_on_ranks
-from tests.train.runs import SMALL, arguments, text_file
+from tests.train import runs
+from tests.train.runs import arguments, metrics
 
 STEPS = 9
 
 
-def corpus(folder: Path) -> Path:
-    """Written once: ranks read it at the same time."""
-    file = folder / "corpus.txt"
-    return file if file.exists() else text_file(folder)
-
-
 def config_of(folder: Path, **keys: Any) -> RunConfig:
-    settings = SMALL | {"data.path": str(corpus(folder)), "data.global_batch": 12}
-    settings |= {"train.steps": STEPS, "plan.dp": 4, "plan.ep": 4}
-    settings |= {key.replace("__", "."): value for key, value in keys.items()}
-    return load_run(
-        [],
-        [
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in settings.items()
-        ],
-    ).config
+    usual = {"data__global_batch": 12, "train__steps": STEPS, "plan__dp": 4, "plan__ep": 4}
+    return runs.config_of(folder, **usual | keys)
 
 
 class _StopAfter:
@@ -67,8 +53,7 @@ def train_on_rank(mesh: Mesh, folder: Path, name: str, plan: Plan, steps: int) -
     stop: Any = _StopAfter(steps)
     console = Console(silent=True)
     train_rank(config=config, mesh=mesh, folder=run, samples=samples, console=console, stop=stop)
-    rows = (run.path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows] if mesh.rank == 0 else []
+    return runs.losses(metrics(run.path)) if mesh.rank == 0 else []
 
 
 @pytest.mark.slow
@@ -104,8 +89,8 @@ def _as_given(config: RunConfig) -> list[str]:
 
 
 def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
-    keys = {"plan__dp": 1, "plan__ep": 1, "plan__pp": 2, "plan__microbatches": 2}
-    config = config_of(tmp_path, plan__schedule="pipedream", **keys)
+    keys: dict[str, Any] = {"plan__dp": 1, "plan__ep": 1, "plan__pp": 2, "plan__microbatches": 2}
+    config = config_of(tmp_path, **keys, plan__schedule="pipedream")
     with pytest.raises(NoLayout, match="change what is learned: start 2 ranks"):
         fit(config, 3, None, on_gpus=False)
     with pytest.raises(NoLayout, match="give --ranks N"):

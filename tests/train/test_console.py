@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from moemesh.train.console import Progress
 from moemesh.train.records.artifacts import Artifacts, _peak_flops
 from moemesh.watch.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from tests.commands import python
-from tests.train.runs import arguments, metrics, moemesh
+from tests.train.runs import arguments, metrics, rows_of, said
 from tests.waiting import PATIENCE, until
 
 
@@ -48,14 +47,23 @@ def steps_with_lines(seconds: float, total: int, log_every: int = 0, done: int =
     return due
 
 
-def test_fast_steps_have_a_line_in_fifty() -> None:
-    assert steps_with_lines(0.01, 200) == [1, 51, 101, 151, 200]
-    assert steps_with_lines(0.01, 1000) == [1, *range(51, 1000, 50), 1000]
-
-
-def test_short_runs_have_a_line_in_a_quarter() -> None:
-    assert steps_with_lines(0.01, 20) == [1, 6, 11, 16, 20]
-    assert steps_with_lines(0.01, 3) == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("seconds", "total", "keys", "expected"),
+    [
+        pytest.param(0.01, 200, {}, [1, 51, 101, 151, 200], id="fast: one in fifty"),
+        pytest.param(0.01, 1000, {}, [1, *range(51, 1000, 50), 1000], id="fast and many"),
+        pytest.param(0.01, 20, {}, [1, 6, 11, 16, 20], id="a short run: a quarter"),
+        pytest.param(0.01, 3, {}, [1, 2, 3], id="three steps"),
+        pytest.param(25.0, 12, {}, [1, 4, 7, 10, 12], id="slow: one a minute"),
+        pytest.param(600.0, 4, {}, [1, 2, 3, 4], id="very slow"),
+        pytest.param(1.0, 10, {"log_every": 4}, [1, 4, 8, 10], id="by their number"),
+        pytest.param(0.01, 110, {"done": 100}, [101, 110], id="after a resume"),
+    ],
+)
+def test_steps_with_a_line(
+    seconds: float, total: int, keys: dict[str, int], expected: list[int]
+) -> None:
+    assert steps_with_lines(seconds, total, **keys) == expected
 
 
 @pytest.mark.parametrize(("validation", "is_told"), [(3.1, False), (3.2, True), (5.0, True)])
@@ -72,16 +80,6 @@ def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_t
     assert ("has not learned" in text) == is_told
 
 
-def test_slow_steps_have_a_line_a_minute() -> None:
-    assert steps_with_lines(25.0, 12) == [1, 4, 7, 10, 12]
-    assert steps_with_lines(600.0, 4) == [1, 2, 3, 4]
-
-
-def test_lines_by_the_number_of_steps_and_after_a_resume() -> None:
-    assert steps_with_lines(1.0, 10, log_every=4) == [1, 4, 8, 10]
-    assert steps_with_lines(0.01, 110, done=100) == [101, 110]
-
-
 def test_time_that_is_left() -> None:
     clock = Clock()
     progress = Progress(0, 10, clock=clock)
@@ -95,10 +93,6 @@ def test_time_that_is_left() -> None:
     clock.now += 4.0  # two steps in one report
     progress.finished(6)
     assert progress.seconds_left == pytest.approx(8.0)
-
-
-def events(out: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -118,18 +112,17 @@ def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "report.html").exists()
-    assert "BrokenPipe" in str(
-        [e["text"] for e in events(tmp_path / "run") if e["kind"] == "console"]
-    )
+    events = rows_of(tmp_path / "run/events.jsonl")
+    assert "BrokenPipe" in str([one["text"] for one in events if one["kind"] == "console"])
 
 
 def test_rows_and_events_say_what_a_watcher_asks(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = moemesh(*arguments(out, train__log_every=2, train__cluster="laptop_cpu"))
+    printed = said(*arguments(out, train__log_every=2, train__cluster="laptop_cpu"))
     rows = metrics(out)
     assert all(0 <= row["data_seconds"] <= row["seconds"] for row in rows)
     assert all(row["tflops_per_rank"] > 0 and row["memory_bytes"] > 1 << 20 for row in rows)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "4/4"]
     assert "FLOP/s a rank (MFU " in lines[0] and " left" in lines[1]
     assert "  waits: data " in lines[0] and "  epoch 0.01" in lines[0]
@@ -139,15 +132,16 @@ def test_rows_and_events_say_what_a_watcher_asks(tmp_path: Path) -> None:
     )
     epochs = [row["epoch"] for row in rows]
     assert epochs == pytest.approx([step * epochs[0] for step in (1, 2, 3, 4)])
-    loads = [json.loads(line) for line in (out / "loads.jsonl").read_text().splitlines()]
+    loads = rows_of(out / "loads.jsonl")
     for row in rows:
         worst = max(one["max_over_mean"] for one in loads if one["step"] == row["step"])
         assert row["load_max_over_mean"] == pytest.approx(worst) and row["dropped_share"] == 0
     # A second start, whose events stand behind those of the first.
-    assert moemesh(*arguments(out, train__steps=6)).returncode == 0
-    kinds = [event["kind"] for event in events(out)]
+    said(*arguments(out, train__steps=6))
+    events = rows_of(out / "events.jsonl")
+    kinds = [one["kind"] for one in events]
     assert kinds.count("start") == kinds.count("finished") == 2 and "resumed" in kinds
-    assert [e["step"] for e in events(out) if e["kind"] == "finished"] == [4, 6]
+    assert [one["step"] for one in events if one["kind"] == "finished"] == [4, 6]
 
 
 def test_a_cpu_without_a_cluster_has_no_mfu(tmp_path: Path) -> None:

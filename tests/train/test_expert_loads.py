@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from functools import reduce
 from pathlib import Path
 
 import pytest
-import torch
 
 from moemesh.balance.load_files import load_table
 from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.parallel.parallelize import parallelize
 from moemesh.report.explain import explain
 from moemesh.trace.loads import LayerLoads, collapse_text, read_loads
 from moemesh.trace.run import Run
-from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.records import rows as row_log
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog, RowBounds
 from moemesh.train.records.rows import RowLog, cut_after
-from moemesh.train.step import gradients_of_step
-from tests.parity.training import microbatches
+from tests.parity.training import build, gradients
 from tests.ranks import mesh_on_ranks
 from tests.trace.test_load_bins import step_loads
-from tests.train.runs import arguments, moemesh
+from tests.train.runs import arguments, rows_of, said
 from tests.train.test_numerical_faults import MODEL, SHAPE
 
 
-def run(
-    steps: list[list[int]], dropped: int = 0, layer: int = 3, told: list[str] | None = None
-) -> list[str]:
-    told = [] if told is None else told
+def run(steps: list[list[int]], dropped: int = 0) -> list[str]:
+    told: list[str] = []
     alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=3, entropy=0.5, dropped=0.1)
     for step, experts in enumerate(steps, start=1):
         alarms.look(
-            LayerLoads(step=step, layer=layer, tokens_per_expert=tuple(experts), dropped=dropped)
+            LayerLoads(step=step, layer=3, tokens_per_expert=tuple(experts), dropped=dropped)
         )
     return told
 
@@ -78,10 +71,9 @@ def test_a_collapse_of_the_last_steps_is_one_sentence() -> None:
 
 def test_the_end_of_a_run_tells_a_collapse(tmp_path: Path) -> None:
     keys = {"model__aux_loss_coefficient": 0.0, "model__experts_per_token": 1, "train__lr": 0.3}
-    done = moemesh(*arguments(tmp_path / "run", train__steps=26, **keys))
-    assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()[-1]
-    assert told.startswith("note: The router has collapsed in layer 1: "), done.stdout
+    printed = said(*arguments(tmp_path / "run", train__steps=26, **keys))
+    told = printed.splitlines()[-1]
+    assert told.startswith("note: The router has collapsed in layer 1: "), printed
     found = explain(Run.load(tmp_path / "run"))
     assert told.removeprefix("note: ") in found.text
     assert found.command.endswith("-model-aux_loss_coefficient-0-01")
@@ -114,12 +106,11 @@ def test_a_run_rings_warns_and_writes_the_numbers(tmp_path: Path) -> None:
         "plan__tp": 2,
         "plan__ep": 2,
     }
-    done = moemesh(*arguments(out, **keys))
-    assert done.returncode == 0, done.stderr
-    alarms = [line for line in done.stdout.splitlines() if line.startswith("alarm: ")]
-    assert len(alarms) == 1 and "step 20, layer 1:" in alarms[0], done.stdout
-    assert done.stdout.count('warning: with aux_loss_scope = "microbatch"') == 1
-    rows = [json.loads(line) for line in (out / "loads.jsonl").read_text().splitlines()]
+    printed = said(*arguments(out, **keys))
+    alarms = [line for line in printed.splitlines() if line.startswith("alarm: ")]
+    assert len(alarms) == 1 and "step 20, layer 1:" in alarms[0], printed
+    assert printed.count('warning: with aux_loss_scope = "microbatch"') == 1
+    rows = rows_of(out / "loads.jsonl")
     assert len(rows) == 21
     for row in rows:
         tokens = row["tokens_per_expert"]
@@ -235,43 +226,34 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
     config = ModelConfig(
         **MODEL | {"router_selection_bias": True, "experts_per_token": 1, "num_layers": 2}
     )
-    parallel = parallelize(
-        config,
-        PLAN,
-        mesh,
-        seed=1,
-        dtype=torch.float32,
-        tokens_per_rank=PLAN.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
-    )
+    parallel = build(mesh, config, PLAN, SHAPE, "float32", seed=1)
     kept: list[tuple[str, str]] = []
-    said: list[str] = []
+    told: list[str] = []
     bounds = RowBounds(
-        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), say=said.append
+        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), say=told.append
     )
     for step in (1, 2, 3):
         if step == 2:
             for moe in parallel.model.moe_layers().values():
                 assert moe.router.selection_bias is not None
                 moe.router.selection_bias[2] = 100.0
-        gradients_of_step(
-            parallel, microbatches(config, PLAN, SHAPE, step, mesh), TimelineRecorder(mesh.rank)
-        )
+        gradients(parallel, PLAN, SHAPE, step)
         if step == 3:
             bounds.look(step)
     bounds.look(4)
-    assert not said, "two forwards of a hundred are none to speak of"
+    assert not told, "two forwards of a hundred are none to speak of"
     for step in (5, 6):
         for moe in parallel.model.moe_layers().values():
             moe.experts.num_bounded = int(mesh.rank == 2)
         bounds.look(step)
-    return kept, said
+    return kept, told
 
 
 def test_the_rank_with_all_rows_is_named() -> None:
-    for kept, said in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
+    for kept, told in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
         text, kind = kept[0]
         bound = 2 * PLAN.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
         assert kind == "rows" and text.startswith(
             f"step 3: more than {bound} rows were sent to rank 2 in 2 forwards of layers 1 since"
         )
-        assert len(kept) == 3 and len(said) == 1 and "100% of its forwards" in said[0]
+        assert len(kept) == 3 and len(told) == 1 and "100% of its forwards" in told[0]

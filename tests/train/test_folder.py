@@ -36,6 +36,7 @@ from moemesh.train.records.run_folder import (
 )
 from tests.checkpoint.simulate import save_one, whole
 from tests.data.texts import stream
+from tests.train import runs
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
            "lr": 0.1, "seconds": 1.0}  # fmt: skip
@@ -74,15 +75,11 @@ def test_a_folder_with_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds no checkpoint"):
         RunFolder.open(tmp_path, "must")
     (run.checkpoints / "step-3").mkdir()
-    assert RunFolder.open(tmp_path, "must").has_run
-
-
-def test_only_a_checkpoint_is_a_run(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    assert RunFolder.open(tmp_path, "must").has_run
-    assert RunFolder.open(tmp_path, "auto").has_run
-    with pytest.raises(RunFolderError, match="never"):
-        RunFolder.open(tmp_path, "never")
+    for path in (tmp_path, tmp_path / "alone"):  # a checkpoint is a run, whatever is beside it
+        (path / "checkpoints/step-3").mkdir(parents=True, exist_ok=True)
+        assert RunFolder.open(path, "must").has_run and RunFolder.open(path, "auto").has_run
+        with pytest.raises(RunFolderError, match="never"):
+            RunFolder.open(path, "never")
 
 
 @pytest.mark.parametrize(
@@ -216,19 +213,15 @@ def test_two_runs_with_one_folder_of_checkpoints(
     again.release()
 
 
-def test_a_lease_without_a_body(tmp_path: Path) -> None:
-    run = RunFolder.open(tmp_path)
-    run.lock()
-    (tmp_path / "lease").write_text("")
-    with pytest.raises(RunFolderError, match="does not say who"):
-        RunFolder.open(tmp_path).lock()
-
-
 def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, mode: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    run = RunFolder.open(tmp_path)
+    first, run = RunFolder.open(tmp_path), RunFolder.open(tmp_path)
+    first.lock()
+    (tmp_path / "lease").write_text("")
+    with pytest.raises(RunFolderError, match="does not say who"):
+        run.lock()
     monkeypatch.setattr("moemesh.watch.lease.fcntl.flock", refuse)
     with pytest.raises(RunFolderError, match="cannot be locked"):
         run.lock()
@@ -438,7 +431,7 @@ class FullDisk:
 
 
 def rows_of(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [row["step"] for row in runs.rows_of(path)]
 
 
 def test_a_full_disk_is_told_once_and_no_row_is_lost(
@@ -506,7 +499,7 @@ def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
     assert cut_after(file, 9) == Cut(damaged=1, first_damaged=6)
     assert file.read_bytes() == whole
     assert cut_after(file, 3) == Cut(rows=2)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = runs.rows_of(file)
     assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
     assert cut_after(file, -1) == Cut(rows=3)
     assert file.read_bytes() == b""

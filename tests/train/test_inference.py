@@ -105,9 +105,7 @@ def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--threshold", "1.5"], "at most 1"),
         (["--experts-per-layer", "9"], "a layer has 8 experts"),
-        (["--threshold", "0.5", "--experts-per-layer", "2"], "both given"),
         (["--seq-len", "4000"], "one window"),
     ],
 )
@@ -143,36 +141,47 @@ def folder(tmp_path: Path) -> Path:
     return add_tokenizer(save("qwen3_moe", tmp_path / "model"))
 
 
+def on_one_rank(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
+    """In place of `generation.on_ranks`: in this process."""
+    if found := work(Mesh.single("cpu")):
+        print(found)
+    return 0
+
+
 @pytest.fixture
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
-    def work(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
-        if found := work(Mesh.single("cpu")):
-            print(found)
-        return 0
-
     def answer(*texts: str) -> Model:
         made = Model(Tokenizer.open(str(folder)), list(texts))
         parallel = SimpleNamespace(model=None, close=lambda: None)
         monkeypatch.setattr(generation, "continuation", made)
         monkeypatch.setattr(generation, "load", lambda *_: parallel)
-        monkeypatch.setattr(generation, "on_ranks", work)
+        monkeypatch.setattr(generation, "on_ranks", on_one_rank)
         return made
 
     return answer
 
 
-def test_one_answer(
-    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
-) -> None:
+Generated = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def generated(folder: Path, capsys: pytest.CaptureFixture[str]) -> Generated:
+    """What `moemesh generate` writes, to stdout and stderr; with its chat template by default."""
+
+    def generate(prompt: str | None, *, chat: bool = True, **options: Any) -> tuple[str, str]:
+        generation.generate(folder, prompt, chat=chat, **options)
+        return tuple(capsys.readouterr())
+
+    return generate
+
+
+def test_one_answer(answering: Callable[..., Model], generated: Generated) -> None:
     model = answering("It is <7>.</s>\n<user>", "abc", "It is 7.</s>")
-    generation.generate(folder, "3 + 4?", chat=True, system="Be brief.")
+    assert generated("3 + 4?", system="Be brief.")[0] == "It is <7>.\n"
     assert model.prompts == ["<system>Be brief.</s>\n<user>3 + 4?</s>\n<assistant>"]
-    assert capsys.readouterr().out == "It is <7>.\n"
-    generation.generate(folder, "3 + 4?", chat=True, max_tokens=5)
+    assert generated("3 + 4?", max_tokens=5)[0] == "abcxx\n"
     assert model.prompts[1] == "<user>3 + 4?</s>\n<assistant>"
-    assert capsys.readouterr().out == "abcxx\n"
-    generation.generate(folder, "3 + 4?", chat=True, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(generated("3 + 4?", as_json=True)[0])
     assert found["text"] == "It is 7." and len(found["tokens"]) == 12
 
 
@@ -182,12 +191,7 @@ def test_prompts_of_a_file_are_answered_together_as_each_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def work(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
-        if found := work(Mesh.single("cpu")):
-            print(found)
-        return 0
-
-    monkeypatch.setattr(generation, "on_ranks", work)
+    monkeypatch.setattr(generation, "on_ranks", on_one_rank)
     overrides, options = ["train.dtype=float64"], {"max_tokens": 9, "temperature": 0.7}
     most = generation.config_of(folder, overrides).model.max_position_embeddings
     prompts = ["a", "", "one and two", "ab" * most, "<7>", "one more"]
@@ -248,29 +252,26 @@ def test_a_terminal_shows_the_text_as_it_comes(
 
 
 def test_an_answer_ends_at_the_models_own_tokens_too(
-    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+    folder: Path, answering: Callable[..., Model], generated: Generated
 ) -> None:
     model = answering("ab~cd</s>")
     end = int(model.tokenizer.encode(b"~", "")[0])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
-    generation.generate(folder, "?", chat=True)
-    assert capsys.readouterr().out == "ab\n"
+    assert generated("?")[0] == "ab\n"
 
 
 def test_an_empty_answer_is_no_silence(
-    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+    answering: Callable[..., Model], generated: Generated
 ) -> None:
     answering("</s>")
-    generation.generate(folder, "?", chat=True)
-    told = capsys.readouterr()
-    assert not told.out.strip() and "the answer is empty" in told.err
+    out, err = generated("?")
+    assert not out.strip() and "the answer is empty" in err
 
 
 @pytest.mark.parametrize("last", ["/exit", None])
 def test_a_conversation_at_the_terminal(
-    folder: Path,
     answering: Callable[..., Model],
-    capsys: pytest.CaptureFixture[str],
+    generated: Generated,
     monkeypatch: pytest.MonkeyPatch,
     last: str | None,
 ) -> None:
@@ -285,27 +286,22 @@ def test_a_conversation_at_the_terminal(
 
     monkeypatch.setattr("builtins.input", asked)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    generation.generate(folder, None, chat=True)
+    out, err = generated(None)
     first = "<user>first?</s>\n<assistant>"
     assert model.prompts == [first, f"{first}One <.</s>\n<user>second?</s>\n<assistant>"]
-    captured = capsys.readouterr()
-    assert captured.out == "One <.\nTwo.\n\n" and "/exit or Ctrl-D" in captured.err
+    assert out == "One <.\nTwo.\n\n" and "/exit or Ctrl-D" in err
 
 
 def test_a_conversation_from_a_pipe(
-    folder: Path,
-    answering: Callable[..., Model],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    answering: Callable[..., Model], generated: Generated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = answering("One.</s>", "Two.</s>")
     monkeypatch.setattr(sys, "stdin", io.StringIO("first?\n\nsecond?\n"))
-    generation.generate(folder, None, chat=True)
+    assert generated(None) == ("One.\nTwo.\n", "")
     assert len(model.prompts) == 2 and "<assistant>One.</s>" in model.prompts[1]
-    assert capsys.readouterr() == ("One.\nTwo.\n", "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     with pytest.raises(UserError, match="stdin holds no question: give one as --prompt"):
-        generation.generate(folder, None, chat=True)
+        generated(None)
 
 
 def test_what_chat_refuses(
@@ -322,10 +318,8 @@ def test_what_chat_refuses(
     with pytest.raises(UserError, match=r"name the folder of a tokenizer with chat_template"):
         generation.generate(folder, "?", chat=True)
     for options, message in (
-        ([], "is missing"),
         (["--chat", "--json"], "answers one --prompt"),
         (["--prompt", "a", "--prompts", "b"], "give one of them"),
-        (["--prompt", "a", "--system", "b"], "add --chat"),
     ):
         monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
         with pytest.raises(SystemExit) as caught:
@@ -334,7 +328,7 @@ def test_what_chat_refuses(
 
 
 def test_a_run_that_was_tuned_on_conversations_says_so(
-    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+    folder: Path, answering: Callable[..., Model], generated: Generated
 ) -> None:
     answering("a", "b", "c</s>", "d")
     texts = [corpus_of([10] * 30), corpus_of([10] * 30, texts=tuple(range(30)))]
@@ -342,10 +336,7 @@ def test_a_run_that_was_tuned_on_conversations_says_so(
     for corpus in texts:
         facts = run_folder.record_of_data(Samples(corpus, seq_len=8, seed=0))
         (folder / "data.json").write_text(json.dumps(facts))
-        generation.generate(folder, "?", max_tokens=2)
-        said = "this run was tuned on conversations: --chat" in capsys.readouterr().err
-        assert said == (corpus is texts[0])
+        _, err = generated("?", chat=False, max_tokens=2)
+        assert ("this run was tuned on conversations: --chat" in err) == (corpus is texts[0])
     (folder / "data.json").write_text(json.dumps({"sources": None}))
-    generation.generate(folder, "?", chat=True)
-    generation.generate(folder, "?", max_tokens=2)
-    assert "tuned" not in capsys.readouterr().err
+    assert "tuned" not in generated("?")[1] + generated("?", chat=False, max_tokens=2)[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -15,10 +14,9 @@ from moemesh.schedule.text import digest, load
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.timeline import Timeline
 from moemesh.train.preparation import untrainable
-from tests.parallel.pipelining import SYNCHRONOUS
 from tests.test_cli import Invoke
 from tests.train import runs
-from tests.train.runs import losses, metrics, train
+from tests.train.runs import losses, metrics, rows_of, train
 
 DEEP: dict[str, Any] = {"model__num_layers": 8, "plan__microbatches": 8, "data__global_batch": 8}
 
@@ -53,8 +51,7 @@ def test_a_pipeline_is_resumed_as_another_one_and_as_none(
         if done:
             for later in range(done + 1, 5):
                 shutil.rmtree(out / "checkpoints" / f"step-{later}")
-        finished = runs.moemesh(*runs.arguments(out, **(keys | plan)))
-        assert finished.returncode == 0, finished.stderr
+        runs.train(out, **(keys | plan))
     assert_same_losses(runs.metrics(out), one_device)
 
 
@@ -98,16 +95,16 @@ def test_a_searched_schedule_trains_from_the_command_line(
 
     shutil.rmtree(out / "checkpoints" / "step-4")
     invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
-    again = runs.moemesh(*runs.arguments(out, **keys))
-    assert "changed since the last call: the schedule s.txt: digest" in again.stdout
+    again = runs.said(*runs.arguments(out, **keys))
+    assert "changed since the last call: the schedule s.txt: digest" in again
     assert load(out / "schedule.txt").name == "dualpipe_v"
     assert_same_losses(runs.metrics(out), one_device)
 
     for step in (3, 4):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     Path("s.txt").unlink()
-    again = runs.moemesh(*runs.arguments(out, **keys))
-    assert "s.txt is gone: the run goes on with its copy" in again.stdout
+    again = runs.said(*runs.arguments(out, **keys))
+    assert "s.txt is gone: the run goes on with its copy" in again
     assert_same_losses(runs.metrics(out), one_device)
 
 
@@ -122,24 +119,13 @@ def test_costs_of_a_run_make_the_schedule_of_the_next(
     assert_same_losses(runs.train(out, **keys), one_device)
     text = (out / "schedule.txt").read_text()
     (tmp_path / "measured" / "timeline.json").write_text("{}")
-    problem = runs.moemesh(*runs.arguments(tmp_path / "other", **keys))
-    assert problem.returncode == 2 and "is no timeline of a run" in problem.stderr
+    problem = runs.said(*runs.arguments(tmp_path / "other", **keys), code=2)
+    assert "is no timeline of a run" in problem
     # Going on needs no costs: the run has its schedule.
     shutil.rmtree(out / "checkpoints" / "step-4")
     shutil.rmtree(tmp_path / "measured")
     assert_same_losses(runs.train(out, **keys), one_device)
     assert (out / "schedule.txt").read_text() == text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_every_schedule_trains_with_the_losses_of_one_device(
-    tmp_path: Path, name: str, one_device: list[dict[str, Any]]
-) -> None:
-    keys = DEEP | {"plan__pp": 4, "plan__schedule": name}
-    if name == "interleaved_1f1b":
-        keys |= {"plan__stages_per_rank": 2}
-    assert_same_losses(runs.train(tmp_path / "run", **keys), one_device)
 
 
 KEYS: dict[str, Any] = {
@@ -149,10 +135,6 @@ KEYS: dict[str, Any] = {
     "train__dtype": "float64",
 }
 MOVING = KEYS | {"train__rebalance_every": 2}
-
-
-def loads(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "loads.jsonl").read_text().splitlines()]
 
 
 def imbalance(rows: list[dict[str, Any]]) -> float:
@@ -170,7 +152,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
     got = losses(train(tmp_path / "replicas", **KEYS, plan__spare_slots=1))
     assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
-    before, after = loads(plain), loads(tmp_path / "replicas")
+    before, after = (rows_of(out / "loads.jsonl") for out in (plain, tmp_path / "replicas"))
     # What ranks really computed: nearly the same on all; experts keep their logical loads.
     for row, expected in zip(after, before, strict=True):
         assert row["tokens_per_expert"] == expected["tokens_per_expert"]
@@ -187,7 +169,7 @@ def test_a_run_that_never_drains_counts_what_replicas_computed(
 ) -> None:
     keys = KEYS | {"plan__pp": 2, "plan__schedule": schedule, "plan__microbatches": 4}
     train(tmp_path, **keys, plan__spare_slots=1, train__validate_every=2)
-    rows = loads(tmp_path)
+    rows = rows_of(tmp_path / "loads.jsonl")
     for row in rows:
         assert sum(row["tokens_per_rank"]) == sum(row["tokens_per_expert"])
     assert imbalance(rows) < 1.02
@@ -197,7 +179,7 @@ def test_a_run_that_never_drains_counts_what_replicas_computed(
 def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
     got = losses(train(tmp_path / "moving", **MOVING))
     assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
-    last = loads(tmp_path / "moving")[-1]
+    last = rows_of(tmp_path / "moving/loads.jsonl")[-1]
     experts, half = last["tokens_per_expert"], len(last["tokens_per_expert"]) // 2
     assert sum(last["tokens_per_rank"]) == sum(experts)
     assert last["tokens_per_rank"] != [sum(experts[:half]), sum(experts[half:])]
@@ -317,18 +299,3 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     file.write_text(json.dumps(made))
     told = runs.said("train", "run.toml", *last, code=2, cwd=folder)
     assert told.count("as many, but not the same") == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("path", "nots", "data.path nots: No such file"),
-        ("path", "packed.txt", "packed.txt holds gzip data"),
-        ("tokenizer", "gpt2", 'data.tokenizer is "gpt2"'),
-        ("validation", "none.jsonl", "none.jsonl: No such file"),
-    ],
-)
-def test_config_check_looks_at_the_data(invoke: Invoke, key: str, value: str, told: str) -> None:
-    Path("packed.txt").write_bytes(gzip.compress(b"text"))
-    code, _, err = invoke("config", "check", "--set", f"data.{key}={value}")
-    assert code == 2 and told in err

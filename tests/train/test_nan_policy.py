@@ -19,10 +19,8 @@ from moemesh.checkpoint.saver import SaveJob
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
-from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-from moemesh.sharding.load_run import load_run
 from moemesh.train import session as sessions
 from moemesh.train.command import open_samples, train_rank
 from moemesh.train.console import Console
@@ -36,16 +34,16 @@ from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
 from moemesh.watch.supervisor import StopRequest
 from tests.ranks import mesh_on_ranks
-from tests.train.runs import SMALL, text_file
+from tests.train.runs import config_of, metrics, rows_of, shared_file
 
 BATCH, STEPS = 4, 8
 #: Settings of all runs here.
-SETTINGS: dict[str, Any] = SMALL | {
-    "model.num_layers": 4,
-    "data.global_batch": BATCH,
-    "train.steps": STEPS,
-    "train.checkpoint_every": 2,
-    "train.vote_every": 0,
+SETTINGS: dict[str, Any] = {
+    "model__num_layers": 4,
+    "data__global_batch": BATCH,
+    "train__steps": STEPS,
+    "train__checkpoint_every": 2,
+    "train__vote_every": 0,
 }
 #: The step that is spoiled at first.
 BAD = 4
@@ -67,28 +65,12 @@ class Spoiled(NamedTuple):
     position: int
 
 
-def corpus(folder: Path) -> Path:
-    """Written once: ranks read it at the same time."""
-    file = folder / "corpus.txt"
-    return file if file.exists() else text_file(folder)
-
-
-def config_of(folder: Path, **keys: Any) -> RunConfig:
-    settings = SETTINGS | {"data.path": str(corpus(folder))}
-    settings |= {key.replace("__", "."): value for key, value in keys.items()}
-    given = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in settings.items()
-    ]
-    return load_run([], given).config
-
-
 def run_on_rank(
     mesh: Mesh, folder: Path, keys: dict[str, Any], bad_step: int, damage: bool
 ) -> Spoiled:
     """Train; whatever reads the first sample of step `bad_step` meets a NaN in layer 2, or with
     `damage` a weight of rank 1 becomes NaN behind the update of that step, once."""
-    config = config_of(folder, **keys)
+    config = config_of(folder, **SETTINGS | keys)
     # Another rank may have begun to write there.
     run = RunFolder.open(folder / "run", "auto" if mesh.rank == 0 else None)
     samples = open_samples(config, run.path)
@@ -155,20 +137,19 @@ def run_on_rank(
     finite = all(bool(p.isfinite().all()) for p in held[0].model.parameters())
     if mesh.rank:
         return Spoiled(error, facts, [], [], finite, 0)
-    told = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
-    rows = (run.path / "metrics.jsonl").read_text().splitlines()
+    told, steps = rows_of(run.path / "events.jsonl"), [row["step"] for row in metrics(run.path)]
     saves = [
         p for p in run.checkpoints.glob("step-*/manifest.json") if ".tmp-" not in p.parent.name
     ]
     manifest = max(saves, key=lambda p: int(p.parent.name[5:]), default=None)
     position = json.loads(manifest.read_text())["state"]["position"] if manifest else 0
-    return Spoiled(error, facts, told, [json.loads(row)["step"] for row in rows], finite, position)
+    return Spoiled(error, facts, told, steps, finite, position)
 
 
 def run(
     tmp_path: Path, plan: str, bad_step: int = BAD, *, damage: bool = False, **keys: Any
 ) -> list[Spoiled]:
-    corpus(tmp_path)
+    shared_file(tmp_path)
     keys |= {f"plan__{key}": value for key, value in PLANS[plan].items()}
     layout = Plan(**PLANS[plan]).layout
     return mesh_on_ranks(layout, run_on_rank, tmp_path, keys, bad_step, damage)

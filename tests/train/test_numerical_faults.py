@@ -16,7 +16,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch, Context
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine, nonfinite_gradients
 from moemesh.train.numerics.replica_checksums import (
@@ -27,7 +27,7 @@ from moemesh.train.numerics.replica_checksums import (
 )
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
-from tests.parity.training import Shape, microbatches
+from tests.parity.training import Shape, build, microbatches
 from tests.ranks import mesh_on_ranks
 
 MODEL: dict[str, Any] = {
@@ -253,14 +253,7 @@ def inject_on_rank(
 ) -> list[Outcome]:
     """One sound step, then one step with each of the injections, then a sound step again."""
     plan, config = Plan(**plan_keys), ModelConfig(**MODEL | keys)
-    parallel = parallelize(
-        config,
-        plan,
-        mesh,
-        seed=1,
-        dtype=torch.float32,
-        tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
-    )
+    parallel = build(mesh, config, plan, SHAPE, "float32", seed=1)
     optimizer = Optimizer.of(parallel, TrainConfig(lr=1e-2))
 
     def step(number: int, batches: Sequence[Batch]) -> bool:
@@ -414,14 +407,7 @@ def flip_on_rank(
 ) -> list[tuple[list[Mismatch], bool, list[Mismatch]]]:
     """Of each flip: what the vote says, whether it was repaired, what the next vote says."""
     plan = Plan(**plan_keys)
-    parallel = parallelize(
-        ModelConfig(**MODEL),
-        plan,
-        mesh,
-        seed=1,
-        dtype=torch.float32,
-        tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
-    )
+    parallel = build(mesh, ModelConfig(**MODEL), plan, SHAPE, "float32", seed=1)
     optimizer = Optimizer.of(parallel, TrainConfig())
     vote = ReplicaChecksums(parallel, optimizer, TrainConfig(), lambda text, kind: None)
     assert not vote.compare(), "copies differ from the start"

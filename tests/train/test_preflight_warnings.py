@@ -42,6 +42,9 @@ def test_a_sensible_plan_needs_no_remark() -> None:
     assert said() == [] == said("train.steps=8")  # a trial of a few steps
     assert said("plan.pp=4", "plan.microbatches=8", "plan.schedule=zb_h1") == []
     assert said("plan.dp=2", "plan.ep=2", "plan.spare_slots=1") == []
+    assert said("plan.dp=4", "plan.microbatches=8") == []
+    # Streams that never drain have no bubble of a step.
+    assert said("plan.pp=4", "plan.schedule=pipedream") == []
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,10 @@ def test_a_sensible_plan_needs_no_remark() -> None:
             "steps = 8: the learning rate ends at 2.4e-03",
         ),
         (["plan.pp=4"], "plan.microbatches = 1 keeps 4 pipeline ranks waiting for 75% of a step"),
+        (
+            ["plan.dp=4", "plan.microbatches=9"],
+            "data.global_batch = 32 sequences into 36 parts: 4 are empty",
+        ),
     ],
 )
 def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words: str) -> None:
@@ -68,10 +75,6 @@ def test_many_ranks_on_few_cores() -> None:
     assert list(preflight_warnings(config, 2)) == []
     (remark,) = preflight_warnings(config, 100_000)
     assert "100000 ranks share" in remark
-
-
-def test_streams_that_never_drain_have_no_bubble_of_a_step() -> None:
-    assert said("plan.pp=4", "plan.schedule=pipedream") == []
 
 
 def test_states_that_exceed_the_memory_are_refused() -> None:
@@ -145,12 +148,6 @@ def test_a_rate_far_above_the_usual_one_is_named(
     assert " is 1e+30 times " in remark
 
 
-def test_parts_of_a_step_without_a_sequence_are_counted() -> None:
-    assert said("plan.dp=4", "plan.microbatches=8") == []
-    (remark,) = said("plan.dp=4", "plan.microbatches=9")
-    assert "data.global_batch = 32 sequences into 36 parts: 4 are empty" in remark
-
-
 @pytest.mark.parametrize("key", ["data", "validation", "sources"])
 def test_json_that_is_trained_on_as_text_is_named(tmp_path: Path, key: str) -> None:
     lines = ['{"messages": [{"role": "user", "content": "a"}]}\n'] * 30
@@ -179,14 +176,6 @@ def test_adapters_of_a_run_that_goes_on_or_starts_from_weights_are_right(tmp_pat
     assert untrainable(load_run([], ["lora.rank=8", f"model.path={tmp_path}"], {})) == []
 
 
-def overrides(keys: dict[str, Any]) -> list[str]:
-    settings = runs.SMALL | {key.replace("__", "."): value for key, value in keys.items()}
-    return [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in settings.items()
-    ]
-
-
 @pytest.mark.representative("adamw")
 @pytest.mark.parametrize(
     "keys",
@@ -201,8 +190,7 @@ def overrides(keys: dict[str, Any]) -> list[str]:
 )
 def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any]) -> None:
     run = tmp_path / "run"
-    done = runs.moemesh(*runs.arguments(run, **keys | {"train__steps": 1}))
-    assert done.returncode == 0, done.stderr
+    runs.train(run, **keys | {"train__steps": 1})
     (step,) = candidates(run / "checkpoints")
     stored = open_stored(run / "checkpoints", step)
     # Without headers and the routers' biases.
@@ -210,14 +198,14 @@ def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any])
         sum(piece.num_bytes for piece in stored.slices(file) if "selection_bias" not in piece.name)
         for file in stored.manifest.files
     )
-    predicted = preparation.checkpoint_bytes(load_run([], overrides(keys)).config)
+    predicted = preparation.checkpoint_bytes(load_run([], runs.settings(runs.small(**keys))).config)
     assert predicted == sum(sizes)
 
 
 def test_a_full_disk_is_refused_and_a_small_one_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_run([], overrides({"train__checkpoints_kept": 3})).config
+    config = runs.config_of(tmp_path, train__checkpoints_kept=3)
     size = preparation.checkpoint_bytes(config)
     present = tmp_path / "step-1"
     present.mkdir()
@@ -271,9 +259,8 @@ def test_a_run_that_cannot_write_its_last_files_has_ended_well(tmp_path: Path, r
     """What it was started for is saved; that it trains again would help nobody."""
     run = tmp_path / "run"
     keys = {"plan__dp": ranks, "train__restarts": 0}
-    assert runs.moemesh(*runs.arguments(run, **keys), "--stop-after", "2").returncode == 0
+    runs.said(*runs.arguments(run, **keys), "--stop-after", "2")
     (run / "ledger.json").unlink()
     (run / "ledger.json").mkdir()
-    done = runs.moemesh(*runs.arguments(run, **keys))
-    assert done.returncode == 0 and f"{run}/ledger.json cannot be written" in done.stdout
+    assert f"{run}/ledger.json cannot be written" in runs.said(*runs.arguments(run, **keys))
     assert candidates(run / "checkpoints")[0] == 4 and not (run / "failure.json").exists()

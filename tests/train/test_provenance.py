@@ -23,7 +23,7 @@ from moemesh.train.repro import Comparison, ReproError, compare_rows, covering_p
 from tests.commands import python
 from tests.test_cli import Invoke
 from tests.trace.test_run import row
-from tests.train.runs import arguments, metrics, moemesh
+from tests.train.runs import metrics, moemesh, train
 
 
 def git(folder: Path, *words: str) -> None:
@@ -192,27 +192,13 @@ def test_rows_are_compared_bit_by_bit() -> None:
 def two_starts(out: Path, **keys: object) -> list[dict[str, object]]:
     """A run of 6 steps in two starts, whose learning rates follow from other ends; its starts."""
     for steps in (3, 6):
-        done = moemesh(*arguments(out, train__steps=steps, **keys))
-        assert done.returncode == 0, done.stderr
+        train(out, train__steps=steps, **keys)
     return json.loads((out / "provenance.json").read_text())["starts"]
-
-
-@pytest.mark.slow
-def test_a_run_in_two_starts_is_repeated_to_the_bit(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    first, second = two_starts(out)
-    assert (first["first_step"], second["first_step"], second["last_step"]) == (1, 4, 6)
-    found, causes, again = repro(out, steps=5, say=lambda text: None, python=python())
-    assert found == Comparison(steps=5) and causes == []
-    assert [one["step"] for one in metrics(again)] == [1, 2, 3, 4, 5]
-    assert again == tmp_path / "run-repro"
-    with pytest.raises(ReproError, match="holds a run already"):
-        repro(out, again)
 
 
 def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert moemesh(*arguments(out, train__steps=3)).returncode == 0
+    train(out, train__steps=3)
     content = json.loads((out / "provenance.json").read_text())
     (start,) = content["starts"]
     assert start["argv"][:2] == ["moemesh", "train"] and start["directory"] == str(Path.cwd())
@@ -222,9 +208,7 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
     rows = metrics(out)
     rows[1]["loss"] = math.nextafter(rows[1]["loss"], 9)
     (out / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    done = moemesh("repro", str(out), "--steps", "2", "--json")
-    assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(moemesh("repro", str(out), "--steps", "2", "--json").stdout)
     assert (told["steps"], told["first_step"], told["key"], told["num_different"]) == (
         2, 2, "loss", 1
     )  # fmt: skip
@@ -235,6 +219,7 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "keys",
     [
+        {},
         {"plan__dp": 2, "plan__ep": 2},
         {"plan__pp": 2, "plan__schedule": "zb_h1", "plan__microbatches": 2},
         {"plan__pp": 2, "plan__schedule": "pipedream", "plan__microbatches": 6},
@@ -246,13 +231,20 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
             "plan__optimizer_validation": "after",
         },
     ],
-    ids=lambda keys: ",".join(f"{k[6:]}={v}" for k, v in keys.items()),
+    ids=lambda keys: ",".join(f"{k[6:]}={v}" for k, v in keys.items()) or "one rank",
 )
-def test_plans_of_several_ranks(keys: dict[str, object], tmp_path: Path) -> None:
+def test_a_run_in_two_starts_is_repeated_to_the_bit(
+    keys: dict[str, object], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    two_starts(out, **keys)
-    found, causes, _ = repro(out, steps=5, say=lambda text: None, python=python())
+    first, second = two_starts(out, **keys)
+    assert (first["first_step"], second["first_step"], second["last_step"]) == (1, 4, 6)
+    found, causes, again = repro(out, steps=5, say=lambda text: None, python=python())
     assert found == Comparison(steps=5) and causes == []
+    assert [one["step"] for one in metrics(again)] == [1, 2, 3, 4, 5]
+    assert again == tmp_path / "run-repro"
+    with pytest.raises(ReproError, match="holds a run already"):
+        repro(out, again)
 
 
 def test_what_cannot_be_repeated(tmp_path: Path, invoke: Invoke) -> None:

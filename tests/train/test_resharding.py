@@ -13,16 +13,15 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.trace.timeline import TimelineRecorder
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.step import gradients_of_step, update
+from moemesh.train.step import update
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
-from tests.parity.test_parity import MODEL
-from tests.parity.training import Part, Shape, assemble, microbatches, owned
+from tests.parity.models import MODEL
+from tests.parity.training import Part, Shape, assemble, build, gradients, owned
 from tests.ranks import end_meshes, run_on_ranks
 from tests.waiting import PATIENCE
 
@@ -45,19 +44,12 @@ def chain_on_rank(
         plan = Plan(**plan_keys)
         assert plan.check(config) == []
         mesh = Mesh.create(plan.layout, "cpu")
-        parallel = parallelize(
-            config,
-            plan,
-            mesh,
-            seed=17 + number,  # what is not read shows
-            dtype=getattr(torch, keys.dtype),
-            tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
-        )
+        # What is not read shows.
+        parallel = build(mesh, config, plan, SHAPE, keys.dtype, seed=17 + number)
         optimizer = Optimizer.of(parallel, keys)
         if not number:
             for step in (1, 2):
-                batches = microbatches(config, plan, SHAPE, step, mesh)
-                result = gradients_of_step(parallel, batches, TimelineRecorder(rank))
+                result = gradients(parallel, plan, SHAPE, step)
                 update(parallel, optimizer, result, lr=keys.lr, clip=keys.clip)
         else:
             checkpoint = saving.newest(run, parallel, lambda step, why: None)

@@ -7,13 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moemesh.checkpoint.stored import read_manifest
 from moemesh.planner.traffic.own_memory import predict_memory
@@ -22,8 +20,18 @@ from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.run import Run
 from tests import commands
 from tests.drill.rank import Spec
-from tests.test_cli import Invoke
-from tests.train.runs import arguments, losses, metrics, moemesh, start, train
+from tests.train.runs import (
+    arguments,
+    interrupted,
+    killed,
+    losses,
+    metrics,
+    moemesh,
+    said,
+    start,
+    torchrun,
+    train,
+)
 from tests.waiting import PATIENCE, until
 from tests.without_linux import MODULE
 
@@ -55,9 +63,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("two") / "run"
-    done = moemesh(*arguments(out, **TWO_RANKS))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (out.parent / "stdout").write_text(done.stdout)
+    (out.parent / "stdout").write_text(said(*arguments(out, **TWO_RANKS)))
     return out
 
 
@@ -78,9 +84,8 @@ def test_the_run_folder_is_complete(two_ranks: Path) -> None:
         (4, "first checkpoint of this start: step 4")
     ]
     assert json.loads((two_ranks / "plan.json").read_text())["world_size"] == 2
-    assert {
-        profile["rank"] for profile in json.loads((two_ranks / "memory.json").read_text())["ranks"]
-    } == {0, 1}
+    memory = json.loads((two_ranks / "memory.json").read_text())
+    assert {profile["rank"] for profile in memory["ranks"]} == {0, 1}
     assert all(sum(loads.tokens_per_expert) == 6 * 16 * 2 for loads in run.loads)
 
 
@@ -94,16 +99,6 @@ def test_the_wait_for_other_ranks_is_measured(two_ranks: Path) -> None:
 
 def test_two_plans_give_the_same_losses(one_rank: Path, two_ranks: Path) -> None:
     assert_close(losses(metrics(one_rank)), losses(metrics(two_ranks)))
-
-
-def test_memory_is_what_the_shapes_say(one_rank: Path) -> None:
-    """fp32 AdamW: gradients as large as the weights, moments twice that."""
-    (profile,) = json.loads((one_rank / "memory.json").read_text())["ranks"]
-    weights = profile["dense_weights"] + profile["expert_weights"]
-    summary = json.loads((one_rank / "summary.json").read_text())
-    assert weights == 4 * summary["parameters"]
-    assert profile["gradients"] == weights and profile["optimizer"] == 2 * weights
-    assert profile["activations"] > 0 and profile["peak"] > weights
 
 
 def test_memory_and_traffic_stand_beside_their_predictions(two_ranks: Path) -> None:
@@ -125,10 +120,7 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
     short = {"train__checkpoint_every": 2}
     out = tmp_path / "run"
     whole = losses(train(tmp_path / "whole", **short, train__steps=6))
-    process = start(*arguments(out, **short, train__steps=6), python=commands.python())
-    wait_for_checkpoint(out, 2)
-    process.kill()
-    process.wait()
+    killed(out, has_saved(out, 2), **short, train__steps=6)
     (out / "timeline_simulated.json").write_text("{}")  # of an end under the first plan
     rows = train(out, **short, train__steps=6, plan__dp=2, plan__ep=2)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -145,67 +137,44 @@ def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> 
     whole = losses(train(tmp_path / "whole", **keys))
     keys["train__checkpoint_folder"] = f"file://{tmp_path}/bucket/run"
     out = tmp_path / "run"
-    process = start(*arguments(out, **keys), python=commands.python())
-    until((tmp_path / "bucket/run/step-2/manifest.json").exists)
-    process.kill()
-    process.wait()
+    killed(out, (tmp_path / "bucket/run/step-2/manifest.json").exists, **keys)
     assert not (out / "checkpoints").exists()
     again = tmp_path / "again"
     rows = train(again, **keys, plan__dp=2, plan__ep=2)
     first = rows[0]["step"]
     assert first > 2
     assert_close(losses(rows), whole[first - 1 :])
-    done = moemesh("convert", str(again), str(tmp_path / "exported"))
-    assert done.returncode == 0 and (tmp_path / "exported/config.json").exists()
-    refused = moemesh(*arguments(tmp_path / "third", **keys, train__resume="never"))
-    assert refused.returncode == 2 and 'train.resume is "never"' in refused.stderr
+    said("convert", again, tmp_path / "exported")
+    assert (tmp_path / "exported/config.json").exists()
+    refused = said(*arguments(tmp_path / "third", **keys, train__resume="never"), code=2)
+    assert 'train.resume is "never"' in refused
 
 
-def wait_for_checkpoint(out: Path, step: int) -> None:
-    until((out / "checkpoints" / f"step-{step}").exists)
+def has_saved(out: Path, step: int) -> Callable[[], bool]:
+    return (out / "checkpoints" / f"step-{step}").exists
 
 
-def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12}
-    whole = losses(train(tmp_path / "whole", **keys))
-    out = tmp_path / "run"
-    process = start(*arguments(out, **keys), python=commands.python())
-    wait_for_checkpoint(out, 4)
-    process.kill()
-    process.communicate()
-    until(lambda: not processes_of(out))  # its ranks leave when they notice
-    rows = train(out, **keys)
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert losses(rows) == whole  # bit by bit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_a_killed_run_with_sharded_states_goes_on_and_changes_its_plan(
+@pytest.mark.representative("replicate")
+@pytest.mark.parametrize("data", ["replicate", "zero1", "zero2", "zero3"])
+def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, data: str
 ) -> None:
     keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12, "plan__data": data}
     whole = losses(train(tmp_path / "whole", **keys))
     out = tmp_path / "run"
-    process = start(*arguments(out, **keys), python=commands.python())
-    wait_for_checkpoint(out, 4)
-    process.kill()
-    process.communicate()
-    until(lambda: not processes_of(out))
+    killed(out, has_saved(out, 4), **keys)
     shutil.copytree(out, tmp_path / "other")
-    assert losses(train(out, **keys)) == whole  # bit by bit
-    other = losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"}))
-    assert_close(other, whole)
+    rows = train(out, **keys)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert losses(rows) == whole  # bit by bit
+    if data != "replicate":
+        assert_close(losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"})), whole)
 
 
 def test_ctrl_c_saves_and_exits_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     keys = TWO_RANKS | {"train__checkpoint_every": 1000, "train__steps": 2000}
-    process = start(*arguments(out, **keys), python=commands.python())
-    until((out / "metrics.jsonl").exists, process)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, stdout + stderr
+    stdout, stderr = interrupted(out, signal.SIGINT, 130, **keys)
     assert "stopped at step" in stdout and "Traceback" not in stdout + stderr
     (saved,) = [int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")]
     assert len(metrics(out)) == saved
@@ -218,42 +187,8 @@ def test_ctrl_c_saves_and_exits_and_the_same_command_goes_on(tmp_path: Path) -> 
 
 def test_the_same_command_after_the_end_does_nothing(two_ranks: Path) -> None:
     before = (two_ranks / "metrics.jsonl").read_bytes()
-    done = moemesh(*arguments(two_ranks, **TWO_RANKS))
-    assert done.returncode == 0 and "already trained" in done.stdout
+    assert "already trained" in said(*arguments(two_ranks, **TWO_RANKS))
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
-
-
-def processes_of(out: Path) -> dict[int, list[str]]:
-    """The processes of the run in `out`, with their environments; none where there is no /proc."""
-    found: dict[int, list[str]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if str(out) in (folder / "cmdline").read_bytes().decode().split("\0"):
-                variables = (folder / "environ").read_bytes().decode().split("\0")
-                found[int(folder.name)] = variables
-    return found
-
-
-def process_of_rank(rank: int, out: Path) -> int:
-    """The process of the run in `out` whose environment has that rank."""
-    (found,) = [pid for pid, told in processes_of(out).items() if f"RANK={rank}" in told]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
-def test_a_killed_rank_is_the_one_that_is_named(tmp_path: Path) -> None:
-    """The others only lose contact with it."""
-    out = tmp_path / "run"
-    process = start(*arguments(out, **TWO_RANKS, train__steps=5000, train__restarts=0))
-    until((out / "metrics.jsonl").exists, process)
-    os.kill(process_of_rank(1, out), signal.SIGKILL)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 137
-    assert err.startswith("moemesh: rank 1 was killed by SIGKILL\n")
-    assert "rank 0 failed" not in err and "details in" in err
-    failure = json.loads((out / "failure.json").read_text())
-    assert (failure["rank"], failure["kind"]) == (1, "Killed")
 
 
 def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
@@ -288,43 +223,32 @@ def test_precisions_train_and_resume(tmp_path: Path, keys: dict[str, object]) ->
 # Mistakes: one clear message, exit code 2 (1 at run time), nothing lost.
 
 
-def test_another_model_in_the_same_folder_is_refused(two_ranks: Path, invoke: Invoke) -> None:
-    code, _, err = invoke(*arguments(two_ranks, **TWO_RANKS, model__num_layers=3))
-    assert code == 2 and "model.num_layers: 2 -> 3" in err and "another folder" in err
-
-
 def test_another_run_does_not_go_on_from_a_checkpoint_in_a_new_folder(
     tmp_path: Path, one_rank: Path
 ) -> None:
     shutil.copytree(one_rank / "checkpoints", tmp_path / "kept")
     keys = {"train__checkpoint_folder": f"file://{tmp_path}/kept", "train__steps": 6}
     keys["data__path"] = str(one_rank.parent / "corpus.txt")
-    done = moemesh(*arguments(tmp_path / "new", **keys, train__seed=7, model__num_heads=4))
-    assert done.returncode == 2 and "--allow-change train.seed" in done.stderr
-    assert "model.num_heads: 8 -> 4 (model)" in done.stderr and not (tmp_path / "new").exists()
-    again = moemesh(*arguments(tmp_path / "new", **keys))
-    assert again.returncode == 0 and "resumed from step 4" in again.stdout
+    new = tmp_path / "new"
+    refused = said(*arguments(new, **keys, train__seed=7, model__num_heads=4), code=2)
+    assert "--allow-change train.seed" in refused and not new.exists()
+    assert "model.num_heads: 8 -> 4 (model)" in refused
+    assert "resumed from step 4" in said(*arguments(new, **keys))
 
 
 def test_a_run_that_was_killed_before_it_saved_begins_again_and_keeps_its_rows(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
-    process = start(*arguments(out, train__steps=5000), python=commands.python())
-    until((out / "metrics.jsonl").exists, process)
-    process.kill()
-    process.communicate()
+    killed(out, (out / "metrics.jsonl").exists, train__steps=5000)
     rows = (out / "metrics.jsonl").read_bytes()
     short = [*arguments(out, train__steps=2), "--allow-change", "train.steps"]
-    done = moemesh(*short)
-    assert done.returncode == 0, done.stderr
-    assert "kept in metrics-1.jsonl and loads-1.jsonl" in done.stdout
+    assert "kept in metrics-1.jsonl and loads-1.jsonl" in said(*short)
     assert (out / "metrics-1.jsonl").read_bytes() == rows and len(metrics(out)) == 2
     # Of a run that has saved nothing is replaced.
     shutil.rmtree(out / "checkpoints")
     rows = (out / "metrics.jsonl").read_bytes()
-    done = moemesh(*short)
-    assert done.returncode == 2 and "run records 2 steps, and" in done.stderr
+    assert "run records 2 steps, and" in said(*short, code=2)
     assert (out / "metrics.jsonl").read_bytes() == rows and not (out / "checkpoints").exists()
 
 
@@ -357,36 +281,14 @@ def test_a_truncated_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) 
 
 
 def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks: Path) -> None:
-    def torchrun(num_ranks: int, out: Path) -> subprocess.CompletedProcess[str]:
-        command = [
-            commands.python(),
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={num_ranks}",
-        ]
-        command += ["--standalone", "-m", "moemesh", *arguments(out, **TWO_RANKS)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-
-    done = torchrun(2, tmp_path / "good")
+    done = torchrun("moemesh", *arguments(tmp_path / "good", **TWO_RANKS))
     assert done.returncode == 0, done.stderr
     assert losses(metrics(tmp_path / "good")) == losses(metrics(two_ranks))
-    done = torchrun(3, tmp_path / "bad")
+    given = arguments(tmp_path / "bad", **TWO_RANKS)
+    done = torchrun("moemesh", *given, options=["--nproc-per-node=3"])
     assert done.returncode != 0
     assert "3 ranks were started, the plan needs pp*dp*cp*tp = 1*1*1*2 = 2" in done.stderr
     assert not (tmp_path / "bad").exists()
-
-
-def test_every_rank_reports_the_same_gradient_norm_and_skips_together() -> None:
-    from moemesh.comm.mesh import Mesh
-    from moemesh.parallel.norm import gradient_norm
-    from moemesh.parallel.placement import OwnRange, Placement
-
-    where = {"w": Placement(name="w", shape=(2,), shards={}, summed_over="stage")}
-    own = {"w": OwnRange(numbers=range(2), is_first=True)}
-    mesh = Mesh.single("cpu")
-    norm = gradient_norm({"w": torch.tensor([3.0, 4.0])}, where, own, mesh)
-    assert norm.value == 5.0 and norm.is_finite
-    assert not gradient_norm({"w": torch.tensor([3.0, torch.nan])}, where, own, mesh).is_finite
 
 
 @pytest.mark.slow
@@ -405,9 +307,7 @@ def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -
 
 
 def test_a_refusal_under_torchrun_leaves_a_good_run_alone(two_ranks: Path) -> None:
-    command = [commands.python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--standalone", "-m", "moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = torchrun("moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5))
     assert done.returncode != 0 and "--allow-change train.lr" in done.stderr
     assert "Connection closed" not in done.stderr
     assert not (two_ranks / "failure.json").exists()
@@ -417,16 +317,8 @@ def test_another_optimizer_starts_its_moments_afresh(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(out, train__optimizer="sgd", train__steps=2)
     again = arguments(out, train__optimizer="adamw", train__steps=4)
-    done = moemesh(*again, "--allow-change", "train.optimizer")
-    assert done.returncode == 0 and len(metrics(out)) == 4, done.stderr
-
-
-def test_a_device_that_is_not_there_is_a_mistake(tmp_path: Path, invoke: Invoke) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    code, _, err = invoke(*arguments(tmp_path / "run", train__device="cuda"))
-    assert code == 2 and "0 found" in err
-    assert not (tmp_path / "run").exists()
+    said(*again, "--allow-change", "train.optimizer")
+    assert len(metrics(out)) == 4
 
 
 STATES = (
@@ -453,8 +345,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "early": EARLY | BIASED | {"train.dtype": "bfloat16"},
     "stream": STREAM | BIASED,
     "sgd": {"plan.dp": 2, "plan.ep": 2, "train.optimizer": "sgd"},
-}
-MORE: dict[str, dict[str, Any]] = {
     "early in fp32": EARLY | {"plan.schedule": "zb_h1"},
     "early with momentum": EARLY | {"train.optimizer": "sgd", "train.momentum": 0.9},
     "stream in bf16": STREAM | {"plan.dp": 2, "plan.ep": 2, "train.dtype": "bfloat16"},
@@ -464,9 +354,11 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def check(out: Path, keys: dict[str, Any]) -> None:
-    """Train with `keys`, and compare memory.json with the prediction."""
-    train(out, **keys)
+@pytest.mark.representative("early", "stream", "sgd")
+@pytest.mark.parametrize("name", RUNS)
+def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    train(out, **RUNS[name])
     config = load_run([out / "config.toml"], [], {}).config
     found = MemoryProfiles.from_json(json.loads((out / "memory.json").read_text()))
     assert len(found.ranks) == config.plan.world_size
@@ -486,17 +378,6 @@ def check(out: Path, keys: dict[str, Any]) -> None:
         )
         for part in STATES:
             assert getattr(predicted, part) == getattr(measured, part), f"{measured.rank}: {part}"
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
-    check(tmp_path / "run", RUNS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_states_of_more_runs_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
-    check(tmp_path / "run", MORE[name])
 
 
 TWO = {"plan__dp": 2, "train__restarts": 0}

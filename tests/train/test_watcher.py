@@ -46,7 +46,7 @@ from moemesh.watch.progress_words import Word, WordFile
 from moemesh.watch.supervisor import Ended, RankWatcher
 from moemesh.watch.verdict import GONE, Kind, Limits, Seen, Told, Verdict
 from tests.drill.rank import Spec as FaultSpec
-from tests.train.runs import arguments, losses, metrics, moemesh, start
+from tests.train.runs import arguments, losses, metrics, rows_of, start, torchrun, train
 from tests.waiting import PATIENCE, until
 from tests.watch.looks import word
 
@@ -139,8 +139,7 @@ def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ra
     assert second.wait(60) == 143, second.communicate()
     steps = [row["step"] for row in metrics(out)]
     assert steps == list(range(1, len(steps) + 1))
-    said = [json.loads(line) for line in events.read_text().splitlines()]
-    assert sum(one["kind"] == "resumed" for one in said) == 1
+    assert sum(one["kind"] == "resumed" for one in rows_of(events)) == 1
 
 
 @pytest.mark.slow
@@ -461,9 +460,6 @@ def test_ranks_that_end_well_leave_nothing(
     assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "kind"),
@@ -479,17 +475,12 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     tmp_path: Path, action: str, kind: str
 ) -> None:
     keys = {"plan__dp": 2, "train__steps": 8, "train__checkpoint_every": 2}
-    whole = tmp_path / "whole"
-    assert moemesh(*arguments(whole, **keys)).returncode == 0
+    whole = train(tmp_path / "whole", **keys)
     fault = FaultSpec(action=action, rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
-    command = [*TORCHRUN, "--max-restarts=1", "-m", "tests.drill.rank", fault.text()]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments(out, **keys)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    options = ["--nproc-per-node=2", "--max-restarts=1"]
+    words = ["tests.drill.rank", fault.text(), *arguments(out, **keys)]
+    done = torchrun(*words, options=options, python=sys.executable)
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "failures/1/failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
@@ -497,7 +488,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     # Of what rank 0 met because of it nobody speaks, and torchrun holds the same rank to be first.
     assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
     assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr
-    assert losses(metrics(out)) == losses(metrics(whole))
+    assert losses(metrics(out)) == losses(whole)
     assert not [one for one in watchers() if str(out) in one]
 
 
@@ -505,13 +496,8 @@ def test_torchrun_starts_ranks_again_after_each_fault(
 def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
     fault = FaultSpec(action="loop", rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
-    command = [*TORCHRUN, "-m", "tests.drill.rank", fault.text()]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments(out, plan__dp=2, train__steps=8)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    words = ["tests.drill.rank", fault.text(), *arguments(out, plan__dp=2, train__steps=8)]
+    done = torchrun(*words, python=sys.executable)
     assert done.returncode == 1
     *_, last = done.stderr.split("Root Cause")
     assert "rank 1 is busy" in last and "never entered" in last
@@ -522,16 +508,22 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
 def test_a_folder_that_is_refused_is_told_and_left_alone(tmp_path: Path) -> None:
     """It may be another run's: no report is written into it."""
     out = tmp_path / "run"
-    assert moemesh(*arguments(out, train__steps=2)).returncode == 0
+    train(out, train__steps=2)
     before = sorted(file.name for file in out.iterdir())
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, "-m", "moemesh", *arguments(out, plan__dp=2, train__seed=7)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    given = arguments(out, plan__dp=2, train__seed=7)
+    done = torchrun("moemesh", *given, python=sys.executable)
     assert done.returncode == 1 and "train.seed" in done.stderr, done.stderr
     assert sorted(file.name for file in out.iterdir()) == before
+
+
+def sleeper(node: Node) -> tuple[Path, subprocess.Popen[bytes], WordFile]:
+    """The folder of a node, rank 4 there, which sleeps, and the words of all."""
+    folder = meet(node, lambda folder: ["true"])
+    assert folder is not None
+    child = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
+    words = WordFile(folder / WORDS, node.world_size, is_there=True)
+    until(lambda: words.read(4) is not None)
+    return folder, child, words
 
 
 def watchers() -> Iterator[str]:
@@ -548,12 +540,7 @@ def watchers() -> Iterator[str]:
 def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
     node: Node, tmp_path: Path
 ) -> None:
-    folder = meet(node, lambda folder: ["true"])
-    assert folder is not None
-    rank = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
-    words = WordFile(folder / WORDS, node.world_size, is_there=True)
-    while words.read(4) is None:
-        time.sleep(0.01)
+    folder, rank, _ = sleeper(node)
     rank.send_signal(signal.SIGTERM)
     limits = Limits(patience=60.0)
     spec = WatcherSpec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
@@ -562,12 +549,7 @@ def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
 
 
 def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
-    folder = meet(node, lambda folder: ["true"])
-    assert folder is not None
-    child = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
-    words = WordFile(folder / WORDS, node.world_size, is_there=True)
-    while words.read(4) is None:
-        time.sleep(0.01)
+    folder, child, words = sleeper(node)
     guests = Guests()
     looks = RankWatcher(folder, words, [4], guests, Limits(patience=1.0))
     child.send_signal(signal.SIGSTOP)

@@ -7,7 +7,7 @@ import pytest
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
-from tests.parity.test_parity import MODEL, TRAIN
+from tests.parity.models import MODEL, TRAIN
 from tests.parity.training import Shape, train_on_rank
 from tests.ranks import mesh_on_ranks
 

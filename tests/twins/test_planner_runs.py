@@ -141,17 +141,12 @@ over_all | tp=2 ep=2 dp=2 | 5 float32
 over_all clip_qkv=1.0 partial_rotary_factor=0.5 | tp=2 ep=2 | 4 bfloat16
 clip_qkv=1.0 | tp=4 | 4 float32
 """
-#: Without activations, which the planner does not count tensor by tensor for some selections and
-#: schedules (whole sequences that are compared; the weight gradients that a split backward still
-#: owes); the other ends of a step, slices, forwards that run again, experts on several ranks.
+#: Without activations, which the planner does not count tensor by tensor for some schedules (the
+#: weight gradients that a split backward still owes); the other ends of a step, forwards that run
+#: again, experts on several ranks. Plans of `tests/parity` are not repeated for their own sake.
 TRAFFIC_ONLY = f"""
-router_selection=expert_choice | dp=2 tp=2 ep=2 | 4 float32
-router_selection=sinkhorn capacity_factor=1.0 | tp=2 ep=2 | 4 float32
-tiny | {HALVES} schedule=zb_h1 tp=2 | 4 float32
-tiny | recompute=full dp=2 tp=2 ep=2 etp=2 | 4 float32
 *first_dense_layers=2 | recompute=full {HALVES} tp=2 ep=2 | 4 bfloat16
 *tiny | {AFTER} dp=2 ep=2 | 6 float32
-tiny | {SLICED} tp=2 ep=2 | 3 float32
 *tiny | dp=4 ep=4 spare_slots=2 | 6 float32
 tiny | {STREAM} dp=2 ep=2 | 5 float32
 *tiny | {MESSAGES} tp=2 ep=2 | 4 float32
@@ -166,8 +161,6 @@ capacity_factor=1.0 aux_loss_scope=global | {AFTER} tp=2 | 4 float32
 tiny | pp=4 microbatches=4 schedule=zb_h2 optimizer_validation=after recompute=full | 4 float32
 tied_embeddings=True | {HALVES} schedule=zb_v optimizer_validation=after | 4 float32
 tiny | {HALVES} schedule=1f1b optimizer_validation=after dp=2 ep=2 spare_slots=1 | 6 float32
-aux_loss_scope=global | {SLICED} dp=2 ep=2 | 5 float32
-tiny | pp=2 schedule=terapipe slices=5 microbatches=2 recompute=full tp=2 ep=2 | 3 bfloat16
 tiny | dp=4 ep=4 spare_slots=1 dispatch_chunks=2 spare_policy=shadow | 6 float32
 tiny | dp=4 ep=4 spare_slots=1 recompute=full payload=fp8 | 6 bfloat16
 tiny | dp=2 tp=2 ep=2 etp=2 spare_slots=2 | 5 float32
@@ -181,40 +174,23 @@ biases | dp=4 ep=4 spare_slots=1 | 6 float32
 biases | dp=4 ep=2 spare_slots=2 etp=2 | 6 bfloat16
 ahead tied_embeddings=True | recompute=full {HALVES} dp=2 ep=2 | 4 float32
 num_mtp_layers=1 | {AFTER} dp=2 ep=2 | 6 float32
-num_mtp_layers=1 | {SLICED} tp=2 ep=2 | 3 float32
-together | {SLICED} tp=2 ep=2 | 3 float32
-together aux_loss_scope=sequence | {HALVES} schedule=zb_h1 | 5 float32
 together | {STREAM} dp=2 ep=2 | 4 float32
 together | {MESSAGES} tp=2 | 3 float32
-together | {HALVES} schedule=dualpipe dp=2 ep=2 | 9 float32
 num_mtp_layers=1 | schedule=pipedream microbatches=4 tp=2 | 4 float32
-ahead aux_loss_scope=global | {HALVES} schedule=zb_v | 4 float32
 num_mtp_layers=1 moe_layers=(0,2) | dp=4 ep=4 spare_slots=1 | 6 float32
 # Kinds of attention.
 *latent | tp=2 ep=2 recompute=full | 4 float32
-over_all | tp=2 ep=2 recompute=full/selective | 4 float32
-latent num_mtp_layers=1 | tp=2 ep=2 pp=2 microbatches=2 recompute=full | 5 float32
-latent | tp=2 cp=2 ep=2 context=ring | 3 bfloat16
-latent q_lora_rank=0 | tp=2 cp=2 context=all_gather | 3 float32
-over_all | tp=2 cp=2 context=all_to_all | 3 float32
-latent q_lora_rank=0 | tp=2 {SLICED} | 5 float32
 # States that are sharded over data-parallel ranks, or on servers.
 *tiny | dp=4 ep=2 microbatches=2 data=zero1 | 8 bfloat16
 *tiny | dp=4 ep=2 microbatches=2 data=step | 8 bfloat16
 *tiny | dp=4 ep=2 microbatches=2 data=two_servers | 8 bfloat16
-tiny | dp=4 {WIDE} | 5 float32
 tiny | dp=4 ep=2 microbatches=2 {WIDE} | 8 bfloat16
-tiny | dp=3 {WIDE} | 4 bfloat16
 tiny | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED} | 8 bfloat16
-tiny | dp=4 ep=2 combine=exact ranks_per_node=2 shard_group=2 {GROUPED} | 5 float32
-num_mtp_layers=2 | dp=4 ep=2 {WIDE} | 5 float32
 tiny | dp=4 ep=2 combine=exact ranks_per_node=2 {WIDE} | 5 float64
 tiny | dp=2 tp=2 ep=2 etp=2 {NARROW} | 3 bfloat16
-tiny | dp=2 tp=2 ep=4 attention_exit=all_to_all {NARROW} | 4 float32
 tied_embeddings=True qk_norm=True | {HALVES} dp=2 {NARROW} | 8 bfloat16
 tiny | {HALVES} dp=2 ep=2 schedule=dualpipe {DEFERRING} | 9 float32
 tiny | {HALVES} recompute=full dp=2 tp=2 schedule=zb_h1 {DEFERRING} | 4 bfloat16
-num_mtp_layers=2 | dp=2 ep=2 microbatches=2 {NARROW} | 4 float32
 num_mtp_layers=1 expert_bias=True | {HALVES} dp=2 {NARROW} | 8 bfloat16
 tiny | {AFTER} dp=2 ep=2 {DEFERRING} | 6 float32
 tiny | {STREAM} dp=2 ep=2 data=zero1/parameter_server | 5 bfloat16

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.contenders import peak_bytes
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import parallelize
 from moemesh.planner.estimate import of_own_run
-from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes
-from moemesh.train.step import evaluate, gradients_of_step, update
-from tests.parity.training import Shape, microbatches, model_of
+from moemesh.train.step import evaluate, update
+from tests.parity.training import Shape, build, gradients, microbatches, model_of, rows
 from tests.ranks import mesh_on_ranks
 
 SEQ_LEN, BATCH = 64, 8
@@ -28,35 +25,30 @@ MODEL: dict[str, Any] = {
     "experts_per_token": 2,
     "num_layers": 3,
 }
-
-
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"expert_intermediate_size": 256}, {"dp": 4, "ep": 4}),
-    ({"capacity_factor": 1.5}, {"dp": 4, "ep": 4}),
-]
-MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"dp": 4, "ep": 4}),
-    ({}, {"dp": 2, "ep": 2}),
-    ({}, {"dp": 2, "tp": 2, "ep": 4}),
-    ({}, {"dp": 4, "ep": 4, "recompute": "full"}),
-    ({}, {"dp": 4, "ep": 4, "dispatch_chunks": 2}),
-    ({}, {"dp": 4, "ep": 4, "dispatcher": "all_gather"}),
-    ({}, {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2}),
-]
+SHAPE = Shape(BATCH, SEQ_LEN)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "wide": {"expert_intermediate_size": 256},
+    "capacity": {"capacity_factor": 1.5},
+}
+CASES = rows(
+    """
+    *wide *capacity tiny | dp=4 ep=4
+    tiny | dp=2 ep=2
+    tiny | dp=2 tp=2 ep=4
+    tiny | dp=4 ep=4 recompute=full
+    tiny | dp=4 ep=4 dispatch_chunks=2
+    tiny | dp=4 ep=4 dispatcher=all_gather
+    tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2
+    """
+)
 
 
 def step_on_rank(mesh: Mesh, model_keys: dict[str, Any], plan: Plan) -> tuple[int, int, int, int]:
     """Bytes of model states and of all else at the peak of a step in which every token chooses the
     experts of rank 0; forwards in blocks, choices of all layers that were dropped."""
     config = model_of(model_keys)
-    parallel = parallelize(
-        config,
-        plan,
-        mesh,
-        seed=0,
-        dtype=torch.float32,
-        tokens_per_rank=plan.tokens_per_rank(SEQ_LEN, BATCH),
-    )
+    parallel = build(mesh, config, plan, SHAPE, "float32")
     layers = parallel.model.moe_layers().values()
     for moe in layers:
         assert moe.router.selection_bias is not None
@@ -66,8 +58,7 @@ def step_on_rank(mesh: Mesh, model_keys: dict[str, Any], plan: Plan) -> tuple[in
 
     def run(step: int) -> None:
         nonlocal dropped
-        batches = microbatches(config, plan, Shape(BATCH, SEQ_LEN), step, mesh)
-        result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
+        result = gradients(parallel, plan, SHAPE, step)
         dropped = int(result.dropped_L.sum())
         update(parallel, optimizer, result, lr=1e-3, clip=1.0)
 
@@ -81,8 +72,9 @@ def step_on_rank(mesh: Mesh, model_keys: dict[str, Any], plan: Plan) -> tuple[in
     return sum(state_bytes(parallel, optimizer).values()), rest, bounded, dropped
 
 
-def check(model_keys: dict[str, Any], plan_keys: dict[str, Any]) -> None:
-    keys, plan = MODEL | model_keys, Plan(**plan_keys)
+@pytest.mark.parametrize(("variant", "plan_keys", "_"), CASES)
+def test_peak_is_below_the_bound(variant: str, plan_keys: dict[str, Any], _: Shape) -> None:
+    keys, plan = MODEL | VARIANTS[variant], Plan(**plan_keys)
     config = model_of(keys)
     bound = of_own_run(config, plan, seq_len=SEQ_LEN, global_batch=BATCH, dtype="float32", rank=0)
     ranks = mesh_on_ranks(plan.layout, step_on_rank, keys, plan)
@@ -93,16 +85,3 @@ def check(model_keys: dict[str, Any], plan_keys: dict[str, Any]) -> None:
     assert fullest > 0.6 * bound.activation_bytes
     assert bool(bounded) == (bound.rows > (bound.rows_at_once or 0) * plan.dispatch_chunks)
     assert dropped == bound.dropped_choices * config.num_moe_layers
-
-
-@pytest.mark.parametrize(("model_keys", "plan_keys"), CASES, ids=str)
-def test_peak_is_below_the_bound(model_keys: dict[str, Any], plan_keys: dict[str, Any]) -> None:
-    check(model_keys, plan_keys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model_keys", "plan_keys"), MORE, ids=str)
-def test_peak_is_below_the_bound_of_more_plans(
-    model_keys: dict[str, Any], plan_keys: dict[str, Any]
-) -> None:
-    check(model_keys, plan_keys)

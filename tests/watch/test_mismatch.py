@@ -13,9 +13,6 @@ from moemesh.watch import progress_words
 from moemesh.watch.progress_words import RANK_BYTES, Collective, Word, read_word
 from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Seen, mismatch
-from tests import commands
-from tests.drill import trials
-from tests.drill.trials import FAULTS
 from tests.watch.looks import RESET, Clock, collective, seen, told, word
 
 
@@ -112,13 +109,18 @@ MESSAGE = (
 CALLS = [call(), call(), call("all_gather", 64), call()]
 
 
+def lost_contact() -> list[Seen]:
+    """Ranks that failed in the network, one after the other, each in its call."""
+    return [
+        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0 + r / 10))
+        for r, at in enumerate(CALLS)
+    ]
+
+
 def test_errors_of_the_network_are_the_fault_of_the_rank_that_called_something_else() -> None:
     """gloo ends ranks that get too many bytes by SIGABRT, and others lose contact with them."""
     clock = Clock()
-    ranks = [
-        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0 + r))
-        for r, at in enumerate(CALLS)
-    ]
+    ranks = lost_contact()
     ranks[0] = Seen(rank=0, exit_code=-6, word=word(0, at=CALLS[0]))
     found = clock.look(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
@@ -165,10 +167,7 @@ def test_a_hang_is_the_fault_of_the_rank_that_called_something_else() -> None:
 
 
 def test_surer_signs_come_first() -> None:
-    ranks = [
-        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0))
-        for r, at in enumerate(CALLS)
-    ]
+    ranks = lost_contact()
     ranks[1] = seen(1, exit_code=-9, word=word(1, at=CALLS[1]))
     found = Clock().look(ranks, 4.0)
     assert found is not None and (found.kind, found.rank) == ("killed", 1)
@@ -186,10 +185,7 @@ def test_ranks_that_move_are_left_alone() -> None:
 
 
 def test_the_report_has_all_calls(tmp_path: Path) -> None:
-    ranks = [
-        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0))
-        for r, at in enumerate(CALLS)
-    ]
+    ranks = lost_contact()
     verdict = Clock().look(ranks, 1.0)
     ended = Ended(code=1, verdict=verdict, stacks={}, traces={})
     write_verdict(tmp_path, ended, epoch=1, action="ended the run", advice="")
@@ -201,12 +197,3 @@ def test_the_report_has_all_calls(tmp_path: Path) -> None:
         {"operation": "all_reduce", "bytes": 8, "caller": "gradients", "ranks": [0, 1, 3]},
         {"operation": "all_gather", "bytes": 64, "caller": "gradients", "ranks": [2]},
     ]
-
-
-@pytest.mark.slow
-def test_an_operation_too_many_of_one_rank() -> None:
-    problems: list[str] = []
-    name = "an operation that one rank alone calls"
-    (row,) = trials.run([name], trials=2, seed=3, python=commands.python(), say=problems.append)
-    assert all(one.is_good for one in row.outcomes), "\n".join(problems)
-    assert name in FAULTS

@@ -14,12 +14,15 @@ from moemesh.watch.verdict import END_SECONDS, GONE, Limits, LostHost, Seen, bla
 from tests.watch.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
 
 
+def lost_contact() -> list[Seen]:
+    """Four ranks that failed inside of one operation, one after the other."""
+    errors = (told("E", RESET, 99.0 + rank) for rank in range(4))
+    return [replace(waiting(rank, failed=True), told=one) for rank, one in enumerate(errors)]
+
+
 def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
     clock = Clock()
-    ranks = [waiting(r, failed=True) for r in range(4)]
-    ranks = [
-        Seen(**{**vars(one), "told": told("E", RESET, 99.0 + r)}) for r, one in enumerate(ranks)
-    ]
+    ranks = lost_contact()
     ranks[2] = seen(2, exit_code=-9, word=word(2, at=collective(7)))
     found = clock.look(ranks, 1.0)
     assert found is not None and (found.kind, found.rank, found.exit_code) == ("killed", 2, 137)
@@ -30,8 +33,7 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
 @pytest.mark.parametrize("at", [None, collective(7)])
 def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int, at: Any) -> None:
     clock = Clock()
-    ranks = [waiting(r, failed=True) for r in range(4)]
-    ranks = [Seen(**{**vars(one), "told": told("E", RESET, 99.0)}) for one in ranks]
+    ranks = lost_contact()
     ranks[1] = seen(1, exit_code=code, word=word(1, at=at))
     found = clock.look(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("exited", 1)
@@ -199,8 +201,7 @@ def test_the_first_steps_have_the_patience_of_the_run() -> None:
 
 def test_a_rank_that_is_gone_is_blamed_before_those_that_lost_it() -> None:
     """Its parent has its exit code, and it was inside of an operation, too."""
-    ranks = [waiting(r, failed=True) for r in range(4)]
-    ranks = [Seen(**{**vars(one), "told": told("E", RESET, 99.0)}) for one in ranks]
+    ranks = lost_contact()
     ranks[2] = replace(waiting(2), exit_code=GONE)
     found = Clock().look(ranks, 1.0)
     assert found is not None and found.rank == 2
