@@ -113,7 +113,7 @@ def torchrun(
 
 def killed(out: Path, is_so: Callable[[], object], **keys: Any) -> None:
     """A run that is killed when `is_so()`; its ranks have left, too."""
-    process = start(*arguments(out, **keys), python=commands.python())
+    process = start(*arguments(out, **keys))
     until(is_so, process)
     process.kill()
     process.communicate()

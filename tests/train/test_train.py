@@ -27,6 +27,7 @@ from tests.train.runs import (
     losses,
     metrics,
     moemesh,
+    rows_of,
     said,
     start,
     torchrun,
@@ -159,13 +160,15 @@ def has_saved(out: Path, step: int) -> Callable[[], bool]:
 def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, data: str
 ) -> None:
-    keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12, "plan__data": data}
+    # So many steps that the run has not ended when it is killed.
+    keys = TWO_RANKS | {"train__checkpoint_every": 4, "train__steps": 24, "plan__data": data}
     whole = losses(train(tmp_path / "whole", **keys))
     out = tmp_path / "run"
     killed(out, has_saved(out, 4), **keys)
     shutil.copytree(out, tmp_path / "other")
     rows = train(out, **keys)
-    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert "resumed" in {event["kind"] for event in rows_of(out / "events.jsonl")}
+    assert [row["step"] for row in rows] == list(range(1, 25))
     assert losses(rows) == whole  # bit by bit
     if data != "replicate":
         assert_close(losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"})), whole)
