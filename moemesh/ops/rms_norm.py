@@ -30,7 +30,8 @@ class _RMSNorm(torch.autograd.Function):
         ctx.epsilon = epsilon
         y, size = torch.empty_like(x), len(weight_H)
         numbers, found = (memory_of(one.view(-1, size)) for one in (x, y))
-        compiled_for_cpu().rms_norm(numbers, memory_of(weight_H), np.float32(epsilon), found)
+        scales = _copied(weight_H)
+        compiled_for_cpu().rms_norm(numbers, scales, np.float32(epsilon), found)
         return y
 
     @staticmethod
@@ -41,6 +42,12 @@ class _RMSNorm(torch.autograd.Function):
         rows = (memory_of(one.view(-1, size)) for one in (grad.contiguous(), x, grad_x))
         given, numbers, found = rows
         compiled_for_cpu().rms_norm_backward(
-            given, numbers, memory_of(weight_H), np.float32(ctx.epsilon), found, total_H.numpy()
+            given, numbers, _copied(weight_H), np.float32(ctx.epsilon), found, total_H.numpy()
         )
         return grad_x, total_H.to(weight_H.dtype), None
+
+
+def _copied(weight_H: Tensor) -> Any:
+    """The weight for numpy. A copy: torch never resizes memory that numpy has seen, and zero3 frees
+    gathered weights by resizing theirs."""
+    return memory_of(weight_H.clone())

@@ -60,3 +60,10 @@ def test_a_row_of_zeros_and_one_with_a_nan(dtype: torch.dtype) -> None:
     torch.testing.assert_close(grad_x[3].double(), wanted[3], rtol=0.01, atol=0.0)
     assert grad_x[5].isnan().all() and y[5].isnan().all() and grad_weight.isnan().all()
     assert grad_x[4].isfinite().all() and grad_x[6:].isfinite().all(), "rows do not mix"
+
+
+def test_the_memory_of_a_weight_can_be_freed_afterwards() -> None:
+    """As zero3 frees the weights that it has gathered."""
+    x, weight = torch.randn(1024, 64, requires_grad=True), torch.ones(64, requires_grad=True)
+    rms_norm(x, weight, 1e-3).sum().backward()
+    weight.untyped_storage().resize_(0)
