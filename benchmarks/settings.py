@@ -235,6 +235,8 @@ class CheckpointSettings(Settings):
     folder: Annotated[str, "The disk to write to; default: that of temporary files."] = ""
 
 
+#: Tokens that `benchmarks.step --work generate` writes behind a prompt.
+GENERATED = 128
 #: Goals of the ratio to transformers, by plan (or the work that is no training) and number type,
 #: for the sizes that are the defaults and full tuning on CPUs (docs/results/step.md).
 STEP_GOALS = {
@@ -259,7 +261,7 @@ class StepSettings(Settings):
     dtype: Annotated[Literal["float32", "bfloat16", "all"], "Number type."] = "all"
     work: Annotated[
         Literal["train", "evaluate", "generate"],
-        "A step, the loss of as many tokens, or 128 tokens behind a prompt.",
+        f"A step, the loss of as many tokens, or {GENERATED} tokens behind a prompt.",
     ] = "train"
     lora: Annotated[int, "Rank of adapters (the peer: peft); 0: full tuning.", {"min": 0}] = 0
     rounds: Annotated[int, "Timed steps of each.", {"min": 2}] = 15

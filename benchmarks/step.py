@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.layer_rank import spread
 from benchmarks.ranks import on_ranks
-from benchmarks.settings import StepSettings
+from benchmarks.settings import GENERATED, StepSettings
 from moemesh.bench.links import synchronize
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
@@ -50,8 +50,8 @@ _RATE, _CLIP, _DECAY = 1e-4, 1.0, 0.1
 #: Projections with adapters: those that peft adapts, too, in a model whose experts are stacked.
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-#: Tokens of a prompt, and tokens behind it.
-_PROMPT, _GENERATED = 32, 128
+#: Tokens of a prompt.
+_PROMPT = 32
 
 #: One whole step on the tokens [B, S + 1] of all ranks; returns the mean loss of a token, or of
 #: tokens that were generated the mean id.
@@ -190,7 +190,7 @@ def _ours(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
     def generate(tokens_BS: Tensor) -> float:
         prompt = tokens_BS[0, :_PROMPT].tolist()
         ids = continuation(parallel.model, prompt, chooser(), mesh.device)
-        return statistics.mean(islice(ids, _GENERATED))
+        return statistics.mean(islice(ids, GENERATED))
 
     return {"train": train, "evaluate": evaluate, "generate": generate}[settings.work]
 
@@ -251,7 +251,7 @@ def _theirs(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Ste
         prompt_1S = tokens_BS[:1, :_PROMPT].to(device)
         found = model.generate(
             prompt_1S, attention_mask=torch.ones_like(prompt_1S), do_sample=False,
-            max_new_tokens=_GENERATED, eos_token_id=None, pad_token_id=0,
+            max_new_tokens=GENERATED, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         return statistics.mean(found[0, _PROMPT:].tolist())
 

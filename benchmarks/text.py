@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.settings import GENERATED
 from moemesh.cli.terminal import table
 from moemesh.trace.memory_profile import format_bytes
 
@@ -49,7 +50,7 @@ def step_text(found: dict[str, Any]) -> str:
     """A row for each number type; times of the slowest rank, memory of the largest."""
     settings = found["settings"]
     generates = settings["work"] == "generate"
-    tokens = 128 if generates else settings["sequences"] * settings["seq_len"]
+    tokens = GENERATED if generates else settings["sequences"] * settings["seq_len"]
     header = ("", "moemesh ms", "transformers ms", "tokens/s", "ratio", "quartiles", "goal")
     header += ("moemesh peak", "transformers peak")
     header += ("ids differ by" if generates else "losses differ by",)

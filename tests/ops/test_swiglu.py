@@ -7,7 +7,13 @@ from torch.testing import assert_close
 
 from moemesh.ops import swiglu as module
 from moemesh.ops.fusion import MOST_THREADS
-from moemesh.ops.swiglu import swiglu, swiglu_backward, swiglu_backward_torch, swiglu_torch
+from moemesh.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_torch,
+    swiglu_torch,
+    unweighted_swiglu_backward,
+)
 
 #: Relative to the largest of each result: one rounding of bfloat16, a few of float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
@@ -37,6 +43,22 @@ def test_one_pass_equals_the_plain_form_in_float64(
     got = [swiglu(h, weights), *swiglu_backward(grad, h, weights)]
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_dense_mlp_leaves_the_gradient_to_others(dtype: torch.dtype) -> None:
+    """Autograd may hand the same tensor to another function, too."""
+    h, _, grad = _numbers(300, 256, dtype)
+    before = grad.clone()
+    product, grad_h = unweighted_swiglu_backward(grad, h)
+    assert torch.equal(grad, before)
+    leaf = h.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    (wanted,) = torch.autograd.grad(expected, leaf, before.double())
+    tolerance = TOLERANCE.get(dtype, 1e-12)
+    for ours, theirs in ((product, expected), (grad_h, wanted)):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
