@@ -7,31 +7,18 @@ from math import log
 from typing import Annotated, ClassVar, Literal
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Size
+from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Size, UsedWith
 from moemesh.config.suggest import divisors, nearest_divisors
 from moemesh.config.toml import format_value
 
 Attention = Literal["gqa", "mla"]
-QKNormOver = Literal["head", "projection"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-LayerType = Literal["full_attention", "sliding_attention"]
 
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 
-#: Keys that only these types of RoPE read, with the value that stands for "not given".
-_ROPE_KEYS: dict[str, tuple[tuple[RopeType, ...], float]] = {
-    "rope_factor": (("linear", "llama3", "yarn"), 1.0),
-    "original_max_position_embeddings": (("llama3", "yarn"), 0),
-    "rope_mscale": (("yarn",), 0.0),
-    "rope_mscale_all_dim": (("yarn",), 0.0),
-    "rope_attention_factor": (("yarn",), 0.0),
-}
 #: Keys of grouped-query attention that latent attention has no place for.
-_NOT_LATENT: tuple[tuple[str, object], ...] = (
-    ("qk_norm", False),
-    ("clip_qkv", 0.0),
-    ("partial_rotary_factor", 1.0),
-)
+_GROUPED = UsedWith("attention", ("gqa",))
+_YARN = UsedWith("rope_type", ("yarn",))
 
 
 class AttentionConfig(Section):
@@ -60,15 +47,15 @@ class AttentionConfig(Section):
 
     #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
-    qk_norm: bool = False
-    qk_norm_over: QKNormOver = "head"
+    qk_norm: Annotated[bool, _GROUPED] = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     #: A bias on the query, key and value projections; with latent attention, on its projections
     #: down to the latents.
     qkv_bias: bool = False
     #: A bias on the output projection.
     output_bias: bool = False
     #: Queries, keys and values are clipped to +- this value behind the norm; 0 is no limit.
-    clip_qkv: NotNegative = 0.0
+    clip_qkv: Annotated[NotNegative, _GROUPED] = 0.0
     #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
     attention_sinks: bool = False
     #: Factor of the scores in place of 1/sqrt(query head size); 0 is that.
@@ -77,19 +64,23 @@ class AttentionConfig(Section):
     sliding_window: Count = 0
     #: Which layers slide: one entry a layer, or a pattern that is repeated. Empty: all slide when
     #: there is a sliding_window, else none.
-    layer_types: tuple[LayerType, ...] = ()
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
 
     rope_theta: Positive = 10000.0
     #: Share of the channels of a head that are rotated, the first ones.
-    partial_rotary_factor: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
+    partial_rotary_factor: Annotated[float, Range(0.0, 1.0, open_low=True), _GROUPED] = 1.0
     #: Rotated pairs are channels (2i, 2i+1); otherwise (i, i + half).
     rope_interleave: bool = False
     #: How the frequencies are stretched for longer sequences: not at all, all of them
     #: (arXiv:2306.15595), by wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
     rope_type: RopeType = "default"
-    rope_factor: Annotated[float, Range(1.0)] = 1.0
+    rope_factor: Annotated[
+        float, Range(1.0), UsedWith("rope_type", ("linear", "llama3", "yarn"))
+    ] = 1.0
     #: Positions that the frequencies were trained on before they were stretched.
-    original_max_position_embeddings: Count = 0
+    original_max_position_embeddings: Annotated[
+        Count, UsedWith("rope_type", ("llama3", "yarn"))
+    ] = 0
     #: YaRN keeps what turns more than `fast` times over the original positions, divides what turns
     #: less than `slow` times by the factor, and blends in between, from and to whole channels with
     #: `truncate`.
@@ -98,9 +89,9 @@ class AttentionConfig(Section):
     rope_truncate: bool = True
     #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
     #: 0 is not given; `attention_factor` then follows from the other two, or from rope_factor.
-    rope_mscale: NotNegative = 0.0
-    rope_mscale_all_dim: NotNegative = 0.0
-    rope_attention_factor: NotNegative = 0.0
+    rope_mscale: Annotated[NotNegative, _YARN] = 0.0
+    rope_mscale_all_dim: Annotated[NotNegative, _YARN] = 0.0
+    rope_attention_factor: Annotated[NotNegative, _YARN] = 0.0
     #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
     #: original/high, and blends in between.
     rope_low_freq_factor: Positive = 1.0
@@ -212,11 +203,6 @@ class AttentionConfig(Section):
                 message = f'attention = "mla" needs {name} of at least 1, not 0'
                 fix = f"{name} = {self.head_dim}, {other}"
                 yield self.problem("missing", name, message, fix, "attention")
-        for name, unused in _NOT_LATENT:
-            if (value := getattr(self, name)) != unused:
-                message = f'{name} = {format_value(value)} has no use with attention = "mla"'
-                fix = f"{name} = {format_value(unused)}, {other}"
-                yield self.problem("conflict", name, message, fix, "attention")
         yield from self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
 
     def _even(self, name: str, size: int) -> Iterator[Problem]:
@@ -227,12 +213,6 @@ class AttentionConfig(Section):
 
     def _rope_rules(self) -> Iterator[Problem]:
         kind = format_value(self.rope_type)
-        for name, (types, unused) in _ROPE_KEYS.items():
-            value = getattr(self, name)
-            if value != unused and self.rope_type not in types:
-                message = f"{name} ({value}) has no use with rope_type = {kind}"
-                fix = f"{name} = {unused}, or rope_type = {' or '.join(map(format_value, types))}"
-                yield self.problem("conflict", name, message, fix, "rope_type")
         if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
             name, longest = "original_max_position_embeddings", self.max_position_embeddings
             message = f"rope_type = {kind} needs {name}: the positions before they were stretched"

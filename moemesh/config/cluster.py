@@ -118,7 +118,7 @@ class Cluster(Section):
     #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
-    usable_share: float | None = None
+    usable_share: Annotated[float, Range(0.0, 1.0, open_low=True)] | None = None
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
@@ -138,10 +138,7 @@ class Cluster(Section):
             else one
             for one in self.range_problems()
         ]
-        share, found = self.usable_share, list[tuple[str, object, str, str]]()
-        if share is not None and not 0 < share <= 1:
-            message = f"usable_share is the part of a device's memory for a job, not {share}"
-            found.append(("usable_share", share, message, "usable_share = 0.95"))
+        found = list[tuple[str, object, str, str]]()
         for dtype, flops in self.peak_flops.items():
             if flops <= 0:
                 message = f"peak_flops of {dtype} must be above 0, not {flops}"

@@ -19,8 +19,6 @@ RouterScaleOn = Literal["weights", "output"]
 SharedCombine = Literal["sum", "average"]
 CapacityPolicy = Literal["probability", "position"]
 AuxLossScope = Literal["sequence", "microbatch", "global"]
-AuxLossLayers = Literal["each", "together"]
-AuxLossProbabilities = Literal["router", "softmax"]
 
 #: Of a model; what is told of layers is told one by one.
 MOST_LAYERS = 1 << 16
@@ -99,10 +97,10 @@ class ExpertConfig(Section):
     aux_loss_scope: AuxLossScope = "sequence"
     #: Every layer has its own losses, which are added up; or they are means over the choices of all
     #: layers together, as transformers has it.
-    aux_loss_layers: AuxLossLayers = "each"
+    aux_loss_layers: Literal["each", "together"] = "each"
     #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
     #: softmax of its logits, where the scores are none (MiniMax-M2).
-    aux_loss_probabilities: AuxLossProbabilities = "router"
+    aux_loss_probabilities: Literal["router", "softmax"] = "router"
     aux_loss_coefficient: NotNegative = 0.01
     z_loss_coefficient: NotNegative = 0.0
 

@@ -87,5 +87,9 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         ranges = self.range_problems()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in ranges):
             return ranges  # rules go through the layers, one by one
-        rules = [*self.attention_rules(self.num_layers), *self.expert_rules()]
+        rules = [
+            *self.unused_problems(),
+            *self.attention_rules(self.num_layers),
+            *self.expert_rules(),
+        ]
         return ranges + independent(rules, {problem.key for problem in ranges})

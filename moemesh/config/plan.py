@@ -18,7 +18,7 @@ from moemesh.config.rules import (
     degree_problems,
     server_problems,
 )
-from moemesh.config.section import Count, Positive, Range, Section, Size
+from moemesh.config.section import Count, Positive, Range, Section, Size, UsedWith
 from moemesh.config.suggest import divisors, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
@@ -60,21 +60,15 @@ def _schedule_file(name: str) -> str:
 
 #: A file that ``moemesh schedule --save`` wrote: text, or .csv.
 ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
-OptimizerValidation = Literal["before", "after"]
-AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Reshard = Literal["always", "step"]
 Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
 #: Values of `data` that shard states.
 SHARDED_DATA = ("zero1", "zero2", "zero3")
-#: Key of asynchronous schedules -> its default, the schedules that have it.
-_ASYNCHRONOUS_KEYS: dict[str, tuple[object, tuple[str, ...]]] = {
-    "update_window": (None, ("pipedream_2bw", "ampnet")),
-    "max_in_flight": (None, ("ampnet",)),
-    "ampnet_backward": ("recompute", ("ampnet",)),
-    "replay": (None, ("ampnet",)),
-}
+#: Asynchronous schedules with windows of more than one microbatch.
+_WINDOWED = ("pipedream_2bw", "ampnet")
+_AMPNET, _SEARCH = UsedWith("schedule", ("ampnet",)), UsedWith("schedule", ("search",))
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
@@ -104,9 +98,9 @@ class Plan(Section):
     #: finds for the costs of this plan.
     schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
     #: search: where operation times come from: "estimated" from the model, or the folder of a run.
-    schedule_costs: str = "estimated"
+    schedule_costs: Annotated[str, _SEARCH] = "estimated"
     #: search: most activation on a rank, in microbatches on its share of layers; None: no bound.
-    schedule_memory_cap: Positive | None = None
+    schedule_memory_cap: Annotated[Positive | None, _SEARCH] = None
     stages_per_rank: Size = 1
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
     layers_per_stage: tuple[Size, ...] | None = None
@@ -116,24 +110,24 @@ class Plan(Section):
     overlap_blocks: bool = True
     #: When the norm and finiteness of the whole gradient are known: before the optimizer steps, or
     #: after, with the step taken back where it must be; then no step waits for all stages.
-    optimizer_validation: OptimizerValidation = "before"
+    optimizer_validation: Literal["before", "after"] = "before"
     #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
-    update_window: Size | None = None
+    update_window: Annotated[Size | None, UsedWith("schedule", _WINDOWED)] = None
     #: ampnet: microbatches under way at once; None takes pp.
-    max_in_flight: Size | None = None
+    max_in_flight: Annotated[Size | None, _AMPNET] = None
     #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
     #: stored activations with current weights.
-    ampnet_backward: AmpnetBackward = "recompute"
+    ampnet_backward: Annotated[Literal["recompute", "live"], _AMPNET] = "recompute"
     #: ampnet: the folder of a run whose recorded order is carried out once more.
-    replay: str | None = None
+    replay: Annotated[str | None, _AMPNET] = None
     #: terapipe: slices of a sequence; None takes pp.
     slices: Size | None = None
     data: DataStrategy = "replicate"
     #: zero3: gathered weights are freed behind every use, or kept until the step is over.
-    reshard: Reshard = "always"
+    reshard: Annotated[Reshard, UsedWith("data", ("zero3",))] = "always"
     #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
     #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
-    shard_group: Size | None = None
+    shard_group: Annotated[Size | None, UsedWith("data", SHARDED_DATA)] = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: Size = 1
     recompute: Recompute = "none"
@@ -212,6 +206,7 @@ class Plan(Section):
         rules = [
             *degree_problems(self, None if model is None else model.sizes),
             *self._size_rules(seq_len, global_batch),
+            *self.unused_problems(),
             *self._sharding_rules(),
             *self._asynchronous_rules(model),
             *self._schedule_rules(seq_len),
@@ -243,38 +238,19 @@ class Plan(Section):
             yield self.problem("too-large", "cp", message, fix, "data.seq_len")
 
     def _sharding_rules(self) -> Iterator[Problem]:
-        """`servers`, `reshard` and `shard_group` belong to what they cut."""
+        """`servers` and `shard_group` belong to what they cut."""
         if self.data == "parameter_server":
             yield from server_problems(self)
-        if self.reshard != "always" and self.data != "zero3":
-            message = f"reshard = {self.reshard} keeps weights that zero3 gathers, not {self.data}"
-            fix = "leave reshard out, or data = zero3"
-            yield self.problem("conflict", "reshard", message, fix, "data")
-        group, ranks = self.shard_group, self.dp * self.cp
-        if group is None or group < 1:
-            return
-        if self.data not in SHARDED_DATA:
-            message = f"shard_group ({group}) cuts states that data = {self.data} does not shard"
-            fix = "leave shard_group out, or data = zero1, zero2 or zero3"
-            yield self.problem("conflict", "shard_group", message, fix, "data")
-        elif ranks % group:
+        group, ranks = self.shard_group or 0, self.dp * self.cp
+        if group > 0 and self.data in SHARDED_DATA and ranks % group:
             message = f"shard_group ({group}) must divide the data-parallel ranks dp*cp ({ranks})"
             fix = f"shard_group = {nearest_divisors(ranks, group)}"
             yield self.problem("not-divisible", "shard_group", message, fix, "dp", "cp")
 
     def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
-        """Keys of asynchronous schedules, update windows, and what stages share."""
-        strangers = [
-            (name, " or ".join(schedules))
-            for name, (default, schedules) in _ASYNCHRONOUS_KEYS.items()
-            if getattr(self, name) != default and self.schedule not in schedules
-        ]
-        for name, owners in strangers:
-            message = f"{name} is a key of schedule {owners}, the schedule is {self.schedule}"
-            fix = f"leave {name} out, or schedule = {owners}"
-            yield self.problem("conflict", name, message, fix, "schedule")
+        """Update windows, and what stages share."""
         window, pp, microbatches = self.update_window or 0, self.pp, self.microbatches
-        if window > 0 and not strangers:
+        if window > 0 and self.schedule in _WINDOWED:
             if microbatches % window:
                 message = f"update_window ({window}) must divide microbatches ({microbatches})"
                 fix = f"update_window = {nearest_divisors(microbatches, window)}"
@@ -316,8 +292,8 @@ class Plan(Section):
             yield self.problem("conflict", "ampnet_backward", message, fix, "model.router_dtype")
 
     def _schedule_rules(self, seq_len: int | None) -> Iterator[Problem]:
-        """Slices of sequences, steps that are validated late, and the automatic scheduler. A length
-        that is not known breaks no rule."""
+        """Slices of sequences, and steps that are validated late. A length that is not known breaks
+        no rule."""
         schedule, pp = self.schedule, self.pp
         if schedule != "terapipe" and not is_schedule_file(schedule):
             if self.slices is not None:
@@ -344,8 +320,3 @@ class Plan(Section):
             fix += ", or pp = 2"
         if message and self.optimizer_validation != "before":
             yield self.problem("conflict", "optimizer_validation", message, fix, "schedule", "pp")
-        for name in ("schedule_costs", "schedule_memory_cap"):
-            if schedule != "search" and getattr(self, name) != Plan.model_fields[name].default:
-                message = f"{name} belongs to schedule = search, not {schedule}"
-                fix = f"leave {name} out, or schedule = search"
-                yield self.problem("conflict", name, message, fix, "schedule")

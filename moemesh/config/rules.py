@@ -8,6 +8,7 @@ model through its :class:`CutSizes`. The predicates among them also enumerate th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ from moemesh.config.errors import Problem
 from moemesh.config.layout import shard_sizes
 from moemesh.config.section import problem_of
 from moemesh.config.suggest import divisors, nearest, nearest_divisors
+
+#: A problem of a key of [plan], with the value that a plan or layout has there:
+#: ``plan_problem(plan, code, name, message, fix, *related)``.
+plan_problem = partial(problem_of, "plan")
 
 #: Schedules whose ranks hold two stages each, at both arms of a V.
 V_SCHEDULES = ("zb_v", "dualpipe_v")
@@ -213,10 +218,3 @@ def _stage_rules(plan: Degrees, layers: int) -> Iterator[Problem]:
         message = f"{product} stages need at least as many layers; num_layers is {layers}"
         keys = ("pp", "stages_per_rank", "schedule", "model.num_layers")
         yield plan_problem(plan, "too-large", key, message, fix, *keys)
-
-
-def plan_problem(
-    plan: object, code: str, name: str, message: str, fix: str, *related: str
-) -> Problem:
-    """A problem of the key `name` of [plan], with the value that `plan` has there."""
-    return problem_of("plan", plan, code, name, message, fix, *related)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -35,6 +35,14 @@ class Range(NamedTuple):
         # Sizes are exact integers: `:g` would round 2147483647.
         high = self.high if isinstance(self.high, int) else f"{self.high:g}"
         return f"{'below' if self.open_high else 'at most'} {high}"
+
+
+class UsedWith(NamedTuple):
+    """In the type of a field: it has a use where the key `other` of its section is one of `values`,
+    and keeps its default with any other."""
+
+    other: str
+    values: tuple[object, ...]
 
 
 # Types of fields with a range.
@@ -74,12 +82,16 @@ class Section(Shown, BaseModel):
     section: ClassVar[str] = ""
     #: Field -> the range of its numbers, from its annotation.
     ranges: ClassVar[Mapping[str, Range]] = {}
+    #: Field -> what it is used with, from its annotation.
+    uses: ClassVar[Mapping[str, UsedWith]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
         fields = cls.model_fields.items()
         limits = {name: range_in(tuple[one.annotation, *one.metadata]) for name, one in fields}
         cls.ranges = {name: one for name, one in limits.items() if one is not None}
+        pairs = ((name, data) for name, one in fields for data in one.metadata)
+        cls.uses = {name: data for name, data in pairs if isinstance(data, UsedWith)}
 
     @model_validator(mode="before")
     @classmethod
@@ -97,6 +109,18 @@ class Section(Shown, BaseModel):
         """A problem of the key `name` of this section; `related` are other keys that the rule
         reads, of this section where they name none."""
         return problem_of(self.section, self, code, name, message, fix, *related)
+
+    def unused_problems(self) -> Iterator[Problem]:
+        """One problem for every key that is given beside a value of another with which it has no
+        use."""
+        for name, (other, values) in self.uses.items():
+            value, unused = getattr(self, name), type(self).model_fields[name].default
+            if value != unused and (current := getattr(self, other)) not in values:
+                given, beside = f"{name} = {format_value(value)}", f"{other} = "
+                message = f"{given} has no use with {beside}{format_value(current)}"
+                fix = f"leave {name} out" if unused is None else f"{name} = {format_value(unused)}"
+                fix += f", or {beside}{' or '.join(map(format_value, values))}"
+                yield self.problem("conflict", name, message, fix, other)
 
     def range_problems(self) -> list[Problem]:
         """One problem for every field with a number outside its range."""

@@ -10,14 +10,8 @@ from pydantic import BeforeValidator
 from moemesh.config.errors import Problem
 from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Share, Size
 
-Dtype = Literal["float32", "bfloat16", "float64"]
-Optimizer = Literal["adamw", "sgd"]
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
-Sink = Literal["csv", "tensorboard", "wandb"]
-OnNonfinite = Literal["skip", "rollback", "stop"]
-OnSpike = Literal["alarm", "skip", "rollback"]
-OnMismatch = Literal["stop", "majority"]
 
 
 def _as_patterns(value: object) -> object:
@@ -44,8 +38,8 @@ class TrainConfig(Section):
     epochs: Positive | None = None
     #: Counter-based random numbers take a 64-bit key; TOML integers are signed.
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    dtype: Dtype = "float32"
-    optimizer: Optimizer = "adamw"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     #: Peak learning rate, after a linear warmup; a cosine takes it to lr * final_lr_ratio.
     lr: Positive = 3e-3
     final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
@@ -79,7 +73,7 @@ class TrainConfig(Section):
     #: the run.
     log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
-    sinks: tuple[Sink, ...] = ()
+    sinks: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
     #: loads.jsonl sums neighbouring steps: it holds at most twice as many bins; 0: every step.
     load_bins: Count = 128
     #: Steps between validations; 0 validates only at the end.
@@ -87,7 +81,7 @@ class TrainConfig(Section):
     validation_batches: Size = 8
     #: After a step whose loss or gradient is not finite, which no rank applies: go on without it,
     #: go back to the newest checkpoint and leave out the data since, or stop.
-    on_nonfinite: OnNonfinite = "skip"
+    on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     #: Most steps in a row that are skipped, and returns to one checkpoint, before a run stops.
     max_skips: Size = 5
     #: Size of one replay bundle of such a step, at most; 0 writes none.
@@ -95,11 +89,11 @@ class TrainConfig(Section):
     #: A loss so many robust standard deviations above those of the last steps is a spike; 0: none.
     spike_sigma: NotNegative = 7.0
     #: After a spike: an event, a step without an update, or as with `on_nonfinite` a rollback.
-    on_spike: OnSpike = "alarm"
+    on_spike: Literal["alarm", "skip", "rollback"] = "alarm"
     #: Steps between comparisons of the copies of weights on different ranks; 0 compares none.
     vote_every: Count = 100
     #: When copies differ: stop, or take the copy that most ranks hold.
-    on_mismatch: OnMismatch = "stop"
+    on_mismatch: Literal["stop", "majority"] = "stop"
     resume: Resume = "auto"
     #: How often ranks that died are started again, from the newest checkpoint, without any progress
     #: between; 0: never.

@@ -36,92 +36,57 @@ def refusals(config: RunConfig) -> list[Problem]:
     ]
 
 
-#: Two settings that are not trained together: the key of [plan], whether both are set, why not,
-#: and the fix.
-Clash = tuple[str, bool, str, str]
-
-
-def _clashes(
-    plan: Plan, wanted: str, setting: str, default: object, *clashes: Clash
-) -> Iterator[Problem]:
-    """Problems of the keys in `clashes` with the key `wanted`, whose `setting` is refused beside
-    them and whose `default` is not."""
-    for name, meets, why, fix in clashes:
-        if meets:
-            message = f"{name} = {getattr(plan, name)} {why}: it cannot be trained with {setting}"
-            fix = f"{fix}, or {wanted.partition('.')[2]} = {default}"
-            yield plan.problem("conflict", name, message, fix, wanted)
+def _clash(
+    plan: Plan, name: str, why: str, fix: str, wanted: str, setting: str, default: object = 0
+) -> Problem:
+    """The problem of the key `name` of [plan] with the key `wanted`, whose `setting` is refused
+    beside it and whose `default` is not."""
+    message = f"{name} = {getattr(plan, name)} {why}: it cannot be trained with {setting}"
+    fix = f"{fix}, or {wanted.partition('.')[2]} = {default}"
+    return plan.problem("conflict", name, message, fix, wanted)
 
 
 def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of states that are sharded over data-parallel ranks."""
     plan = config.plan
+    if plan.data not in ("zero2", "zero3"):
+        return
+    wanted = "plan.data", f"data = {plan.data}", "replicate"
     deferring = DEFERRING_SCHEDULES.get(plan.schedule)
     if plan.data == "zero3" and deferring:
         why = "defers weight gradients to a time when the weights that they read have been freed"
-        clash = ("schedule", True, why, f"schedule = {deferring}, or data = zero2")
-    else:
+        yield _clash(plan, "schedule", why, f"schedule = {deferring}, or data = zero2", *wanted)
+    elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of whole weights, and of what they have given by then"
-        fix = "schedule = 1f1b, or data = zero1"
-        clash = ("schedule", plan.schedule in ASYNCHRONOUS_SCHEDULES, why, fix)
-    if plan.data in ("zero2", "zero3"):
-        yield from _clashes(plan, "plan.data", f"data = {plan.data}", "replicate", clash)
+        yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of expert replicas and expert migration with other settings."""
     plan, is_exact = config.plan, config.plan.combine == "exact"
     if plan.spare_slots:
-        yield from _clashes(
-            plan,
-            "plan.spare_slots",
-            f"spare_slots = {plan.spare_slots}",
-            0,
-            (
-                "dispatcher",
-                plan.dispatcher not in ("all_to_all", "auto"),
-                "sends rows to the homes of experts, not to their replicas",
-                "dispatcher = all_to_all",
-            ),
-            (
-                "combine",
-                is_exact,
-                "adds rows in an order that does not depend on where experts are",
-                "combine = fast",
-            ),
-            (
-                "ampnet_backward",
-                plan.schedule == "ampnet" and plan.ampnet_backward == "live",
-                "reads weights in the backward that replicas have fetched in the forward",
-                "ampnet_backward = recompute",
-            ),
-        )
+        wanted = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
+        if plan.dispatcher not in ("all_to_all", "auto"):
+            why = "sends rows to the homes of experts, not to their replicas"
+            yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
+        if is_exact:
+            why = "adds rows in an order that does not depend on where experts are"
+            yield _clash(plan, "combine", why, "combine = fast", *wanted)
+        if plan.schedule == "ampnet" and plan.ampnet_backward == "live":
+            why = "reads weights in the backward that replicas have fetched in the forward"
+            yield _clash(plan, "ampnet_backward", why, "ampnet_backward = recompute", *wanted)
     if every := config.train.rebalance_every:
-        is_asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
-        yield from _clashes(
-            plan,
-            "train.rebalance_every",
-            f"rebalance_every = {every}",
-            0,
-            (
-                "combine",
-                is_exact,
-                "adds rows in the order of the experts' places, which may not change",
-                "combine = fast",
-            ),
-            (
-                "schedule",
-                is_asynchronous,
-                "never drains: there is no moment at which experts could move",
-                "schedule = 1f1b",
-            ),
-            (
-                "optimizer_validation",
-                plan.optimizer_validation == "after" and not is_asynchronous,
-                "takes a step back when the next one has begun, and experts have moved in between",
-                "optimizer_validation = before",
-            ),
-        )
+        wanted = "train.rebalance_every", f"rebalance_every = {every}"
+        if is_exact:
+            why = "adds rows in the order of the experts' places, which may not change"
+            yield _clash(plan, "combine", why, "combine = fast", *wanted)
+        if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+            why = "never drains: there is no moment at which experts could move"
+            yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+        elif plan.optimizer_validation == "after":
+            name = "optimizer_validation"
+            why = "takes a step back when the next one has begun, and experts have moved in between"
+            yield _clash(plan, name, why, "optimizer_validation = before", *wanted)
 
 
 def _slices(config: RunConfig) -> Iterator[Problem]:
@@ -158,9 +123,9 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
     if not any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj"))):
         return
     setting = f"rank = {lora.rank} of experts"
-    why = "fetches the weights of experts for their replicas, but not their adapters"
-    clash = ("spare_slots", plan.spare_slots > 0, why, "spare_slots = 0")
-    yield from _clashes(plan, "lora.rank", setting, 0, clash)
+    if plan.spare_slots:
+        why = "fetches the weights of experts for their replicas, but not their adapters"
+        yield _clash(plan, "spare_slots", why, "spare_slots = 0", "lora.rank", setting)
     if _trains_some_experts(config):
         message = f"some experts of a layer would train beside {setting}"
         fix = "train_only = [], or lora.targets without gate_proj, up_proj and down_proj"
@@ -191,30 +156,16 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
         message = "experts of a layer of which only some train cannot move to other ranks"
         fix = f"rebalance_every = 0, or {key.partition('.')[2]} = {default}"
         yield train.problem("conflict", "rebalance_every", message, fix, key)
-    yield from _clashes(
-        plan,
-        key,
-        setting,
-        default,
-        (
-            "schedule",
-            plan.schedule in ASYNCHRONOUS_SCHEDULES,
-            "keeps versions of all weights, which all train",
-            "schedule = 1f1b",
-        ),
-        (
-            "combine",
-            is_part and plan.combine == "exact",
-            "adds rows in the order of experts' places, where those that train come first",
-            "combine = fast",
-        ),
-        (
-            "spare_slots",
-            is_part and plan.spare_slots > 0,
-            "copies experts that train like others",
-            "spare_slots = 0",
-        ),
-    )
+    wanted = key, setting, default
+    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        why = "keeps versions of all weights, which all train"
+        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+    if is_part and plan.combine == "exact":
+        why = "adds rows in the order of experts' places, where those that train come first"
+        yield _clash(plan, "combine", why, "combine = fast", *wanted)
+    if is_part and plan.spare_slots:
+        why = "copies experts that train like others"
+        yield _clash(plan, "spare_slots", why, "spare_slots = 0", *wanted)
 
 
 def _spikes(config: RunConfig) -> Iterator[Problem]:

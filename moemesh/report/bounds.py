@@ -31,9 +31,9 @@ GRADIENT_AXES = ("dp_cp", "stage", "edp", "dp", "world")
 _LAST_LOADS = 20
 #: `--set` arguments of one change.
 Overrides = tuple[str, ...]
-#: The sentence that states a cause with its numbers, and changes of the configuration to try, the
-#: best first (the first that is legal is proposed).
-Judgement = tuple[str, Sequence[Overrides]]
+#: The sentence that states a cause with its numbers, the advice, and changes of the configuration
+#: to try, the best first (the first that is legal is proposed).
+Judgement = tuple[str, str, Sequence[Overrides]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,22 +167,14 @@ def _from_timeline(
         facts[f"{name} share"] = parts[name] / span, file
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A cause: its name, the advice, and what it says of a run that it bounds."""
-
-    name: str
-    advice: str
-    judge: Callable[[Evidence], Judgement]
-
-
 def _share(evidence: Evidence, name: str) -> str:
     return f"{evidence.shares[name]:.0%} of a step"
 
 
 def _data(evidence: Evidence) -> Judgement:
     text = f"Rank 0 waits for its data in {_share(evidence, 'data')}."
-    return text, [("data.cache=/tmp/moemesh-tokens",)]
+    advice = "Keep the data and its token cache on a disk of the machine."
+    return text, advice, [("data.cache=/tmp/moemesh-tokens",)]
 
 
 def _communication(evidence: Evidence) -> Judgement:
@@ -206,7 +198,7 @@ def _communication(evidence: Evidence) -> Judgement:
         changes.append((f"plan.tp={tp // 2}", f"plan.dp={2 * evidence.degree('dp')}"))
     if axis == "pp" and evidence.plan.get("schedule") == "1f1b":
         changes.append(("plan.schedule=zb_h1",))
-    return f"{text}.", changes
+    return f"{text}.", "Send less over that axis, or hide it behind computation.", changes
 
 
 def _bubble(evidence: Evidence) -> Judgement:
@@ -220,6 +212,7 @@ def _bubble(evidence: Evidence) -> Judgement:
     return (
         f"The pipeline leaves ranks idle in {_share(evidence, 'bubble')}: {evidence.degree('pp')} "
         f"pipeline ranks, {microbatches} microbatches, schedule {schedule}.",
+        "More microbatches, or a schedule with a smaller bubble, fill the pipeline.",
         changes,
     )
 
@@ -235,13 +228,15 @@ def _imbalance(evidence: Evidence) -> Judgement:
             changes.append(("train.rebalance_every=50",))
         if not evidence.plan.get("spare_slots"):
             changes.append(("plan.spare_slots=1",))
-    return f"{text}.", changes
+    advice = "Even out the ranks: move experts between them, or replicate the busy ones."
+    return f"{text}.", advice, changes
 
 
 def _optimizer(evidence: Evidence) -> Judgement:
     is_whole = evidence.plan.get("data", "replicate") == "replicate" and evidence.degree("dp") > 1
     text = f"The optimizer takes {_share(evidence, 'optimizer')}."
-    return text, [("plan.data=zero1",)] if is_whole else []
+    advice = "Share the optimizer's work over the data-parallel ranks."
+    return text, advice, [("plan.data=zero1",)] if is_whole else []
 
 
 def _memory(evidence: Evidence) -> Judgement:
@@ -251,7 +246,8 @@ def _memory(evidence: Evidence) -> Judgement:
         "Layers are computed a second time to save memory (plan.recompute = full), about "
         f"{_share(evidence, 'memory')}{found}."
     )
-    return text, [("plan.recompute=selective",), ("plan.recompute=none",)]
+    changes = [("plan.recompute=selective",), ("plan.recompute=none",)]
+    return text, "Compute less again where memory is left.", changes
 
 
 def _compute(evidence: Evidence) -> Judgement:
@@ -283,29 +279,17 @@ def _compute(evidence: Evidence) -> Judgement:
         text += f"; exchanges over {', '.join(inside)} inside the passes are part of it"
     microbatches = evidence.degree("microbatches")
     fewer = bool(small) and microbatches > 1 and evidence.degree("pp") == 1
-    return f"{text}.", [(f"plan.microbatches={microbatches // 2}",)] if fewer else []
+    advice = "No other layout removes this; larger microbatches, or what a profile shows, can."
+    return f"{text}.", advice, [(f"plan.microbatches={microbatches // 2}",)] if fewer else []
 
 
-BOUNDS: tuple[Bound, ...] = (
-    Bound("data", "Keep the data and its token cache on a disk of the machine.", _data),
-    Bound(
-        "communication", "Send less over that axis, or hide it behind computation.", _communication
-    ),
-    Bound(
-        "bubble",
-        "More microbatches, or a schedule with a smaller bubble, fill the pipeline.",
-        _bubble,
-    ),
-    Bound(
-        "imbalance",
-        "Even out the ranks: move experts between them, or replicate the busy ones.",
-        _imbalance,
-    ),
-    Bound("optimizer", "Share the optimizer's work over the data-parallel ranks.", _optimizer),
-    Bound("memory", "Compute less again where memory is left.", _memory),
-    Bound(
-        "compute",
-        "No other layout removes this; larger microbatches, or what a profile shows, can.",
-        _compute,
-    ),
-)
+#: Cause -> its judgement of a run.
+BOUNDS: dict[str, Callable[[Evidence], Judgement]] = {
+    "data": _data,
+    "communication": _communication,
+    "bubble": _bubble,
+    "imbalance": _imbalance,
+    "optimizer": _optimizer,
+    "memory": _memory,
+    "compute": _compute,
+}

@@ -189,8 +189,9 @@ def timeline(run: Run) -> Chapter:
         records = tuple(
             one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
         )
-        pipeline = pictures.timelines_stacked(
-            [simulated, replace(last, ranks=simulated.ranks, records=records)],
+        pipeline = pictures.timeline_rows(
+            simulated,
+            replace(last, ranks=simulated.ranks, records=records),
             title="Pipeline, simulated above measured",
             identity="timeline-simulated",
         )

@@ -285,11 +285,11 @@ def explain(run: Run) -> Explanation:
     # Causes with a share of the step, the largest first; none unless compute is known, too: a
     # small share of the known ones would say nothing about the rest.
     shares = evidence.shares
-    bounds = sorted((one for one in BOUNDS if one.name in shares), key=lambda b: -shares[b.name])
-    if bounds and "compute" not in shares and shares[bounds[0].name] < 0.5:
+    bounds = sorted((name for name in BOUNDS if name in shares), key=lambda name: -shares[name])
+    if bounds and "compute" not in shares and shares[bounds[0]] < 0.5:
         bounds = []
-    bounds = [one for one in bounds if one is bounds[0] or shares[one.name] >= _MINOR]
-    cause = bounds[0].name if bounds else "unknown"
+    bounds = [name for name in bounds if name == bounds[0] or shares[name] >= _MINOR]
+    cause = bounds[0] if bounds else "unknown"
     if run.metrics:
         row = run.metrics[-1]
         wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
@@ -316,13 +316,13 @@ def explain(run: Run) -> Explanation:
         command = command or _changed(run, [change], goes_on=False)
     if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
-        remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
-        first, (text, proposed) = bounds[0], remedy.judge(evidence)
-        stated = text if remedy is first else first.judge(evidence)[0]
-        sentences.append(f"Its speed is bounded by {first.name}: {stated[:1].lower()}{stated[1:]}")
-        if remedy is not first:
-            sentences.append(f"Next comes {remedy.name}: {text[:1].lower()}{text[1:]}")
-        sentences += [*_plan(evidence, run.planned), remedy.advice]
+        remedy = next((name for name in bounds if name != "compute"), bounds[0])
+        text, advice, proposed = BOUNDS[remedy](evidence)
+        stated = BOUNDS[cause](evidence)[0]
+        sentences.append(f"Its speed is bounded by {cause}: {stated[:1].lower()}{stated[1:]}")
+        if remedy != cause:
+            sentences.append(f"Next comes {remedy}: {text[:1].lower()}{text[1:]}")
+        sentences += [*_plan(evidence, run.planned), advice]
         if not command and (run.folder / "config.toml").is_file():
             profile = shlex.join(["moemesh", "profile", str(run.folder / "config.toml")])
             command = next(filter(None, (_changed(run, change) for change in proposed)), profile)

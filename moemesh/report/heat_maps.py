@@ -13,26 +13,27 @@ from moemesh.trace.loads import LayerLoads
 #: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
 HeatClass = tuple[float, str, str]
 Matrix = list[list[float]]
+
+
+def _classes(limits: Sequence[float], colours: str, balanced: int) -> tuple[HeatClass, ...]:
+    """Classes up to each of `limits`, and one above; the class `balanced` says so in its name."""
+    first, last = f"below {limits[0]:g}", f"above {limits[-1]:g}"
+    names = [first, *(f"{low:g} to {high:g}" for low, high in pairwise(limits)), last]
+    names[balanced] += " (balanced)"
+    return tuple(zip((*limits, float("inf")), colours.split(), names, strict=True))
+
+
 #: Load of an expert over its layer's mean. Lightness falls with load; a dead expert is red.
 DEAD = "#b3261e"
-EXPERT_CLASSES: tuple[HeatClass, ...] = (
-    (0.5, "#ffffd0", "below 0.5"),
-    (0.8, "#c7e9b4", "0.5 to 0.8"),
-    (1.25, "#7fcdbb", "0.8 to 1.25 (balanced)"),
-    (2.0, "#2c8fbd", "1.25 to 2"),
-    (4.0, "#225ea8", "2 to 4"),
-    (float("inf"), "#0c1d5c", "above 4"),
+EXPERT_CLASSES = _classes(
+    (0.5, 0.8, 1.25, 2.0, 4.0), "#ffffd0 #c7e9b4 #7fcdbb #2c8fbd #225ea8 #0c1d5c", 2
 )
 #: Load of a GPU over its layer's mean. Finer around 1 than for experts: every percent of the most
 #: loaded GPU is a percent of the layer's time.
-GPU_CLASSES: tuple[HeatClass, ...] = (
-    (0.5, "#ffffd0", "below 0.5"),
-    (0.95, "#d5eeb3", "0.5 to 0.95"),
-    (1.02, "#8ed1bd", "0.95 to 1.02 (balanced)"),
-    (1.1, "#41a5c2", "1.02 to 1.1"),
-    (1.5, "#2272b2", "1.1 to 1.5"),
-    (2.0, "#233f93", "1.5 to 2"),
-    (float("inf"), "#0c1d5c", "above 2"),
+GPU_CLASSES = _classes(
+    (0.5, 0.95, 1.02, 1.1, 1.5, 2.0),
+    "#ffffd0 #d5eeb3 #8ed1bd #41a5c2 #2272b2 #233f93 #0c1d5c",
+    2,
 )
 #: Share of an expert in its layer over an equal share.
 RELEVANCE_CLASSES: tuple[HeatClass, ...] = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.changes import compare
+from moemesh.config.plan import DEGREES
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
 from moemesh.report.chapters import CHAPTERS, toml_text
@@ -33,7 +34,6 @@ NAME, COMPARISON = "report.html", "comparison.html"
 #: What is longer is cut, so that the page keeps its size whatever the run.
 _MAX_TEXT = 64_000
 _MAX_VALUE, _MAX_SHOWN = 300, 200
-_DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 #: A run that has not finished a step.
 NO_STEP: dict[State, str] = {
     "finished": "The run finished without a step.",
@@ -79,8 +79,8 @@ def document(run: Run) -> PageDocument:
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
     # Degrees that are not said are 1; the number of ranks follows where they are numbers.
     plan = run.plan or run.section("plan")
-    values = [plan.get(name, 1) for name in _DEGREES] if plan else []
-    degrees = [(name, _cut(str(n), 20)) for name, n in zip(_DEGREES, values, strict=False)]
+    values = [plan.get(name, 1) for name in DEGREES] if plan else []
+    degrees = [(name, _cut(str(n), 20)) for name, n in zip(DEGREES, values, strict=False)]
     ranks = [n for n in values[:4] if isinstance(n, int) and n is not True and 0 < n < 10**9]
     if len(ranks) == 4:
         degrees.insert(0, ("ranks", str(prod(ranks))))
@@ -109,8 +109,9 @@ def document(run: Run) -> PageDocument:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    failure = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
-    told = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in failure]
+    facts_of_it = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
+    failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in facts_of_it]
+    failure = failure or [("", "")] * (run.failure is not None)
     unread = "Not everything could be read"
     text = _cut(run.config_text, _MAX_TEXT)
     configuration = Chapter(
@@ -119,16 +120,13 @@ def document(run: Run) -> PageDocument:
         missing="" if text else "No config.toml.",
         code=("The configuration as resolved", text) if text else ("", ""),
     )
-    failure = told or [("", "")] * (run.failure is not None)
     return PageDocument(
         kind="moemesh run",
         title=run.folder.resolve().name,
         lines=lines,
         cards=[("Parallel degrees", degrees), ("Results", facts)],
         boxes=[
-            NoticeBox(
-                "failure", "This run failed", told or [("", "")] * (run.failure is not None), True
-            ),
+            NoticeBox("failure", "This run failed", failure, True),
             NoticeBox("warnings", unread, [("", warning) for warning in run.warnings]),
             NoticeBox("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
         ],

@@ -118,33 +118,21 @@ def key_of(record: WorkRecord) -> str:
 
 
 def timeline_rows(
-    timeline: Timeline,
-    *,
+    *timelines: Timeline,
     memory: Mapping[int, Steps] | None = None,
     title: str = "Timeline per rank",
     identity: str = "timeline",
 ) -> str:
     """Every rank's records over time; past 32 ranks the first 32. "" when nothing was recorded.
 
-    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix. `memory`
-    (rank -> steps, such as :func:`moemesh.trace.pipeline.activations` gives) is drawn as a strip
-    under each row, all on one scale.
-    """
-    return timelines_stacked([timeline], memory=memory, title=title, identity=identity)
+    Several timelines (simulated, measured) lie under one another on one time axis, each from its
+    own start. The axis has the unit of the last one. A timeline in ticks beside others in seconds
+    is stretched so that its busiest rank works as long as theirs: what differs then is order and
+    waiting.
 
-
-def timelines_stacked(
-    timelines: Sequence[Timeline],
-    *,
-    memory: Mapping[int, Steps] | None = None,
-    title: str = "Timelines per rank",
-    identity: str = "timelines",
-) -> str:
-    """Timelines under one another on one time axis, each from its own start: simulated, measured.
-
-    The axis has the unit of the last one. A timeline in ticks beside others in seconds is stretched
-    so that its busiest rank works as long as theirs: what differs then is order and waiting.
-    "" when nothing was recorded. `memory` belongs to the first timeline.
+    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix. `memory` of
+    the first timeline (rank -> steps, such as :func:`moemesh.trace.pipeline.activations` gives) is
+    drawn as a strip under each row, all on one scale.
     """
     drawn = [timeline for timeline in timelines if timeline.records]
     if not drawn:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from moemesh.report import svg, timeline_picture, timeline_text
-from moemesh.report.timeline_picture import timeline_rows, timelines_stacked
+from moemesh.report.timeline_picture import timeline_rows
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
@@ -95,7 +95,7 @@ class TestStacked:
         simulated = simulate(schedule, unit="milliseconds", costs=Costs(forward=30)).timeline
         measured = simulate(schedule, Costs(forward=0.06), unit="seconds").timeline
         measured = replace(shifted(measured, 1000), source="measured")
-        picture = timelines_stacked([simulated, measured])
+        picture = timeline_rows(simulated, measured)
         root = ElementTree.fromstring(picture)
         texts = [e.text for e in root.iter(f"{SVG}text")]
         assert texts.index("simulated") < texts.index("measured")
@@ -112,7 +112,7 @@ class TestStacked:
         simulated = simulate(schedule).timeline
         costs = Costs(forward=0.02, input_gradient=0.02, weight_gradient=0.02)
         measured = replace(simulate(schedule, costs, unit="seconds").timeline, source="measured")
-        picture = timelines_stacked([simulated, measured])
+        picture = timeline_rows(simulated, measured)
         assert "simulated, a tick stretched to 20 milliseconds" in picture
         left = [
             e.get("x")
@@ -124,9 +124,9 @@ class TestStacked:
     def test_empty_ones_are_left_out(self) -> None:
         empty = Timeline(ranks=(0,), records=(), source="measured")
         timeline = simulate(build("1f1b", 2, 4)).timeline
-        assert timelines_stacked([empty]) == ""
-        assert timelines_stacked([empty, timeline], identity="timeline", title="t") == (
-            timelines_stacked([timeline], identity="timeline", title="t")
+        assert timeline_rows(empty) == ""
+        assert timeline_rows(empty, timeline, identity="timeline", title="t") == (
+            timeline_rows(timeline, identity="timeline", title="t")
         )
 
 

@@ -151,31 +151,25 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
         key: getattr(model, key) for key in type(model).model_fields if key not in TRAINING_KEYS
     }
     layers = range(model.num_layers)
-    found["moe_layers"] = [index for index in layers if model.is_moe_layer(index)]
+    found["moe_layers"] = moe = [index for index in layers if model.is_moe_layer(index)]
     found["layer_types"] = [model.window(index) for index in layers]
     found["shared_intermediate_size"] = model.shared_width
     found["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
+    stretched = {key for key in found if key.startswith(("rope_beta", "rope_low", "rope_high"))}
+    experts = {"experts_per_token", "expert_intermediate_size", "num_experts"}
     without_effect = {"first_dense_layers", "num_shared_experts"}
-    if not found["moe_layers"]:
-        without_effect |= {key for key in found if key.startswith("router_")}
-        without_effect |= {"experts_per_token", "expert_intermediate_size", "num_experts"}
-    if len(found["moe_layers"]) == model.num_layers:
-        without_effect.add("intermediate_size")
-    if not model.sliding_window:
-        without_effect.add("layer_types")
-    if not model.qk_norm:
-        without_effect.add("qk_norm_over")
-    if model.attention == "mla":
-        without_effect |= {"head_dim", "num_kv_heads"}
-    if model.router_groups == 1:
-        without_effect |= {"router_group_score"}
-    if model.router_when == "after":
-        without_effect |= {"router_normalize"}
-    if not model.router_normalize:
-        without_effect |= {"router_normalize_eps", "router_normalize_min"}
-    if model.rope_type == "default":
-        without_effect |= {key for key in found if key.startswith(("rope_beta", "rope_low"))}
-        without_effect |= {"rope_high_freq_factor", "rope_truncate"}
+    for is_so, keys in (
+        (not moe, experts.union(key for key in found if key.startswith("router_"))),
+        (len(moe) == model.num_layers, {"intermediate_size"}),
+        (not model.sliding_window, {"layer_types"}),
+        (not model.qk_norm, {"qk_norm_over"}),
+        (model.attention == "mla", {"head_dim", "num_kv_heads"}),
+        (model.router_groups == 1, {"router_group_score"}),
+        (model.router_when == "after", {"router_normalize"}),
+        (not model.router_normalize, {"router_normalize_eps", "router_normalize_min"}),
+        (model.rope_type == "default", {*stretched, "rope_truncate"}),
+    ):
+        without_effect |= keys if is_so else set()
     return {key: value for key, value in found.items() if key not in without_effect}
 
 
