@@ -35,8 +35,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     bound = total(weight) / num_gpus
     if bound <= 0.0 or slots_at(weight, bound) <= num_slots:
         return bound * (1.0 - SLACK)  # no replica needs to be heavier than the mean
-    counts = np.empty(len(weight), np.int64)
-    counts_by_quotient(weight, num_slots, num_slots, counts)
+    counts = counts_by_quotient(weight, num_slots, num_slots)
     for expert in range(len(weight)):
         bound = max(bound, weight[expert] / counts[expert])
     return bound * (1.0 - SLACK)

@@ -3,8 +3,6 @@
 `pack_box` is quick and almost always good enough from five slots per GPU on. For the rest there are
 starts with other counts (`pack_pairs`, `pack_with_companions`), the descent of `polish`, and for
 small boxes a complete search (`exact_box`); `search` calls them in turn.
-
-`pack_pairs` searches counts for two slots per GPU (:mod:`moemesh.balance.boxes`).
 """
 
 from __future__ import annotations
@@ -15,13 +13,10 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.packing import (
     counts_by_quotient,
     counts_with_companions,
-    is_second,
     pack,
-    separate,
     slots_at,
     total,
 )
-from moemesh.balance.polish import measured, part_twins, polish
 
 # Replica counts of a box with two slots per GPU: every heavy replica needs a light companion.
 #
@@ -131,14 +126,11 @@ def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slot
         for slot in range(num_slots):
             slots[slot] = slot % per_gpu % num_experts
         return total(weight) / num_gpus
-    counts = np.empty(num_experts, np.int64)
-    unit = np.empty(num_experts)
-    load = np.empty(num_gpus)
-    counts_by_quotient(weight, num_slots, num_gpus, counts)
+    counts = counts_by_quotient(weight, num_slots, num_gpus)
     bound = max(floor, total(weight) / num_gpus)
     for expert in range(num_experts):
         bound = max(bound, weight[expert] / counts[expert])
-    return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
+    return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots)
 
 
 @compiled
@@ -156,10 +148,7 @@ def pack_pairs(
     The search lowers the largest folded pair to `bound` (1 + tolerance). It halves the way to the
     bound: what is reached becomes the new top, what is not the new bottom.
     """
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    counts_by_quotient(weight, len(slots), num_gpus, counts)
+    counts = counts_by_quotient(weight, len(slots), num_gpus)
     best = heaviest_pair(weight, counts)
     trial = counts.copy()
     low = bound
@@ -175,7 +164,7 @@ def pack_pairs(
             counts[:] = trial
         if best > target:
             low = target
-    return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
+    return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots)
 
 
 @compiled
@@ -199,9 +188,6 @@ def pack_with_companions(
     num_experts = len(weight)
     num_slots = starts.shape[1]
     goal = bound * (1.0 + tolerance)
-    counts = np.empty(num_experts, np.int64)
-    unit = np.empty(num_experts)
-    load = np.empty(num_gpus)
     ascending = np.argsort(weight, kind="mergesort")
     most = num_slots - slots_at(weight, bound * (1.0 + 1e-9))
     jitter = (seed * 0.6180339887498949) % 1.0
@@ -214,45 +200,12 @@ def pack_with_companions(
         before = kept
         for position in range(num_places):
             place = int((position + jitter) * num_experts / num_places)
-            counts_with_companions(weight, num_slots, kept, num_gpus, ascending, place, counts)
-            tops[rows] = pack(weight, counts, num_gpus, goal, starts[rows], unit, load)
+            counts = counts_with_companions(weight, num_slots, kept, num_gpus, ascending, place)
+            tops[rows] = pack(weight, counts, num_gpus, goal, starts[rows])
             rows += 1
             if tops[rows - 1] <= goal:
                 return rows
     return rows
-
-
-@compiled
-def polish_box(
-    weight: Floats,
-    num_gpus: int,
-    limit: float,
-    goal: float,
-    max_moves: int,
-    swap_price: float,
-    slots: Ints,
-) -> float:
-    """`polish` what lies in `slots`; returns the load of the hottest GPU."""
-    counts, unit, load = measured(weight, num_gpus, slots)
-    return polish(weight, counts, limit, goal, max_moves, swap_price, slots, unit, load)
-
-
-@compiled
-def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
-    """Part experts that are twice on a GPU; returns how often that is still so.
-
-    By giving slots to other experts, no GPU over `limit`; or by swaps, whatever the load.
-    """
-    counts, unit, load = measured(weight, num_gpus, slots)
-    if by_swaps:
-        separate(slots, unit, load)
-    else:
-        part_twins(weight, counts, limit, slots, unit, load)
-    per_gpu = len(slots) // num_gpus
-    twins = 0
-    for slot in range(len(slots)):
-        twins += is_second(slots, per_gpu, slot)
-    return twins
 
 
 @compiled

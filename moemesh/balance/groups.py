@@ -17,6 +17,8 @@ from moemesh.balance.packing import fold, swap_hottest, swap_opposite, total
 POSSIBLE, IMPOSSIBLE, UNKNOWN = 1, 0, -1
 #: Places that one search may try.
 MAX_STEPS = 20_000
+#: Divisions of groups onto nodes that are compared by their bounds.
+MAX_DIVISIONS = 128
 
 
 @compiled
@@ -69,17 +71,9 @@ def group_sums(weight: Floats, num_groups: int) -> Floats:
 
 
 @compiled
-def gather_node(weight: Floats, num_groups: int, groups: Ints, experts: Ints) -> Floats:
-    """Loads of a node's experts; fills `experts` with their logical numbers."""
-    size = len(weight) // num_groups
-    loads = np.empty(len(experts))
-    place = 0
-    for group in groups:
-        for expert in range(group * size, (group + 1) * size):
-            experts[place] = expert
-            loads[place] = weight[expert]
-            place += 1
-    return loads
+def experts_in(groups: Ints, size: int) -> Ints:
+    """The experts of some groups, of `size` experts each."""
+    return (groups.reshape(-1, 1) * size + np.arange(size)).reshape(-1)
 
 
 @compiled
@@ -87,11 +81,9 @@ def nodes_bound(
     weight: Floats, num_slots: int, num_gpus: int, num_groups: int, members: Ints
 ) -> float:
     """The largest of the nodes' quick bounds."""
-    num_nodes = members.shape[0]
-    experts = np.empty(len(weight) // num_nodes, np.int64)
     bound = 0.0
-    for node in range(num_nodes):
-        loads = gather_node(weight, num_groups, members[node], experts)
+    for node in range(len(members)):
+        loads = weight[experts_in(members[node], len(weight) // num_groups)]
         bound = max(bound, quick_bound(loads, num_slots, num_gpus))
     return bound
 
@@ -178,32 +170,22 @@ def next_division(
 
 
 @compiled
-def other_divisions(
-    weight: Floats,
-    num_groups: int,
-    num_slots: int,
-    num_gpus: int,
-    limit: float,
-    divisions: Ints,
-    bounds: Floats,
-) -> tuple[int, bool]:
-    """Fill `divisions` [n, nodes, groups per node] with some whose quick bound is under `limit`.
-
-    Returns how many, and whether these are all. `bounds` [n] gets their quick bounds.
-    """
-    most, num_nodes, per_node = divisions.shape
+def find_divisions(
+    weight: Floats, num_groups: int, num_slots: int, num_gpus: int, num_nodes: int, limit: float
+) -> tuple[Ints, Floats, bool]:
+    """Divisions [n, nodes, groups per node] with quick bounds [n] under `limit`; whether all."""
+    divisions = np.empty((MAX_DIVISIONS, num_nodes, num_groups // num_nodes), np.int64)
+    bounds = np.empty(MAX_DIVISIONS)
     sums = group_sums(weight, num_groups)
     need = slots_needed(weight, num_groups, limit)
     state = np.full(num_groups + 1, -1)
     state[num_groups] = 0
-    members = np.empty((num_nodes, per_node), np.int64)
+    members = divisions[0].copy()
     found = 0
     while True:
         answer = next_division(sums, need, limit * num_gpus, num_slots, state, members)
-        if answer != POSSIBLE:
-            return found, answer == IMPOSSIBLE
-        if found == most:
-            return found, False
+        if answer != POSSIBLE or found == MAX_DIVISIONS:
+            return divisions[:found], bounds[:found], answer == IMPOSSIBLE
         divisions[found] = members
         bounds[found] = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
         found += 1
@@ -236,10 +218,6 @@ def first_division(
     return reached, proven
 
 
-#: Divisions of groups onto nodes that are compared by their bounds.
-MAX_DIVISIONS = 128
-
-
 def bounds_of(weights: Floats, shape: Shape) -> Floats:
     """Loads [layers] that no placement of `weights` [layers, experts] undercuts on all GPUs."""
     bounds = np.empty(len(weights))
@@ -257,12 +235,12 @@ def _over_divisions(weight: Floats, shape: Shape) -> float:
     Where there are too many to look at each, what could be proven of their quick bounds.
     """
     members = np.empty((shape.num_nodes, shape.node_groups), np.int64)
-    sizes = (shape.node_slots, shape.node_gpus)
-    quick, proven = first_division(weight, shape.num_groups, *sizes, members)
+    sizes = (shape.num_groups, shape.node_slots, shape.node_gpus)
+    quick, proven = first_division(weight, *sizes, members)
     best = _of_division(weight, shape, members, np.inf)
     if best <= quick:
         return max(proven, min(best, quick)) if proven >= quick * (1.0 - 1e-5) else proven
-    others, bounds, complete = find_divisions(weight, shape, best)
+    others, bounds, complete = find_divisions(weight, *sizes, shape.num_nodes, best)
     if not complete:
         return proven
     for index in np.argsort(bounds, kind="stable"):
@@ -270,16 +248,6 @@ def _over_divisions(weight: Floats, shape: Shape) -> float:
             break
         best = min(best, _of_division(weight, shape, others[index], best))
     return best
-
-
-def find_divisions(weight: Floats, shape: Shape, limit: float) -> tuple[Ints, Floats, bool]:
-    """Divisions [n, nodes, groups per node] with quick bounds [n] under `limit`; whether all."""
-    others = np.empty((MAX_DIVISIONS, shape.num_nodes, shape.node_groups), np.int64)
-    bounds = np.empty(MAX_DIVISIONS)
-    found, complete = other_divisions(
-        weight, shape.num_groups, shape.node_slots, shape.node_gpus, limit, others, bounds
-    )
-    return others[:found], bounds[:found], complete
 
 
 def _of_division(weight: Floats, shape: Shape, members: Ints, enough: float) -> float:

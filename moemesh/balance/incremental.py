@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moemesh.balance.boxes import polish_box
 from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.groups import bounds_of
 from moemesh.balance.inputs import (
@@ -22,9 +21,9 @@ from moemesh.balance.inputs import (
     scaled,
 )
 from moemesh.balance.packing import holds, largest
-from moemesh.balance.polish import locate, measured, shift
+from moemesh.balance.polish import placed, polish, shift
 from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
-from moemesh.balance.search import solve
+from moemesh.balance.search import numbered, solve
 from moemesh.balance.transfers import Rounds, schedule_transfers
 from moemesh.config.shown import Shown
 
@@ -188,11 +187,10 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
         trial = old.copy()
         reached = 0.0
         for part in trial.reshape(shape.num_nodes, -1):
-            experts, local = np.unique(part, return_inverse=True)
-            local = local.astype(np.int64)
+            experts, local = numbered(part)
             loads = weight[experts]
             limit = aim * lower
-            found = polish_box(loads, shape.node_gpus, limit, aim, MAX_MOVES, swap_price, local)
+            found = polish(loads, shape.node_gpus, limit, aim, MAX_MOVES, swap_price, local)
             reached = max(reached, found)
             part[:] = experts[local]
         if reached <= aim * (1.0 + SAME):
@@ -213,9 +211,8 @@ def undo_moves(
     """Give slots back to what they held before, wherever no GPU gets over `limit` by it."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
-    counts, unit, load = measured(weight, num_gpus, slots)
-    where = np.empty((len(weight), len(slots)), np.int64)
-    locate(slots, len(weight), per_gpu, where)
+    replicas = placed(weight, num_gpus, slots)
+    counts, where = replicas.counts, replicas.where
     for slot in range(len(slots)):
         gpu = slot // per_gpu
         present = slots[slot]
@@ -225,18 +222,18 @@ def undo_moves(
         home = where[past, 0] // node_gpus == gpu // node_gpus
         if not home or counts[past] >= len(slots):
             continue
-        shift(slot, past, weight, counts, unit, load, where, slots)
-        if largest(load) > limit:
-            shift(slot, present, weight, counts, unit, load, where, slots)
+        shift(replicas, slot, past)
+        if largest(replicas.load) > limit:
+            shift(replicas, slot, present)
 
 
 @compiled
-def count_missing(slots: Ints, previous: Ints, missing: Ints) -> None:
-    """Fill `missing` [new GPUs, old GPUs]: replicas of a new GPU that an old one does not hold."""
-    missing[:] = 0
-    per_gpu = len(slots) // len(missing)
-    for new in range(len(missing)):
-        for old in range(len(missing)):
+def count_missing(slots: Ints, previous: Ints, num_gpus: int) -> Ints:
+    """Replicas of a new GPU that an old one does not hold [new GPUs, old GPUs]."""
+    missing = np.zeros((num_gpus, num_gpus), np.int64)
+    per_gpu = len(slots) // num_gpus
+    for new in range(num_gpus):
+        for old in range(num_gpus):
             for slot in range(new * per_gpu, (new + 1) * per_gpu):
                 lacking = 0
                 for other in range(new * per_gpu, slot + 1):
@@ -244,6 +241,7 @@ def count_missing(slots: Ints, previous: Ints, missing: Ints) -> None:
                 for other in range(old * per_gpu, (old + 1) * per_gpu):
                     lacking -= previous[other] == slots[slot]
                 missing[new, old] += lacking > 0
+    return missing
 
 
 def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
@@ -256,8 +254,7 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 
     node_gpus = num_gpus // num_nodes
-    missing = np.empty((num_gpus, num_gpus), np.int64)
-    count_missing(slots, previous, missing)
+    missing = count_missing(slots, previous, num_gpus)
     blocks = missing.reshape(num_nodes, node_gpus, num_nodes, node_gpus).transpose(2, 0, 3, 1)
     inside = np.empty((num_nodes, num_nodes, node_gpus), np.int64)
     between = np.empty((num_nodes, num_nodes), np.int64)

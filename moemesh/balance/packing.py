@@ -14,20 +14,18 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 
 
 @compiled
-def counts_by_quotient(weight: Floats, num_slots: int, limit: int, counts: Ints) -> None:
-    """Fill `counts` [experts]: one each, every further slot to the largest load per replica.
+def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
+    """Counts [experts]: one each, every further slot to the largest load per replica.
 
     The smallest possible largest replica (Adams' method of apportionment). No count exceeds
     `limit`; ties go to the lowest expert. A heap makes it O(experts + slots log experts).
     """
     num_experts = len(weight)
     key = weight.copy()
-    heap = np.empty(num_experts, np.int64)
-    for expert in range(num_experts):
-        counts[expert] = 1
-        heap[expert] = expert
-        if limit < 2:
-            key[expert] = -1.0
+    heap = np.arange(num_experts)
+    counts = np.ones(num_experts, np.int64)
+    if limit < 2:
+        key[:] = -1.0
     for place in range(num_experts // 2 - 1, -1, -1):
         sift_down(heap, key, place)
     for _ in range(num_slots - num_experts):
@@ -35,6 +33,7 @@ def counts_by_quotient(weight: Floats, num_slots: int, limit: int, counts: Ints)
         counts[top] += 1
         key[top] = weight[top] / counts[top] if counts[top] < limit else -1.0
         sift_down(heap, key, 0)
+    return counts
 
 
 @compiled
@@ -72,21 +71,15 @@ def slots_at(weight: Floats, threshold: float) -> int:
 
 @compiled
 def counts_with_companions(
-    weight: Floats,
-    num_slots: int,
-    num_free: int,
-    limit: int,
-    ascending: Ints,
-    start: int,
-    counts: Ints,
-) -> None:
-    """Fill `counts`: all but `num_free` slots by quotient, the free ones split light experts.
+    weight: Floats, num_slots: int, num_free: int, limit: int, ascending: Ints, start: int
+) -> Ints:
+    """Counts [experts]: all but `num_free` slots by quotient, the free ones split light experts.
 
     The halves of light experts are the small companions that heavy replicas need beside them. They
     are taken from place `start` of `ascending` (experts by load), unsplit ones first.
     """
     num_experts = len(weight)
-    counts_by_quotient(weight, num_slots - num_free, limit, counts)
+    counts = counts_by_quotient(weight, num_slots - num_free, limit)
     step = 0
     while num_free > 0:
         expert = ascending[(start + step) % num_experts]
@@ -94,6 +87,7 @@ def counts_with_companions(
             counts[expert] += 1
             num_free -= 1
         step += 1
+    return counts
 
 
 @compiled
@@ -122,18 +116,10 @@ FEW_GPUS = 24
 
 
 @compiled
-def pack(
-    weight: Floats,
-    counts: Ints,
-    num_gpus: int,
-    goal: float,
-    slots: Ints,
-    unit: Floats,
-    load: Floats,
-) -> float:
+def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) -> float:
     """Pack `counts` replicas of each expert; stops at a largest load of `goal`. Returns it."""
-    for expert in range(len(weight)):
-        unit[expert] = weight[expert] / counts[expert]
+    unit = weight / counts
+    load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
     if not separate(slots, unit, load):
         spread(counts, num_gpus, slots)

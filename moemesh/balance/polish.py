@@ -1,22 +1,52 @@
 """Descent from a packing: swaps and replica shifts under the potential sum max(0, load - T)^2.
 
 A shift takes a slot away from one expert (its other replicas grow) and gives it to another (all
-its replicas shrink). `where` [experts x GPUs] lists the GPUs of each expert's replicas. The rest is
-as in `packing`.
+its replicas shrink).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from moemesh.balance.compiled import Flags, Floats, Ints, compiled
-from moemesh.balance.packing import add_up, holds, is_second, largest, swap
+from moemesh.balance.packing import add_up, holds, is_second, largest, separate, swap
 
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Potentials closer than this, relative to T squared, are equal.
 EQUAL = 1e-12
 #: Exchanges of two replicas for two are looked at where these are not more (GPUs x slots^4).
 MAX_DOUBLE_SWAPS = 200_000
+
+
+class PlacedReplicas(NamedTuple):
+    """A placement, and what follows from it.
+
+    `weight` [experts] are loads, `counts` [experts] numbers of replicas; `where` [experts, GPUs and
+    more] lists the GPUs of each expert's replicas; `slots`, `unit` and `load` are as in `packing`.
+    """
+
+    weight: Floats
+    counts: Ints
+    where: Ints
+    slots: Ints
+    unit: Floats
+    load: Floats
+
+
+@compiled
+def placed(weight: Floats, num_gpus: int, slots: Ints) -> PlacedReplicas:
+    """What lies in the slots, which change with it."""
+    counts, unit, load = measured(weight, num_gpus, slots)
+    # A foreign placement may have more copies than GPUs.
+    where = np.empty((len(weight), num_gpus + counts.max()), np.int64)
+    found = np.zeros(len(weight), np.int64)
+    for slot in range(len(slots)):
+        expert = slots[slot]
+        where[expert, found[expert]] = slot // (len(slots) // num_gpus)
+        found[expert] += 1
+    return PlacedReplicas(weight, counts, where, slots, unit, load)
 
 
 @compiled
@@ -37,68 +67,55 @@ def potential(load: Floats, limit: float) -> float:
 @compiled
 def polish(
     weight: Floats,
-    counts: Ints,
+    num_gpus: int,
     limit: float,
     goal: float,
     max_moves: int,
     swap_price: float,
     slots: Ints,
-    unit: Floats,
-    load: Floats,
 ) -> float:
     """Best moves of the hottest GPU until nothing is over `limit` or the largest load is `goal`.
 
     When no move of the hottest GPU lowers the potential, the next one's turn comes. A swap counts
-    for `swap_price` shifts. Leaves the placement with the smallest largest load in `slots`,
-    `counts`, `unit`, `load`, and returns that load.
+    for `swap_price` shifts. Leaves the placement with the smallest largest load in `slots`, and
+    returns that load.
     """
-    num_experts = len(weight)
-    num_gpus = len(load)
-    per_gpu = len(slots) // num_gpus
-    # A foreign placement may have more copies than GPUs.
-    where = np.empty((num_experts, max(num_gpus, counts.max())), np.int64)
-    locate(slots, num_experts, per_gpu, where)
+    replicas = placed(weight, num_gpus, slots)
+    load = replicas.load
     stuck = np.zeros(num_gpus, np.bool_)
-    gain = np.empty(num_experts)
-    cost = np.empty(num_experts)
     best_slots = slots.copy()
     best = largest(load)
     for _ in range(max_moves):
         hot = hottest(load, stuck, limit)
         if hot < 0 or best <= goal:
             break
-        price_splits(weight, counts, unit, load, where, limit, gain, cost)
-        kind, first, second = best_move(
-            hot, weight, counts, unit, load, gain, cost, limit, swap_price, slots
-        )
+        kind, first, second = best_move(replicas, hot, limit, swap_price)
         third, fourth = -1, -1
         if kind == NO_MOVE:
-            first, second, third, fourth = best_double_swap(hot, unit, load, limit, slots)
+            first, second, third, fourth = best_double_swap(replicas, hot, limit)
             if first < 0:
                 stuck[hot] = True
                 continue
             kind = SWAP
         stuck[:] = False
         if kind == SWAP:
-            exchange(slots, unit, load, where, counts, first, second)
+            exchange(replicas, first, second)
             if third >= 0:
-                exchange(slots, unit, load, where, counts, third, fourth)
+                exchange(replicas, third, fourth)
         else:
             before = potential(load, limit)
             loser = slots[first]
-            shift(first, second, weight, counts, unit, load, where, slots)
+            shift(replicas, first, second)
             # The estimate leaves out GPUs that hold both experts; there it can be wrong.
             if potential(load, limit) >= before - EQUAL * limit * limit:
-                shift(first, loser, weight, counts, unit, load, where, slots)
+                shift(replicas, first, loser)
                 stuck[hot] = True
         top = largest(load)
         if top < best:
             best = top
             best_slots[:] = slots
     slots[:] = best_slots
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
-    return largest(load)
+    return heaviest_gpu(weight, slots, num_gpus)
 
 
 @compiled
@@ -112,71 +129,53 @@ def hottest(load: Floats, stuck: Flags, limit: float) -> int:
 
 
 @compiled
-def locate(slots: Ints, num_experts: int, per_gpu: int, where: Ints) -> None:
-    """Fill `where`."""
-    found = np.zeros(num_experts, np.int64)
-    for slot in range(len(slots)):
-        expert = slots[slot]
-        where[expert, found[expert]] = slot // per_gpu
-        found[expert] += 1
-
-
-@compiled
-def exchange(
-    slots: Ints, unit: Floats, load: Floats, where: Ints, counts: Ints, first: int, second: int
-) -> None:
-    """Swap two slots of different GPUs, and keep `where` right."""
+def exchange(replicas: PlacedReplicas, first: int, second: int) -> None:
+    """Swap two slots of different GPUs."""
+    slots, load = replicas.slots, replicas.load
     per_gpu = len(slots) // len(load)
-    relocate(where, counts, slots[first], first // per_gpu, second // per_gpu)
-    relocate(where, counts, slots[second], second // per_gpu, first // per_gpu)
-    swap(slots, unit, load, first, second)
+    relocate(replicas, slots[first], first // per_gpu, second // per_gpu)
+    relocate(replicas, slots[second], second // per_gpu, first // per_gpu)
+    swap(slots, replicas.unit, load, first, second)
 
 
 @compiled
-def relocate(where: Ints, counts: Ints, expert: int, source: int, target: int) -> None:
+def relocate(replicas: PlacedReplicas, expert: int, source: int, target: int) -> None:
     """Note that a replica went from one GPU to another."""
-    for copy in range(counts[expert]):
-        if where[expert, copy] == source:
-            where[expert, copy] = target
+    for copy in range(replicas.counts[expert]):
+        if replicas.where[expert, copy] == source:
+            replicas.where[expert, copy] = target
             return
-
-
-@compiled
-def recount(slots: Ints, weight: Floats, counts: Ints, unit: Floats) -> None:
-    """Fill `counts` and `unit` from what lies in the slots."""
-    counts[:] = 0
-    for slot in range(len(slots)):
-        counts[slots[slot]] += 1
-    for expert in range(len(weight)):
-        unit[expert] = weight[expert] / counts[expert]
 
 
 @compiled
 def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, Floats]:
     """`counts`, `unit` and `load` of what lies in the slots."""
-    counts = np.empty(len(weight), np.int64)
+    counts = np.zeros(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
+    for slot in range(len(slots)):
+        counts[slots[slot]] += 1
+    for expert in range(len(weight)):
+        unit[expert] = weight[expert] / counts[expert]
     add_up(slots, unit, load)
     return counts, unit, load
 
 
 @compiled
-def price_splits(
-    weight: Floats,
-    counts: Ints,
-    unit: Floats,
-    load: Floats,
-    where: Ints,
-    limit: float,
-    gain: Floats,
-    cost: Floats,
-) -> None:
-    """Effects elsewhere of one replica more (`gain`, <= 0) or less (`cost`, >= 0) of an expert.
+def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
+    """Largest load of a GPU when every expert's load is split evenly over its replicas."""
+    return largest(measured(weight, num_gpus, slots)[2])
+
+
+@compiled
+def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats]:
+    """Effects elsewhere of one replica more (<= 0) or less (>= 0) of each expert.
 
     An expert that cannot get (or lose) a replica has an infinite price.
     """
+    weight, counts, where, _, unit, load = replicas
+    gain = np.empty(len(weight))
+    cost = np.empty(len(weight))
     for expert in range(len(weight)):
         copies = counts[expert]
         gain[expert] = 0.0 if copies < len(load) else np.inf
@@ -193,22 +192,16 @@ def price_splits(
                 at = float(load[where[expert, copy]])
                 if at + more > limit:
                     cost[expert] += over(at + more, limit) - over(at, limit)
+    return gain, cost
 
 
 @compiled
 def best_move(
-    hot: int,
-    weight: Floats,
-    counts: Ints,
-    unit: Floats,
-    load: Floats,
-    gain: Floats,
-    cost: Floats,
-    limit: float,
-    swap_price: float,
-    slots: Ints,
+    replicas: PlacedReplicas, hot: int, limit: float, swap_price: float
 ) -> tuple[int, int, int]:
     """(SWAP, slot, slot), (SHIFT, slot, expert that gets it) or (NO_MOVE, -1, -1)."""
+    weight, counts, _, slots, unit, load = replicas
+    gain, cost = price_splits(replicas, limit)
     per_gpu = len(slots) // len(load)
     heat = load[hot]
     here = over(heat, limit)
@@ -255,13 +248,12 @@ def best_move(
 
 
 @compiled
-def best_double_swap(
-    hot: int, unit: Floats, load: Floats, limit: float, slots: Ints
-) -> tuple[int, int, int, int]:
+def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[int, int, int, int]:
     """Slots of the best exchange of two replicas for two of another GPU: hot, other, hot, other.
 
     All -1 when none lowers the potential, or there are too many to look at.
     """
+    slots, unit, load = replicas.slots, replicas.unit, replicas.load
     per_gpu = len(slots) // len(load)
     found = (-1, -1, -1, -1)
     # With three slots two for two is one for one, seen from the other side.
@@ -300,17 +292,9 @@ def best_double_swap(
 
 
 @compiled
-def shift(
-    slot: int,
-    winner: int,
-    weight: Floats,
-    counts: Ints,
-    unit: Floats,
-    load: Floats,
-    where: Ints,
-    slots: Ints,
-) -> None:
+def shift(replicas: PlacedReplicas, slot: int, winner: int) -> None:
     """Give a slot to `winner`, and bring everything else up to date."""
+    weight, counts, where, slots, unit, load = replicas
     gpu = slot // (len(slots) // len(load))
     loser = slots[slot]
     counts[loser] -= 1
@@ -331,19 +315,16 @@ def shift(
 
 
 @compiled
-def part_twins(
-    weight: Floats, counts: Ints, limit: float, slots: Ints, unit: Floats, load: Floats
-) -> int:
-    """Give slots that hold a second copy on their GPU to other experts, at loads up to `limit`.
+def part_twins(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
+    """Part experts that are twice on a GPU; returns how often that is still so.
 
-    Returns the number of second copies for which no expert could be found.
+    By giving slots to other experts, no GPU over `limit`; or by swaps, whatever the load.
     """
-    num_gpus = len(load)
     per_gpu = len(slots) // num_gpus
-    where = np.empty((len(weight), len(slots)), np.int64)
-    locate(slots, len(weight), per_gpu, where)
-    left = 0
-    for slot in range(len(slots)):
+    replicas = placed(weight, num_gpus, slots)
+    if by_swaps:
+        separate(slots, replicas.unit, replicas.load)
+    for slot in range(0 if by_swaps else len(slots)):
         gpu = slot // per_gpu
         twin = slots[slot]
         if not is_second(slots, per_gpu, slot):
@@ -351,17 +332,17 @@ def part_twins(
         best = limit * (1.0 + EQUAL)
         winner = -1
         for expert in range(len(weight)):
-            if counts[expert] >= num_gpus or holds(slots, gpu, per_gpu, expert):
+            if replicas.counts[expert] >= num_gpus or holds(slots, gpu, per_gpu, expert):
                 continue
-            shift(slot, expert, weight, counts, unit, load, where, slots)
-            top = largest(load)
-            shift(slot, twin, weight, counts, unit, load, where, slots)
+            shift(replicas, slot, expert)
+            top = largest(replicas.load)
+            shift(replicas, slot, twin)
             if top < best:
                 best = top
                 winner = expert
-        if winner < 0:
-            left += 1
-        else:
-            shift(slot, winner, weight, counts, unit, load, where, slots)
-    add_up(slots, unit, load)
+        if winner >= 0:
+            shift(replicas, slot, winner)
+    left = 0
+    for slot in range(len(slots)):
+        left += is_second(slots, per_gpu, slot)
     return left

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints, compiled
-from moemesh.balance.groups import gather_node
-from moemesh.balance.packing import largest, sift_down, total
-from moemesh.balance.polish import measured
+from moemesh.balance.groups import experts_in
+from moemesh.balance.packing import sift_down, total
+from moemesh.balance.polish import heaviest_gpu
 
 
 @compiled
@@ -94,7 +94,6 @@ def published_layers(
     node_of = np.empty(num_groups, np.int64)
     rank_of = np.empty(num_groups, np.int64)
     members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
-    experts = np.empty(weights.shape[1] // num_nodes, np.int64)
     per_node = slots.shape[1] // num_nodes
     heat = np.zeros(num_nodes)
     for layer in range(len(weights)):
@@ -110,21 +109,14 @@ def published_layers(
         for group in range(num_groups):
             members[node_of[group], rank_of[group]] = group
         for node in range(num_nodes):
-            heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
+            heat[node] = -total(loads[experts_in(members[node], size)])
         tops[layer] = 0.0
         for node in np.argsort(heat, kind="mergesort"):
-            own = gather_node(loads, num_groups, members[node], experts)
+            experts = experts_in(members[node], size)
             part = slots[layer, node * per_node : (node + 1) * per_node]
-            published_box(own, num_gpus // num_nodes, part)
-            exact = gather_node(weights[layer], num_groups, members[node], experts)
+            published_box(loads[experts], num_gpus // num_nodes, part)
+            exact = weights[layer][experts]
             tops[layer] = max(tops[layer], heaviest_gpu(exact, part, num_gpus // num_nodes))
             if tops[layer] >= enough[layer]:
                 break
-            for slot in range(per_node):
-                part[slot] = experts[part[slot]]
-
-
-@compiled
-def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
-    """Largest load of a GPU when every expert's load is split evenly over its replicas."""
-    return largest(measured(weight, num_gpus, slots)[2])
+            part[:] = experts[part]

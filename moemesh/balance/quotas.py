@@ -96,10 +96,7 @@ def plan_quotas(
         wrong = homes.min() if homes.min() < 0 else highest
         raise BalanceError(f"home names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
     spare = check_count(spare_slots, "spare_slots") if spare_slots else 0
-    expert = np.empty((num_ranks, spare), np.int64)
-    quota = np.empty((num_ranks, spare), np.int64)
-    left = np.empty(len(totals), np.int64)
-    fill_quotas(totals, homes, expert, quota, left)
+    expert, quota, left = choose_quotas(totals, homes, num_ranks, spare)
     return QuotaPlan(home=homes, spare_expert=expert, spare_quota=quota, home_quota=left)
 
 
@@ -119,7 +116,6 @@ def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = 
             f"counts must be {num_ranks} ranks x {len(plan.home)} experts, and are {shape}"
         )
     quota = np.concatenate([plan.home_quota, plan.spare_quota.reshape(-1)])
-    sent = np.zeros((num_ranks, len(quota)), np.int64)
     expert = plan.place_expert
     if not np.array_equal(
         table.sum(axis=0),
@@ -127,8 +123,7 @@ def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = 
     ):
         raise BalanceError("counts are not those that the plan was made for")
     node = check_count(ranks_per_node, "ranks_per_node") if ranks_per_node else 1
-    fill_runs(table, expert, plan.place_rank, quota, node, sent)
-    return sent
+    return cut_runs(table, expert, plan.place_rank, quota, node)
 
 
 def _whole(value: Any, name: str) -> Ints:
@@ -143,50 +138,34 @@ def _whole(value: Any, name: str) -> Ints:
 
 
 @compiled
-def fill_quotas(
-    totals: Ints, home: Ints, spare_expert: Ints, spare_quota: Ints, home_quota: Ints
-) -> int:
-    """Fill the replicas and quotas; returns the tokens of the busiest rank.
-
-    `totals` and `home` [experts]; `spare_expert`, `spare_quota` [ranks, spare slots]; `home_quota`
-    [experts].
-    """
-    num_ranks = len(spare_expert)
+def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tuple[Ints, Ints, Ints]:
+    """The expert and the quota of each spare slot [ranks, spare slots], and the quotas at home
+    [experts]; `totals` and `home` [experts]."""
     load = np.zeros(num_ranks, np.int64)
-    first = np.zeros(num_ranks + 1, np.int64)
     for expert in range(len(totals)):
         load[home[expert]] += totals[expert]
-        first[home[expert] + 1] += 1
-    for rank in range(num_ranks):
-        first[rank + 1] += first[rank]
     # The experts of each rank, one rank after the other.
-    own = np.empty(len(totals), np.int64)
-    fill = first.copy()
-    whole = 0
-    for expert in range(len(totals)):
-        own[fill[home[expert]]] = expert
-        fill[home[expert]] += 1
-        whole += totals[expert]
+    own = np.argsort(home, kind="mergesort")
+    first = np.searchsorted(home[own], np.arange(num_ranks + 1))
+    whole = int(totals.sum())
     order = np.argsort(load, kind="mergesort")
     low = (whole + num_ranks - 1) // num_ranks
     high = int(load[order[num_ranks - 1]])
-    spare_expert[:] = -1
-    spare_quota[:] = 0
-    home_quota[:] = totals
-    if high <= low or spare_expert.shape[1] == 0:
-        return high
-    expert_trial = spare_expert.copy()
-    quota_trial = spare_quota.copy()
-    home_trial = totals.copy()
+    found = (
+        np.full((num_ranks, spares), -1),
+        np.zeros((num_ranks, spares), np.int64),
+        totals.copy(),
+    )
+    if high <= low or spares == 0:
+        return found
     step = max(whole // (num_ranks * PRECISION), 1)
     target = low
     bottom = low - 1  # not reached
     while bottom + step < high or target == low:
-        if spill(target, totals, load, order, first, own, expert_trial, quota_trial, home_trial):
+        fits, trial = spill(target, totals, load, order, first, own, spares)
+        if fits:
             high = target
-            spare_expert[:] = expert_trial
-            spare_quota[:] = quota_trial
-            home_quota[:] = home_trial
+            found = trial
             if target == low:
                 break
         else:
@@ -195,26 +174,20 @@ def fill_quotas(
         target = min(bottom + max(step, bottom - low + step), (bottom + high + 1) // 2)
         if target >= high:
             break
-    return high
+    return found
 
 
 @compiled
 def spill(
-    target: int,
-    totals: Ints,
-    load: Ints,
-    order: Ints,
-    first: Ints,
-    own: Ints,
-    spare_expert: Ints,
-    spare_quota: Ints,
-    home_quota: Ints,
-) -> bool:
-    """Try to bring every rank to at most `target` tokens; fills the last three arguments."""
-    num_ranks, spares = spare_expert.shape
-    spare_expert[:] = -1
-    spare_quota[:] = 0
-    home_quota[:] = totals
+    target: int, totals: Ints, load: Ints, order: Ints, first: Ints, own: Ints, spares: int
+) -> tuple[bool, tuple[Ints, Ints, Ints]]:
+    """Try to bring every rank to at most `target` tokens: whether that goes, and the results of
+    :func:`choose_quotas`."""
+    num_ranks = len(load)
+    spare_expert = np.full((num_ranks, spares), -1)
+    spare_quota = np.zeros((num_ranks, spares), np.int64)
+    home_quota = totals.copy()
+    found = (spare_expert, spare_quota, home_quota)
     queue = np.empty(num_ranks, np.int64)  # receivers, most room first
     room = np.empty(num_ranks, np.int64)  # beside `queue`
     length = 0
@@ -239,7 +212,7 @@ def spill(
                     hottest = own[index]
             while excess > 0 and home_quota[hottest] > 0:
                 if head == length:
-                    return False
+                    return False, found
                 taker = queue[head]
                 tokens = min(excess, room[head], home_quota[hottest])
                 spare_expert[taker, used[taker]] = hottest
@@ -259,16 +232,15 @@ def spill(
                     slot += 1
                 queue[slot] = taker
                 room[slot] = rest
-    return True
+    return True, found
 
 
 @compiled
-def fill_runs(
-    counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, node: int, sent: Ints
-) -> None:
-    """Fill `sent` [ranks, places]; see `assign_tokens`."""
+def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, node: int) -> Ints:
+    """Tokens [ranks, places]; see `assign_tokens`."""
     num_ranks, num_experts = counts.shape
     num_places = len(place_expert)
+    sent = np.zeros((num_ranks, num_places), np.int64)
     left = counts.copy()
     room = quota.copy()
     # To the own rank, then inside the node.
@@ -297,6 +269,7 @@ def fill_runs(
             room[place] -= tokens
             if left[rank, expert] == 0:
                 cursor[expert] += 1
+    return sent
 
 
 def shadow_experts(

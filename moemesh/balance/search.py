@@ -15,19 +15,18 @@ from moemesh.balance.boxes import (
     pack_box,
     pack_pairs,
     pack_with_companions,
-    part_box,
-    polish_box,
 )
 from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.groups import (
     bounds_of,
     divide_groups,
+    experts_in,
     find_divisions,
-    gather_node,
     nodes_bound,
 )
 from moemesh.balance.inputs import Shape
-from moemesh.balance.published import heaviest_gpu, published_layers
+from moemesh.balance.polish import heaviest_gpu, part_twins, polish
+from moemesh.balance.published import published_layers
 
 #: Loads that differ by less, relatively, are equal: only the order of summation differs.
 SAME = 1e-12
@@ -155,7 +154,8 @@ class _Layers:
         top = float(self.tops[layer].max())
         if shape.num_nodes == 1 or not effort.divisions or top <= floor * (1.0 + enough):
             return
-        others, bounds, _ = find_divisions(weight, shape, top * (1.0 - effort.tolerance))
+        sizes = (shape.num_groups, shape.node_slots, shape.node_gpus, shape.num_nodes)
+        others, bounds, _ = find_divisions(weight, *sizes, top * (1.0 - effort.tolerance))
         failures = 0
         few = shape.num_slots <= FEW_SLOTS_IN_ALL
         most, patience = (len(bounds),) * 2 if few else (effort.divisions, effort.patience)
@@ -179,7 +179,7 @@ class _Layers:
         parts = self.slots[layer].reshape(shape.num_nodes, -1)
         for node in np.argsort(-tops, kind="stable"):
             if tops[node] > worst * (1.0 + enough):
-                experts, local = _local(parts[node])
+                experts, local = numbered(parts[node])
                 tops[node] = search_box(
                     self.weights[layer][experts],
                     shape.node_gpus,
@@ -195,7 +195,15 @@ class _Layers:
                 return
 
 
-def _local(slots: Ints) -> tuple[Ints, Ints]:
+def _searched(weight: Floats, shape: Shape, seed: int) -> _Layers:
+    """One layer after a longer search, which differs with `seed`."""
+    effort = THOROUGH if seed else QUALITY
+    layers = _Layers(weight[None], shape, effort)
+    layers.search(0, effort, THOROUGH.enough, seed)
+    return layers
+
+
+def numbered(slots: Ints) -> tuple[Ints, Ints]:
     """The experts in some slots, and the slots with these numbered from 0."""
     experts, local = np.unique(slots, return_inverse=True)
     return experts, local.astype(np.int64)
@@ -241,7 +249,7 @@ def search_box(
     for row in order[: max(effort.polished, 1)]:
         reached = float(tops[row])
         if effort.polished and reached > goal:
-            reached = polish_box(weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row])
+            reached = polish(weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row])
         failures = 0 if reached < top else failures + 1
         if reached < top:
             top = reached
@@ -263,9 +271,7 @@ def _spend(layers: _Layers, deadline: float) -> None:
                 return
             if layers.tops[layer].max() <= enough[layer]:
                 continue
-            effort = THOROUGH if seed else QUALITY
-            trial = _Layers(layers.weights[layer][None], layers.shape, effort)
-            trial.search(0, effort, THOROUGH.enough, seed)
+            trial = _searched(layers.weights[layer], layers.shape, seed)
             if trial.tops.max() < layers.tops[layer].max():
                 layers.tops[layer], layers.slots[layer] = trial.tops[0], trial.slots[0]
         if np.all(layers.tops.max(axis=1) <= enough):
@@ -313,9 +319,7 @@ def _keep_up(layers: _Layers) -> None:
         for seed in range(NUM_RESCUES):
             if mended is not None:
                 break
-            effort = THOROUGH if seed else QUALITY
-            trial = _Layers(weight[None], shape, effort)
-            trial.search(0, effort, THOROUGH.enough, seed)
+            trial = _searched(weight, shape, seed)
             if trial.tops.max() <= float(limit) * (1.0 + SAME):
                 mended = trial.slots[0]
         layers.slots[layer] = theirs if mended is None else mended
@@ -326,12 +330,12 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
     mended = given.copy()
     gpus = shape.node_gpus
     for part in mended.reshape(shape.num_nodes, -1):
-        experts, local = _local(part)
+        experts, local = numbered(part)
         loads = weight[experts]
         for by_swaps in (False, False, True):
-            left = part_box(loads, gpus, limit, by_swaps, local)
+            left = part_twins(loads, gpus, limit, by_swaps, local)
             aim = limit if by_swaps else 0.999 * limit
-            top = polish_box(loads, gpus, aim, aim, QUALITY.moves, 1.0, local)
+            top = polish(loads, gpus, aim, aim, QUALITY.moves, 1.0, local)
             if not left:
                 break
         if left or top > limit * (1.0 + SAME):
@@ -361,7 +365,6 @@ def pack_layers(
     num_groups = num_nodes * members.shape[2]
     node_slots = slots.shape[1] // num_nodes
     node_gpus = num_gpus // num_nodes
-    experts = np.empty(weights.shape[1] // num_nodes, np.int64)
     for layer in range(len(weights)):
         weight = weights[layer]
         groups = members[layer]
@@ -373,10 +376,9 @@ def pack_layers(
             floors[layer] = nodes_bound(weight, node_slots, node_gpus, num_groups, groups)
         worst = floors[layer]
         for node in range(num_nodes):
-            loads = gather_node(weight, num_groups, groups[node], experts)
+            experts = experts_in(groups[node], weights.shape[1] // num_groups)
             part = slots[layer, node * node_slots : (node + 1) * node_slots]
             # No node is balanced better than the worst one before it: nothing would be gained.
-            tops[layer, node] = pack_box(loads, node_gpus, worst, tolerance, part)
+            tops[layer, node] = pack_box(weight[experts], node_gpus, worst, tolerance, part)
             worst = max(worst, tops[layer, node])
-            for slot in range(node_slots):
-                part[slot] = experts[part[slot]]
+            part[:] = experts[part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.rules import plan_problem
-from moemesh.config.suggest import nearest_path
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build, recipe_of, require_defined
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs
@@ -32,12 +32,10 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     if not is_schedule_file(plan.schedule):
         return _named(plan)  # pyright: ignore[reportArgumentType]
     path = Path(plan.schedule).expanduser()
-    try:
-        status = path.stat()
-    except OSError as error:
-        near = "" if path.exists() else f" ({nearest_path(path)})"
-        raise UserError(f"{path} cannot be read: {error.strerror}{near}") from error
-    schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)  # pyright: ignore[reportArgumentType]
+    version: tuple[int, ...] = ()
+    with suppress(OSError):  # told where it is read
+        version = (status := path.stat()).st_mtime_ns, status.st_size
+    schedule = _of_file(path, plan, version)  # pyright: ignore[reportArgumentType]
     if model is not None and model.ends_share_a_table:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))
         if first != last and first + last != plan.pp - 1:
@@ -75,8 +73,8 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _of_file(path: Path, plan: Plan, changed: int, size: int) -> Schedule:
-    """`changed` and `size` tell versions of a file apart."""
+def _of_file(path: Path, plan: Plan, version: tuple[int, ...]) -> Schedule:
+    """`version` tells versions of a file apart."""
     return fitting(load(path), plan, str(path))
 
 
