@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moemesh.cli.plan_text import estimate_text
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import read_plan
 from tests.test_cli import Invoke
@@ -60,6 +61,12 @@ def test_a_parameter_server_shows_what_a_worker_sends() -> None:
 def test_more_devices_than_the_cluster_has_are_noted() -> None:
     found = estimated(plan="tp=2,dp=16,ep=8,microbatch=1", global_batch=64)
     assert any("32 devices" in note for note in found["notes"])
+
+
+def test_the_table_for_people() -> None:
+    text = estimate_text(estimate_named("tiny", "laptop_cpu", "tp=2,ep=2", 32, 8))
+    for word in ("parameters", "GFLOP a token", "memory", "traffic", "step", "fits"):
+        assert word in text
 
 
 def test_keys_of_both_worlds() -> None:
