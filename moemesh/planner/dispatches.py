@@ -82,7 +82,7 @@ DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
 #: Choices of all tokens of all ranks that are drawn, and experts: seconds of one core.
 MOST_DRAWN = 1_000_000
 _CHOICES = TypeAdapter(list[list[list[int]]])
-_KEYS = {"about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts"}
+_KEYS = ("about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +269,8 @@ def read_example(
             message = "the file holds a table of keys, such as num_experts and experts"
             raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
         table = cast("dict[str, Any]", parsed)
-    if unknown := sorted(set(table) - _KEYS):
-        fix = nearest_choice(unknown[0], tuple(_KEYS))
+    if unknown := sorted(set(table).difference(_KEYS)):
+        fix = nearest_choice(unknown[0], _KEYS)
         message = f"a routing has no key `{unknown[0]}`"
         raise ConfigError([Problem.of("unknown-key", unknown[0], source, message, fix)])
     needed = ("num_experts", "experts") if plan else ("plan", "num_experts", "experts")

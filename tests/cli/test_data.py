@@ -18,6 +18,7 @@ from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import document_starts
 from moemesh.sharding.load_run import load_run
 from moemesh.train.opening import own_batches
+from tests.data.texts import byte_level_tokenizer
 from tests.test_cli import Invoke, run_guarded
 
 CHATML = (
@@ -29,19 +30,8 @@ CHATML = (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer with a template, and conversations beside a text."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    special = ("<|im_start|>", "<|im_end|>")
+    byte_level_tokenizer(tmp_path, Path(__file__).read_text(), CHATML, *special)
     lines: list[dict[str, Any]] = []
     for number in range(12):
         talk = [("user", f"Number {number}?"), ("assistant", f"Grüße \x1b[31m{number}!")]

@@ -15,7 +15,7 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import simulate
-from moemesh.schedule.text import to_csv, to_text
+from moemesh.schedule.text import to_text
 from tests.test_cli import Invoke, run_guarded
 
 
@@ -82,16 +82,6 @@ def test_the_table_shows_formula_beside_simulation() -> None:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("name", ["zb_v", "dualpipe", "terapipe", "pipedream_2bw", "ampnet"])
-    @pytest.mark.parametrize("suffix", ["txt", "csv"])
-    def test_what_is_saved_is_read_again(self, name: str, suffix: str, tmp_path: Path) -> None:
-        schedule = build(name, 4, 8)
-        path = tmp_path / f"mine.{suffix}"
-        path.write_text(to_csv(schedule) if suffix == "csv" else to_text(schedule))
-        found = of(path)
-        assert found.schedule == schedule
-        assert "read from a file and checked" in schedule_text(found)
-
     def test_a_table_by_hand(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"
         path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -104,25 +94,6 @@ class TestFiles:
             of(path, 2, 8, window=3, memory_cap="2")
         lines = str(caught.value).splitlines()
         assert lines[0] == f"--ranks 2, but {path} has 4" and len(lines) == 3
-
-    def test_unreadable_files(self, tmp_path: Path) -> None:
-        (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-        for path in (tmp_path / "none.csv", tmp_path, tmp_path / "bytes.txt"):
-            with pytest.raises(ValueError, match=re.escape(str(path))):
-                of(path if path != tmp_path else f"{path}/", None, None)
-
-
-class TestSearch:
-    def test_it_beats_what_fits_and_keeps_the_cap(self) -> None:
-        costs = {"forward": "2", "dgrad": "3"}
-        found = of("search", 3, 6, **costs, memory_cap="3")
-        made = (of(name, 3, 6, **costs) for name in ("1f1b", "zb_h1", "zb_v"))
-        best = min(one.simulation.span for one in made)
-        assert found.simulation.span <= best
-        assert max(found.simulation.peak_activation) <= 3
-        assert found.bound is not None and found.bound <= found.simulation.span
-        assert found.to_json()["lower_bound"] == found.bound
-        assert "hand-made schedules that fit: 1f1b" in schedule_text(found)
 
 
 class TestCommandLine:

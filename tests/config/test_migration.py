@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.sources import migrate
 from moemesh.sharding.load_run import load_run
 from tests.test_cli import Invoke
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("[train\n", "not valid TOML"), ("schema_version = 4\n", "keys of version 4")],
-)
-def test_what_cannot_be_rewritten_is_told(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        migrate(text, "x.toml")
 
 
 def test_the_version_of_a_file(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moemesh.data.input_files import DataFile, find
 from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
 from tests.data.test_chat import by_itself
+from tests.data.texts import byte_level_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -254,23 +255,14 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE with a template and an end of text."""
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path_factory.mktemp("tokenizer")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        special_tokens=["<|end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    """A byte-level BPE with a template and an end of text, and the settings of a server."""
+    path = byte_level_tokenizer(
+        tmp_path_factory.mktemp("tokenizer"), Path(__file__).read_text(), TEMPLATE, "<|end|>"
     )
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    made = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     made.enable_truncation(5)
     made.enable_padding(length=9)
     made.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     return path
 

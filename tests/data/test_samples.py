@@ -71,14 +71,6 @@ def test_glob_and_file(tmp_path: Path) -> None:
     assert bytes_of(Corpus.open(str(odd))).startswith(b"a name")
 
 
-def test_jsonl(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"text": "é1"}\n\n{"text": ""}\r\n{"text": "2\\n3", "id": 7}')
-    assert bytes_of(Corpus.open(str(file), format="jsonl")) == "é1\n2\n3".encode()
-    (tmp_path / "note.txt").write_text("not json")
-    assert bytes_of(Corpus.open(str(tmp_path), format="jsonl")) == "é1\n2\n3".encode()
-
-
 def test_the_format_follows_from_the_names(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "one"}')
@@ -88,16 +80,6 @@ def test_the_format_follows_from_the_names(tmp_path: Path) -> None:
     assert bytes_of(Corpus.open(str(file), format="text")) == b'{"text": "one"}'
     (tmp_path / "note.txt").write_text("mixed")
     assert bytes_of(Corpus.open(str(tmp_path))) == b"one\nmixed"
-
-
-@pytest.mark.parametrize(
-    "line", ['{"text": ', "[1]", '{"tekst": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "\xff"]
-)
-def test_bad_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_bytes(b'{"text": "ok"}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(DataError, match=r"d\.jsonl, line 2, byte \d+: "):
-        Corpus.open(str(file), format="jsonl")
 
 
 def test_large_file_is_mapped_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,39 +150,6 @@ def test_tokenizer_folder_and_missing_package(
         Corpus.open(tokenizer=str(tmp_path))
 
 
-def test_tokenizer_ids(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    vocabulary = {"[UNK]": 0, "one": 1, "two": 2, "\n": 3, " ": 4}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "\\s"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-    }
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "tok" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a").write_text("one two")
-    (tmp_path / "text" / "b").write_text("two")
-    corpus = Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=5)
-    assert corpus.tokens.tolist() == [1, 4, 2, 3, 2]
-    with pytest.raises(DataError, match=r"ids up to 4, and model\.vocab_size is 4: set .* to 5"):
-        Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=4)
-    (tmp_path / "text" / "b").write_bytes(b"ok\xff")
-    with pytest.raises(DataError, match=r"b: byte offset 2: not valid UTF-8"):
-        Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=5)
-
-
 # --- samples ---------------------------------------------------------------------------------
 
 
@@ -264,20 +213,6 @@ def test_epochs_and_seeds_differ() -> None:
     # going back re-creates an epoch that left the cache
     samples.ids_at(7 * count, 1)
     assert np.array_equal(samples.ids_at(0, count), first)
-
-
-def test_order_is_independent_of_layout() -> None:
-    """Replicas that each take their share of a step see, together, what one rank sees."""
-    whole = Samples(make(3001), seq_len=10, seed=4)
-    for replicas in (2, 3, 5):
-        shares = []
-        for replica in range(replicas):
-            own = Samples(make(3001), seq_len=10, seed=4)
-            shares.append(own.ids_at(9 * 30, 30)[replica::replicas])
-        together = np.empty(30, dtype=np.int64)
-        for replica, share in enumerate(shares):
-            together[replica::replicas] = share
-        assert np.array_equal(together, whole.ids_at(9 * 30, 30))
 
 
 def test_batch_is_the_windows() -> None:

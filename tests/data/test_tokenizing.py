@@ -26,7 +26,7 @@ from moemesh.data.indexed import IndexedTokens
 from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import TokenizeJob, TokenPart, TokenSettings, output_prefix
-from tests.data.texts import lines, opened
+from tests.data.texts import byte_level_tokenizer, lines, opened
 from tests.waiting import PATIENCE
 
 TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!"}]
@@ -35,23 +35,9 @@ TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content"
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     """Characters as tokens, with a template and an end of text."""
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer"
-    path.mkdir()
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        special_tokens=["<|end|>", "<|other|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
-    made.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    )
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    text, special = Path(__file__).read_text(), ("<|end|>", "<|other|>")
+    path = byte_level_tokenizer(tmp_path / "tokenizer", text, template, *special)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     return str(path)
 

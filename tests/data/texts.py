@@ -1,4 +1,4 @@
-"""Files of text for a test, and sources opened as a run opens them."""
+"""Files of text and a tokenizer for a test, and sources opened as a run opens them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from moemesh.config.data import DataConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.data.sources import open_samples
+
+
+def byte_level_tokenizer(folder: Path, text: str, template: str, *special: str) -> Path:
+    """A byte-level BPE of 300 tokens, the special ones first, with a chat template, in `folder`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=list(special),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([text], trainer)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **more: Any) -> Corpus:

@@ -9,9 +9,8 @@ import pytest
 
 from moemesh.cli.plan_text import estimate_text
 from moemesh.config.cluster import load_cluster
-from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import Estimate, by_axis, estimate_named, pipeline_rank
-from moemesh.planner.memory import CacheSize, kv_cache_bytes, read_cache_size
+from moemesh.planner.memory import CacheSize, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import (
@@ -60,37 +59,11 @@ def test_shares_add_up_and_ranks_differ(inner: Estimate) -> None:
     assert by_axis(Ledger()) == []
 
 
-def test_transfers_of_equal_size_are_one_row() -> None:
-    ledger = Ledger()
-    for phase, count in (("forward", 2), ("backward", 3)):
-        ledger.record(
-            axis="ep",
-            op="all_to_all",
-            phase=phase,
-            caller="moe",
-            payload_bytes=20 * count,
-            wire_bytes=10 * count,
-            received_bytes=10 * count,
-            count=count,
-        )
-    (row,) = by_axis(ledger)
-    assert (row.transfers, row.bytes_each, row.total_bytes, row.share) == (5, 10, 50, 1.0)
-
-
 @pytest.mark.parametrize(
     ("rank", "number"), [("first", 0), ("inner", 4), ("last", 7), ("worst", 3), ("5", 5), (0, 0)]
 )
 def test_names_of_pipeline_ranks(rank: str | int, number: int) -> None:
     assert pipeline_rank(rank, 8, worst=3) == number
-
-
-@pytest.mark.parametrize(
-    ("rank", "pp", "message"),
-    [("8", 8, "below pp"), ("-1", 8, "below pp"), ("iner", 8, "inner"), ("inner", 2, "no inner")],
-)
-def test_ranks_that_there_are_not(rank: str, pp: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        pipeline_rank(rank, pp, worst=0)
 
 
 def test_a_rank_of_our_own_ledger_is_the_one_that_is_asked_for() -> None:
@@ -106,14 +79,6 @@ def test_a_rank_of_our_own_ledger_is_the_one_that_is_asked_for() -> None:
     assert "backward" in phases[1] and "forward" not in phases[1]
 
 
-def test_the_cache_of_a_multi_head_model_is_the_closed_form() -> None:
-    """4 b l h (s + n) bytes in 16 bit."""
-    shape = load_model("gpt3-175b").shape
-    prompt, answer, batch = 512, 32, 64
-    expected = 4 * batch * shape.num_layers * shape.hidden_size * (prompt + answer)
-    assert kv_cache_bytes(shape, batch, prompt + answer) == expected
-
-
 def test_a_window_bounds_the_cache_and_latents_are_small() -> None:
     windowed = load_model("gpt-oss-20b").shape
     short, long = (kv_cache_bytes(windowed, 1, tokens) for tokens in (100, 100_000))
@@ -123,12 +88,6 @@ def test_a_window_bounds_the_cache_and_latents_are_small() -> None:
     assert long < 1000 * short
     latent = load_model("deepseek-v3").shape
     assert kv_cache_bytes(latent, 2, 10) == 2 * 10 * 70_272
-
-
-@pytest.mark.parametrize("text", ["32", "32x", "0x5", "ax5", "1x2x3", "-1x5", "9999999999999x1"])
-def test_what_is_no_size_of_a_cache(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache 32x4096"):
-        read_cache_size(text)
 
 
 def test_the_text_names_cache_intensity_and_the_rank(inner: Estimate) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh import cli
 from moemesh.config.cluster import LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
@@ -20,12 +18,12 @@ from moemesh.planner.dispatches import (
     DISPATCHERS,
     DispatchLoad,
     DispatchTime,
-    Exchange,
     RoutingExample,
     dispatch_times,
     random_example,
     read_example,
 )
+from tests.test_cli import Invoke
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
 
@@ -112,63 +110,25 @@ def total(lines: list[dict[str, Any]], key: str) -> int:
     return sum(line[key] for line in lines)
 
 
-def test_results_take_the_hops_of_their_rows_backwards() -> None:
-    example = random_example(
-        "dp=4,ep=4,ranks_per_node=2",
-        num_experts=8,
-        experts_per_token=2,
-        tokens=4,
-        hidden_size=8,
-        dtype="float32",
-        seed=1,
-    )
+def test_results_take_the_way_of_their_rows_backwards() -> None:
+    sizes: dict[str, Any] = {"tokens": 4, "hidden_size": 8, "dtype": "float32", "seed": 1}
+    sizes |= {"num_experts": 8, "experts_per_token": 2}
+    example = random_example("dp=4,ep=4,ranks_per_node=2", **sizes)
     hops = [(one.caller, one.axis) for one in example.exchanges("hierarchical").of_rows()]
     out, back = (
-        [axis for name, axis in hops if name == "moe.dispatch"],
-        [axis for name, axis in hops if name == "moe.combine"],
+        [axis for name, axis in hops if name == f"moe.{way}"] for way in ("dispatch", "combine")
     )
     assert out == ["ep_rail", "ep_node"] == back[::-1]
+    sent, returned = example.exchanges("all_to_all").of_rows()
+    assert returned.sent == tuple(zip(*sent.sent, strict=True))
 
 
-def transposed(one: Exchange) -> tuple[tuple[float, ...], ...]:
-    return tuple(zip(*one.sent, strict=True))
-
-
-def test_all_to_all_sends_results_where_rows_came_from() -> None:
-    example = random_example(
-        "dp=3,ep=3",
-        num_experts=6,
-        experts_per_token=2,
-        tokens=5,
-        hidden_size=8,
-        dtype="float32",
-        seed=0,
-    )
-    out, back = example.exchanges("all_to_all").of_rows()
-    assert back.sent == transposed(out)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"plan": "dp=2,ep=2", "num_experts": 2}', "needs experts"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 2, "experts": [[[0]]]}', "experts has 1 ranks"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 2, "experts": [[[0]], [[2]]]}', "chose expert 2"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 2, "experts": [[[0, 0]], [[1, 0]]]}', "twice"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 3, "experts": [[[0]], [[2]]]}', "multiple of ep"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 2, "experts": [0, 1]}', "list of ranks"),
-        ('{"plan": "dp=2,ep=2", "num_experts": 2, "experts": [[[0], [0, 1]], []]}', "slots"),
-        ('{"plan": "dp=2", "num_experts": 2, "experts": [[[0]], [[1]]]}', "nothing to show"),
-        ('{"plan": "dp=2,ep=2", "num_expert": 2}', "no key `num_expert`"),
-        ("[1]", "a table of keys"),
-        ("{", "syntax"),
-    ],
-)
-def test_wrong_files(content: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "routing.json"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=words):
-        read_example(str(file))
+def test_a_file_without_experts(tmp_path: Path) -> None:
+    """Other mistakes in a file are in ``tests/mistakes``."""
+    for content, words in (("[1]", "a table of keys"), ('{"plan": "dp=2,ep=2"}', "needs")):
+        (tmp_path / "routing.json").write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            read_example(str(tmp_path / "routing.json"))
 
 
 # Times of one dispatch under every dispatcher: published copies, brute-force routing, limits.
@@ -211,23 +171,6 @@ def test_published_settings_inside_a_node_reach_the_published_rate() -> None:
     assert found.combine.rate == pytest.approx(158e9, rel=0.05)
 
 
-def test_bytes_are_rows_times_copies() -> None:
-    found = row("all_to_all", 64)
-    sent = found.dispatch.across_bytes + found.dispatch.inside_bytes
-    assert sent == pytest.approx(4096 * (7168 + 4 * 56) * 8 * 63 / 64)
-    back = found.combine.across_bytes + found.combine.inside_bytes
-    assert back == pytest.approx(4096 * 2 * 7168 * 8 * 63 / 64)
-    assert row("all_gather", 8).copies == 7
-    same = dispatch_times(H800, DispatchLoad(fp8=False), 8, ("all_to_all",))[0]
-    assert same.dispatch == same.combine
-
-
-def test_node_limited_dispatch_is_the_fastest_across_nodes() -> None:
-    found = {one.dispatcher: one.dispatch.seconds for one in dispatch_times(H800, PUBLISHED, 64)}
-    assert min(found, key=lambda name: found[name]) == "hierarchical"
-    assert found["all_gather"] == max(found.values())
-
-
 def test_faster_links_and_measured_ones_change_the_time() -> None:
     faster = H800.model_copy(update={"inter_node_bandwidth": 4 * H800.inter_node_bandwidth})
     quick = dispatch_times(faster, PUBLISHED, 64, ("all_to_all",))[0]
@@ -244,62 +187,14 @@ def test_faster_links_and_measured_ones_change_the_time() -> None:
     assert found.dispatch.seconds == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
-    ("ep", "changes", "message"),
-    [
-        (12, {}, "divide the 256 experts"),
-        (1, {}, "at least 2"),
-        (4096, {}, "divide the 256 experts"),
-        (8, {"groups": 7}, "must divide the experts"),
-        (8, {"groups_kept": 9}, "keeps 1 to 8"),
-        (8, {"experts_per_token": 200}, "cannot choose 200 of 128"),
-        (8, {"tokens": 10**30}, "between 1 and"),
-        (8, {"hidden_size": 0}, "between 1 and"),
-    ],
-)
-def test_what_cannot_be_dispatched(ep: int, changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dispatch_times(H800, DispatchLoad(**changes), ep)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moemesh", "dispatch", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        told = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, told.out, told.err
-
-    return call
-
-
-def test_the_table_of_the_verb(run) -> None:
-    code, text, _ = run("--compare", "--cluster", "hgx_h800")
+def test_the_table_of_the_verb(invoke: Invoke) -> None:
+    code, text, _ = invoke("dispatch", "--compare", "--cluster", "hgx_h800")
     assert code == 0
     assert "4,096 tokens a rank, 7,168 channels, 8 of 256 experts, from 4 of 8 groups" in text
     assert max(map(len, text.splitlines())) <= 80
     assert sum(line.split()[1:2] == ["hierarchical"] for line in text.splitlines()) == 4
     words = ("--tokens", "128", "--groups", "0", "--ep", "16", "--dispatcher", "low_latency")
-    _, text, _ = run("--compare", "--cluster", "hgx_h800", *words, "--json")
+    _, text, _ = invoke("dispatch", "--compare", "--cluster", "hgx_h800", *words, "--json")
     (found,) = json.loads(text)
     assert (found["ep"], found["dispatcher"]) == (16, "low_latency")
     assert found["copies"] == pytest.approx(2 * 8 / 16 * 15)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--compare"], "--cluster"),
-        (["--cluster", "hgx_h800"], "goes with --compare"),
-        (["even-all-to-all", "--compare", "--cluster", "hgx_h800"], "leave one out"),
-        (["--compare", "--cluster", "hgx_h800", "--payload", "fp7"], "fp8"),
-        (["--compare", "--cluster", "hgx_h800", "--dispatcher", "hierachical"], "hierarchical"),
-        (["--compare", "--cluster", "hgx_h800", "--ep", "12"], "ep = "),
-    ],
-)
-def test_mistakes_of_the_verb(run, words: list[str], message: str) -> None:
-    code, _, told = run(*words)
-    assert code == 2
-    assert message in told

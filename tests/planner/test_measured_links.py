@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
-from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import SearchSpace
@@ -140,8 +139,3 @@ def test_the_search_prices_columns_with_the_table() -> None:
         assert found.bounds[index] <= found.seconds(index) * (1 + 1e-9)
     best, then = (one.fitting(one.capacity, 1)[0] for one in (found, bare))
     assert found.seconds(best) > bare.seconds(then)
-
-
-def test_an_unknown_constant_is_told() -> None:
-    with pytest.raises(ConfigError, match="did you mean gemm_efficiency"):
-        pricing(cluster(constants={"gemm_eficiency": 0.5}))

@@ -75,13 +75,6 @@ def test_modern_layer() -> None:
     assert more - found == 8 * 4096
 
 
-def test_context_parallelism_divides_tokens() -> None:
-    shape = load_model("llama3-8b").shape
-    one = rank_memory(shape, PlannedLayout(seq_len=4096, global_batch=1), 0)
-    four = rank_memory(shape, PlannedLayout(cp=4, seq_len=4096, global_batch=1), 0)
-    assert four.activations == one.activations / 4
-
-
 # Model states: bytes per parameter.
 
 STATES = [
@@ -161,31 +154,9 @@ def test_activations_are_those_that_the_schedule_keeps() -> None:
         assert found == pytest.approx(counts)
 
 
-def test_the_last_stage_is_the_worst_with_a_large_vocabulary() -> None:
-    shape = load_model("llama3-8b").shape
-    layout = PlannedLayout(
-        pp=4, seq_len=4096, global_batch=8, recompute=frozenset({"full"}),
-        layers_per_stage=(8, 8, 8, 8),
-    )  # fmt: skip
-    found = estimate_memory(shape, layout)
-    assert found.worst.rank == 3 and found.last.logits > 2e9
-    assert found.first.logits == 0
-
-
 KV = [("llama3-405b", 516_096), ("deepseek-v3", 70_272)]
 
 
 @pytest.mark.parametrize(("name", "each"), KV)
 def test_kv_cache(name: str, each: int) -> None:
     assert kv_cache_bytes(load_model(name).shape, 1, 1) == each
-
-
-class TestMistakes:
-    def test_expert_memory_is_not_divided_by_tp(self) -> None:
-        shape = load_model("mixtral-8x7b").shape
-        keys: dict[str, Any] = {"seq_len": 8, "global_batch": 8}
-        one = rank_memory(shape, PlannedLayout(dp=8, ep=4, **keys), 0)
-        tp = rank_memory(shape, PlannedLayout(dp=4, tp=2, ep=4, **keys), 0)
-        etp = rank_memory(shape, PlannedLayout(dp=4, tp=2, ep=4, etp=2, **keys), 0)
-        assert tp.expert_weights == one.expert_weights == 2 * etp.expert_weights
-        assert tp.dense_weights < one.dense_weights

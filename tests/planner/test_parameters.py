@@ -39,8 +39,6 @@ RELEASED = {
     "kimi-k2": 1_026_408_209_408,
     "qwen2-57b-a14b": 57_408_658_944,
 }
-#: Billions, as printed: all that a token meets; DeepSeek-V3 also without embedding and head.
-ACTIVE = {"mixtral-8x22b": "39.16", "qwen3-235b-a22b": "22.19", "deepseek-v3": "37.55"}
 
 
 @pytest.mark.parametrize(("name", "total"), RELEASED.items())
@@ -50,11 +48,6 @@ def test_released_models(name: str, total: int) -> None:
 
 def test_every_preset_is_counted() -> None:
     assert {*preset_names()} - {"tiny"} <= RELEASED.keys()
-
-
-@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
-def test_active_parameters(name: str, billions: str) -> None:
-    assert f"{count_parameters(load_model(name).shape).active / 1e9:.2f}" == billions
 
 
 def test_deepseek_v3_without_tables() -> None:
@@ -178,9 +171,3 @@ def test_windows() -> None:
 def test_latent_attention_multiplies_its_whole_heads_in_training() -> None:
     shape = load_model("deepseek-v3").shape
     assert core_flops(shape, 4096, 0, "full") == 2 * 4096 * 128 * (192 + 128)
-
-
-def test_only_chosen_experts_count() -> None:
-    shape = load_model("qwen3-30b-a3b").shape
-    forward = count_flops(shape, 1, "full").forward
-    assert forward < 2.1 * 3.36e9  # two FLOPs per active parameter, not per parameter

@@ -20,7 +20,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate
 from moemesh.planner.layout_sources import plan_of, read_plan
-from moemesh.planner.search.command import not_trained, plan, train_command
+from moemesh.planner.search.command import not_trained, train_command
 from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_model
@@ -132,11 +132,3 @@ def test_hundreds_of_answers() -> None:
             assert_is_what_runs(model, there, candidate)
         count += len(found)
     assert count >= 500
-
-
-def test_a_single_microbatch_is_no_longer_the_best_for_zero_bubble_schedules() -> None:
-    there = machine("dgx_h100", 8)
-    space = Space(num_devices=64, node_size=8, seq_len=4096, global_batch=64, trainable=True)
-    best = plan(load_model("llama3-8b"), there, space, 1).candidates[0]
-    assert best.layout.pp == 1 or best.layout.microbatches > 1
-    assert best.layout.pp == 1 or best.breakdown["bubble"] > 0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.huggingface.sizes import alternating_windows
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names
 from moemesh.planner.shapes.load_shape import SHAPES, from_arch_table, load_model
@@ -84,12 +83,6 @@ def test_packaged_shapes_load_and_state_their_source(name: str) -> None:
     assert load_model(name).shape.name == name
 
 
-def test_windows_come_round_with_the_last_of_each_group_whole() -> None:
-    assert alternating_windows(6, 128, 2) == (128, 0, 128, 0, 128, 0)
-    assert alternating_windows(6, 8, 3) == (8, 8, 0, 8, 8, 0)
-    assert alternating_windows(2, 8, 1) == (8, 8)
-
-
 BARE = """
 num_layers = 3
 hidden_size = 64
@@ -123,30 +116,15 @@ def test_toml_files(tmp_path: Path, text: str, moe_layers: tuple[int, ...]) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (BARE.replace("num_heads = 4\n", "") + "intermediate_size = 8\n", ("model.num_heads",)),
-        (BARE + "intermediat_size = 8\n", ("did you mean intermediate_size",)),
-        (BARE + "n_routed_experts = 8\n", ("here it is called num_experts",)),
-        (BARE + "intermediate_size = 8\nnum_experts = 8\n", ("no layer holds them",)),
-        (BARE + "intermediate_size = 0\n", ("intermediate_size must be at least 1",)),
-        (
-            BARE + "intermediate_size = 'wide'\n",
-            ("intermediate_size must be an integer",),
-        ),
-        (
-            BARE.replace("num_kv_heads = 4", "num_kv_heads = 3") + "intermediate_size = 8\n",
-            ("num_kv_heads (3) must divide num_heads (4)",),
-        ),
-        ("num_layers = [", ("not valid TOML",)),
-        ('model = "tiny"\n', ("[model] is a section",)),
-        ('[model]\npreset = "tony"\n', ("did you mean tiny",)),
+        (BARE.replace("num_heads = 4\n", "") + "intermediate_size = 8\n", "model.num_heads"),
+        ('model = "tiny"\n', r"\[model\] is a section"),
     ],
 )
-def test_bad_toml_files(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    file = tmp_path / "model.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_model(str(file))
-    assert all(word in str(caught.value) for word in words)
+def test_files_that_are_no_model(tmp_path: Path, text: str, words: str) -> None:
+    """Other mistakes in a file are in ``tests/mistakes``."""
+    (tmp_path / "model.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_model(str(tmp_path / "model.toml"))
 
 
 def test_every_broken_size_in_one_message() -> None:

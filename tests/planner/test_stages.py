@@ -77,29 +77,6 @@ def test_baselines_are_never_better_and_repeat_themselves(costs: StageCosts, see
             assert (sum(sizes), len(sizes)) == (costs.seconds.shape[1], len(costs.in_flight))
 
 
-def test_learning_beats_chance_where_one_division_is_best() -> None:
-    """40 layers on 8 stages, the last layer as long as five: chance does not find the optimum."""
-    seconds = np.ones((1, 40))
-    seconds[0, -1] = 5.0
-    nothing = np.zeros((1, 40))
-    costs = StageCosts(
-        seconds=seconds,
-        state_bytes=nothing,
-        saved_bytes=nothing,
-        in_flight=(1.0,) * 8,
-        num_microbatches=32,
-    )
-    best = best_division(costs.table(), 32)
-    chance = baseline_division("random", costs.table(), 32, 2000, 0)
-    learned = baseline_division("learned", costs.table(), 32, 20_000, 0)
-    assert best is not None
-    assert chance is not None
-    assert learned is not None
-    assert best.layers_per_stage[-1] <= 2
-    assert best.seconds < chance.seconds
-    assert best.seconds <= learned.seconds
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), num_layers=st.integers(1, 9), microbatches=st.integers(1, 9))
 def test_any_table_equals_brute_force(seed: int, num_layers: int, microbatches: int) -> None:
@@ -133,23 +110,3 @@ def test_the_best_largest_time_may_lie_anywhere_between(seed: int) -> None:
     assert found is not None
     assert found.seconds == pytest.approx(totals.min())
     assert found.evaluations < 40
-
-
-def test_every_stage_is_charged_with_its_own_microbatches_in_flight() -> None:
-    ones, nothing = np.ones((1, 6)), np.zeros((1, 6))
-
-    def sizes(cap_bytes: float) -> tuple[int, ...]:
-        costs = StageCosts(
-            seconds=ones,
-            state_bytes=nothing,
-            saved_bytes=ones,
-            in_flight=(3.0, 2.0, 1.0),
-            num_microbatches=8,
-            cap_bytes=cap_bytes,
-        )
-        found = best_division(costs.table(), 8)
-        assert found is not None
-        return found.layers_per_stage
-
-    assert sizes(np.inf) == (2, 2, 2)
-    assert sizes(4.0) == (1, 2, 3)

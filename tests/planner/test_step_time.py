@@ -27,7 +27,12 @@ from moemesh.planner.timing.columns import (
     precision_of,
     stacked,
 )
-from moemesh.planner.timing.compute import longer
+from moemesh.planner.timing.compute import (
+    PricedStep,
+    attended,
+    core_seconds,
+    product_seconds,
+)
 from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
@@ -65,25 +70,6 @@ def test_parts_add_up_to_the_step():
         parts = [float(getattr(found, item.name)) for item in fields(found)]
         assert parts[0] == pytest.approx(sum(parts[1:]), rel=0.02)
         assert min(parts) >= 0
-
-
-def test_shape_of_the_group_decides_data_parallel_time():
-    """The same bytes with 8, then 1 member a node."""
-    dense = price(tp=1, dp=64, zero=1, global_batch=512)
-    strided = price(tp=8, dp=64, zero=1, global_batch=512)
-    assert strided.data > 0.9 * dense.data
-
-
-def test_sequence_parallelism_shares_norms():
-    with_sp = price(tp=8, dp=1)
-    without = price(tp=8, dp=1, sequence_parallel=False)
-    assert with_sp.elementwise < without.elementwise
-    assert with_sp.tensor == without.tensor
-
-
-def test_full_recompute_costs_a_forward():
-    plain, again = price(dp=8), price(dp=8, recompute=frozenset({"full"}))
-    assert 1.2 < again.total / plain.total < 1.35
 
 
 def test_low_rank_adapters_skip_weight_gradients_and_optimizer():
@@ -302,7 +288,29 @@ def test_constants_of_a_cluster_file_win():
         pricing(wrong)
 
 
-def test_small_moe_layers_wait_for_the_host_large_ones_hide_it():
-    assert longer(1.0, 0.0) == 1.0
-    assert longer(3.0, 4.0) == pytest.approx(5.0)
-    assert longer(10.0, 1.0) < 10.1
+# Roofline of products and attention cores.
+
+
+def priced(shape: ModelShape = DENSE, software: Software | None = None) -> PricedStep:
+    planned = PlannedLayout(seq_len=2048, global_batch=64)
+    return PricedStep(
+        model=model_row(shape),
+        layout=layout_row(shape, planned, software or Software()),
+        hardware=hardware_row(ACCELERATORS["A100-80G"]),
+        constants=Constants(),
+    )
+
+
+def test_large_product_approaches_best_efficiency():
+    work, size = priced(), 2**20
+    best = 2 * size**3 / (312e12 * work.constants.gemm_efficiency)
+    assert best < product_seconds(work, size, size, size) < best * 1.001
+
+
+def test_flash_skips_the_upper_triangle_and_windows_cap():
+    work, written = priced(), priced(software=Software(kernel="eager"))
+    assert (attended(work), attended(written)) == (1024, 2048)
+    assert core_seconds(written) > 2 * core_seconds(work)
+    assert attended(priced(DENSE.changed(windows=(128,) * 40))) == 128
+    every_second = priced(DENSE.changed(windows=(128, 0) * 20))
+    assert attended(every_second) == pytest.approx((128 + 1024) / 2)

@@ -15,7 +15,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.volumes import Volume, step_volumes, volumes_ledger
+from moemesh.planner.traffic.volumes import step_volumes, volumes_ledger
 
 MIB, GIB = 2**20, 2**30
 
@@ -63,19 +63,6 @@ BATCH: dict[str, Any] = {"seq_len": 512, "global_batch": 32}
 STREAM = 512 * 4096 * 2
 
 
-def volumes(rank: int = 0, **keys: Any) -> list[Volume]:
-    return step_volumes(SHAPE, PlannedLayout(**(BATCH | keys)), rank)
-
-
-def events(found: list[Volume], axis: str, op: str, *, caller: str = "") -> dict[float, float]:
-    """Wire bytes of an event -> events."""
-    total: Counter[float] = Counter()
-    for item in found:
-        if (item.axis, item.op) == (axis, op) and item.caller.startswith(caller):
-            total[item.wire_bytes] += item.events
-    return dict(total)
-
-
 def test_tensor_parallelism() -> None:
     """4 all-reduces of 2(t-1)/t u h w a dense layer and microbatch, 6 recomputed."""
     shape = load_model("llama3-8b").shape
@@ -96,31 +83,6 @@ def test_tensor_parallelism() -> None:
     assert blocks() == both
     assert sum(blocks(recompute=full).values()) == 12 * layers
     assert sum(blocks(rebuild="input").values()) == 10 * layers
-
-
-def test_experts() -> None:
-    """(e-1)/e k (u/t) h w; 2 forward and 2 backward, 2 more when recomputed."""
-    wire = 7 / 8 * 2 * STREAM / 2
-    layers = 32 * 8
-    found = volumes(tp=2, dp=4, ep=8)
-    assert events(found, "ep", "all_to_all") == {wire: 4 * layers}
-    again = volumes(tp=2, dp=4, ep=8, recompute=frozenset({"full"}))
-    assert events(again, "ep", "all_to_all") == {wire: 6 * layers}
-    coded = volumes(tp=2, dp=4, ep=8, payload="fp8")
-    smaller = wire * (4096 + 4 * 32) / (2 * 4096)
-    assert events(coded, "ep", "all_to_all") == {wire: 3 * layers, smaller: layers}
-
-
-def test_pipeline() -> None:
-    """2 v m messages of u h w from an inner rank, m from either end; cut over tp with SP."""
-    keys: dict[str, Any] = {"pp": 4, "tp": 2}
-    inner, first, last = (events(volumes(rank, **keys), "pp", "send_receive") for rank in (1, 0, 3))
-    assert inner == {STREAM / 2: 64}
-    assert first == last == {STREAM / 2: 32}
-    whole = volumes(1, **keys, sequence_parallel=False)
-    assert events(whole, "pp", "send_receive") == {STREAM: 64}
-    turned = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
-    assert events(volumes(0, **keys, **turned), "pp", "send_receive") == {STREAM / 2: 32 * 3}
 
 
 def test_data_parallelism() -> None:

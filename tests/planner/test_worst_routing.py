@@ -1,19 +1,28 @@
-"""The bound on what a router can send to one rank, against routings that try to."""
+"""What a router sends: the bound on one rank, against routings that try to, and the mean."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 
 import moemesh as mm
+from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.estimate import of_own_run
-from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, capacity_of, count_choices
+from moemesh.planner.traffic.dispatch_traffic import (
+    Routing,
+    SentRows,
+    capacity_of,
+    count_choices,
+    uniform_routing,
+)
 from moemesh.planner.traffic.own_memory import predict_activations
 from moemesh.planner.traffic.tensors import StagePlacement
+from tests.twins.predictions import chosen_routing
 
 SEQ_LEN, BATCH = 16, 8
 PLANS: list[dict[str, Any]] = [
@@ -93,3 +102,15 @@ def test_estimate_says_it() -> None:
     assert crowded["needed_bytes"] == needed > found[8].memory_bytes
     dense = mm.estimate(plan="dp=8,data=zero3", global_batch=8, **common | {"model": "llama3-8b"})
     assert dense["memory"]["worst_routing"] is None
+
+
+def test_uniform_counts_are_the_mean_of_many_choices() -> None:
+    config = ModelConfig(num_experts=8, experts_per_token=3)
+    layout = Layout(dp=4, ep=4, ranks_per_node=2)
+    draw, tokens = random.Random(2), 20_000
+    choices = {(0, 0, 1): [draw.sample(range(8), 3) for _ in range(tokens)]}
+    found = chosen_routing(config, layout, choices)(0, 0, 1, tokens, 0, 1)
+    expected = uniform_routing(config, layout)(0, 0, 1, tokens, 0, 1)
+    for have, want in ((found.rows, expected.rows), (found.visits, expected.visits)):
+        assert have == pytest.approx(want, rel=0.03)
+    assert found.node_visits == pytest.approx(expected.node_visits, rel=0.03)

@@ -163,11 +163,6 @@ def test_no_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torch_is_not_imported():
-    program = "import sys, moemesh.report.page; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def tables(text: str) -> dict[str, str]:
     """Caption -> the text of the table."""
     found = re.findall(r"<caption>(.*?)</caption>(.*?)</table>", text, flags=re.DOTALL)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.schedule.action import Entry, Op, Schedule
+from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
@@ -344,20 +344,3 @@ def test_memory_of_chunks_and_lists() -> None:
     assert listed[0].activation == 222 and listed[1].activation == 0
     with pytest.raises(ValueError, match="2 amounts for 6 stages"):
         peak_memory(schedule, activation=[1, 2])
-
-
-def test_simulation_reports_memory_in_the_unit_of_one_share() -> None:
-    assert simulate(build("zb_v", 4, 8)).peak_activation == (4, 4, 4, 4)
-    held = simulate(build("zb_h1", 4, 8), weight_memory=0.25)
-    assert held.peak_activation == (4, 3.25, 2.5, 1.75)
-
-
-def entry_of(name: str) -> Entry:
-    """Kept short: `0F1` is an entry of one forward."""
-    return (Op("F", int(name[0]), int(name[2])),)
-
-
-def test_lists_of_forwards_alone_can_be_simulated() -> None:
-    orders = tuple(tuple(entry_of(f"{rank}F{k}") for k in range(3)) for rank in range(2))
-    schedule = replace(from_text(TWO_RANKS), orders=orders, num_microbatches=(3,))
-    assert simulate(schedule).makespan == 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.schedule.action import Op, Schedule, UpdateRule
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.text import TextError, digest, from_csv, from_text, parse_op, to_csv, to_text
 
 ZB_H1 = """\
@@ -22,7 +22,8 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 small = st.integers(0, 99)
 ops = st.builds(Op, st.sampled_from("FBIW"), small, small, st.integers(0, 2), st.integers(0, 3))
 entries = st.lists(ops, min_size=1, max_size=3).map(tuple)
-words = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+odd = st.sampled_from(["two words", "a # b", "", "7", "nan", 'quo"te', "a,b=c", "ü\t\n"])
+words = odd | st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 values = st.one_of(st.integers(), st.floats(allow_nan=False), words)
 
 
@@ -56,21 +57,6 @@ def test_every_schedule_comes_back_from_both_forms(schedule: Schedule) -> None:
             k: type(v) for k, v in schedule.parameters.items()
         }
         assert write(again) == write(schedule)
-
-
-@pytest.mark.parametrize("text", ["two words", "a # b", "", "7", "nan", 'quo"te', "a,b=c", "ü\t\n"])
-def test_any_name_and_value_comes_back(text: str) -> None:
-    schedule = replace(build("1f1b", 2, 2), name=text, parameters={"a": text, "b": 1, "c": 1.0})
-    assert from_text(to_text(schedule)) == schedule
-    assert from_csv(to_csv(schedule)) == schedule
-    assert type(from_text(to_text(schedule)).parameters["c"]) is float
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_generated_schedules_come_back(name: str) -> None:
-    schedule = build(name, 4, 8)
-    assert from_text(to_text(schedule)) == schedule
-    assert from_csv(to_csv(schedule)) == schedule
 
 
 def test_the_form_is_that_of_the_documentation() -> None:

@@ -58,24 +58,6 @@ def test_peers_of_a_stage_send_to_their_own() -> None:
     assert pairs == {(0, 2, "F"), (1, 3, "F"), (2, 0, "B"), (3, 1, "B")}
 
 
-def test_activations_by_hand() -> None:
-    """Rank 0 of ZB-H1 on two ranks: F0 F1 I0 W0 ..., half of each kept between I and W."""
-    timeline = simulate(build("zb_h1", 2, 2)).timeline
-    assert [str(op) for op in build("zb_h1", 2, 2).ops(0)] == [
-        *("0F0", "0F1", "0I0", "0W0", "0I1", "0W1")
-    ]
-    assert activations(timeline, held=0.5)[0] == [
-        (0, 0),
-        (0, 1),
-        (1, 2),
-        (4, 1.5),
-        (5, 1),
-        (6, 0.5),
-        (7, 0),
-    ]
-    assert backlog(timeline)[0] == [(0, 0), (4, 1), (5, 0), (6, 1), (7, 0)]
-
-
 def test_work_without_length_gives_back_before_the_next_starts() -> None:
     schedule = build("zb_h1", 3, 6)
     timeline = simulate(schedule, Costs(weight_gradient=0)).timeline

@@ -1,4 +1,4 @@
-"""A search for runs in which little trains: memory, time and the command follow the choice."""
+"""Runs in which little trains: estimate, memory, time and the command follow the choice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.lora import LoraConfig
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
@@ -23,6 +24,7 @@ from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import num_trained
+from moemesh.train.preparation import TooLargeError, refuse_too_large
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),
@@ -105,3 +107,39 @@ def test_gradients_on_the_wire_are_those_of_what_trains() -> None:
 
     full, half = sent(layout), sent(layout.changed(trained_dense=0.5, trained_experts=0.0))
     assert half == {"dp_cp": pytest.approx(full["dp_cp"] / 2)}
+
+
+ADAPTED = RunConfig(lora=LoraConfig(rank=4), train=TrainConfig(dtype="float32"))
+
+
+def test_states_and_traffic_are_those_of_what_trains() -> None:
+    every = estimate_run(RunConfig(train=TrainConfig(dtype="float32")), "laptop_cpu")
+    found = estimate_run(ADAPTED, "laptop_cpu")
+    trained = num_trained(ADAPTED.tuning, ADAPTED.model, ADAPTED.plan)
+    memory, before = found.memory.worst, every.memory.worst
+    assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
+    weights = [one.dense_weights + one.expert_weights for one in (memory, before)]
+    assert weights[0] == weights[1] + 4 * trained
+    assert memory.activations == before.activations
+    less = before.total - memory.total
+    assert found.peak.needed == pytest.approx(every.peak.needed - less)
+    assert any(f"{trained:,} parameters train" in note for note in found.notes)
+
+
+def test_traffic_is_that_of_adapters() -> None:
+    def sent(config: RunConfig) -> float:
+        rows = estimate_run(config, "laptop_cpu").traffic.rows()
+        return sum(row["wire_bytes"] for row in rows if row["caller"] == "gradients")
+
+    plan = Plan(dp=2, ep=2)
+    full = sent(RunConfig(plan=plan))
+    alone = sent(RunConfig(plan=plan, lora=LoraConfig(rank=4)))
+    assert 0 < alone < 0.2 * full
+
+
+def test_a_run_that_fits_because_little_trains_is_not_refused() -> None:
+    model = ModelConfig()
+    full = RunConfig(model=model, train=TrainConfig(dtype="float32"))
+    with pytest.raises(TooLargeError):
+        refuse_too_large(full, memory_bytes=30_000_000)
+    refuse_too_large(ADAPTED, memory_bytes=30_000_000)
