@@ -160,9 +160,9 @@ def check_shape(
         above = math.ceil(num_replicas / num_gpus) * num_gpus
         below = above - num_gpus
         choice = f"{below} or {above}" if below >= num_experts else str(above)
+        count = f"{num_replicas}{', one of each expert' if num_replicas == num_experts else ''}"
         raise BalanceError(
-            f"num_gpus ({num_gpus}) must divide num_replicas ({num_replicas}): take {choice} "
-            "replicas"
+            f"num_gpus ({num_gpus}) must divide num_replicas ({count}): take {choice} replicas"
         )
     if num_groups > num_experts:
         raise BalanceError(f"num_groups ({num_groups}) must not exceed the {num_experts} experts")

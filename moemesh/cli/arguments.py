@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, get_args
 
 import typer
@@ -195,12 +196,13 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         from moemesh.config.errors import ConfigError
         from moemesh.planner.shapes.load_shape import load_model
 
+        is_path = Path(rest[0]).exists()  # its mistakes are for when it is read
         with suppress(ConfigError):
-            load_model(rest[0])
+            if not is_path:
+                load_model(rest[0])
             opts["model"] = name = rest.pop(0)
-            message = (
-                f"{name} is the name of a model, which `{ctx.command_path}` takes as an option"
-            )
+            what = "a path" if is_path else "the name of a model"
+            message = f"{name} is {what}, which `{ctx.command_path}` takes as an option"
             yield _problem("missing", "--model", message, f"--model {name}")
     needed = [one for one in command.params if one.required and one.opts[0] not in options]
     for param in command.params:

@@ -267,7 +267,8 @@ def read_example(
             raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
         if not isinstance(parsed, dict):
             message = "the file holds a table of keys, such as num_experts and experts"
-            raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
+            fix = "a JSON object, or TOML"
+            raise ConfigError([Problem.of("wrong-type", "routing", source, message, fix)])
         table = cast("dict[str, Any]", parsed)
     if unknown := sorted(set(table).difference(_KEYS)):
         fix = nearest_choice(unknown[0], _KEYS)
@@ -276,7 +277,9 @@ def read_example(
     needed = ("num_experts", "experts") if plan else ("plan", "num_experts", "experts")
     if missing := [key for key in needed if key not in table]:
         message = f"a routing needs {', '.join(missing)}"
-        raise ConfigError([Problem.of("missing", missing[0], source, message)])
+        fix = {"plan": '"dp=2,ep=2"', "num_experts": "4", "experts": "[[[0, 1], [2, 3]]]"}
+        fixes = ", ".join(f"{key} = {fix[key]}" for key in missing)
+        raise ConfigError([Problem.of("missing", missing[0], source, message, fixes)])
     try:
         choices = _CHOICES.validate_python(table.pop("experts"), strict=True)
     except ValidationError:

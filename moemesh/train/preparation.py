@@ -301,27 +301,28 @@ def preflight_warnings(
 ) -> Iterator[str]:
     """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
     cores of this machine; `schedule` None: that of the plan."""
-    plan = config.plan
-    idle = (  # what makes keys of the plan idle, and in which words
-        (plan.pp == 1, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
-        (plan.data != "parameter_server", ("servers",), f"plan.data is {plan.data}"),
+    plan, train, data = config.plan, config.train, config.data
+    optimizer = f"train.optimizer is {train.optimizer}"
+    idle = (  # what makes keys idle, and in which words
+        (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
+        (plan.data != "parameter_server", plan, ("servers",), f"plan.data is {plan.data}"),
         (
             plan.recompute != "selective",
+            plan,
             ("recompute_attention", "recompute_experts"),
             f"plan.recompute = {plan.recompute} is not selective",
         ),
-        (plan.ep == 1, ("spare_slots",), "plan.ep = 1 is even"),
-        (plan.ep * plan.etp == 1, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
+        (plan.ep == 1, plan, ("spare_slots",), "plan.ep = 1 is even"),
+        (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
+        (plan.ep == 1, train, ("rebalance_every",), "plan.ep = 1 holds all experts"),
+        (train.optimizer != "sgd", train, ("momentum",), optimizer),
+        (train.optimizer != "adamw", train, ("adam_betas", "epsilon"), optimizer),
     )
-    for is_idle, names, why in idle:
+    for is_idle, section, names, why in idle:
         for name in names if is_idle else ():
-            if (value := getattr(plan, name)) != type(plan).model_fields[name].default:
-                shown = str(value).lower() if isinstance(value, bool) else value
-                yield f"plan.{name} = {shown} does nothing: {why}"
-    train, data = config.train, config.data
-    if train.rebalance_every and plan.ep == 1:
-        every = train.rebalance_every
-        yield f"train.rebalance_every = {every} does nothing: plan.ep = 1 holds all experts"
+            if (value := getattr(section, name)) != type(section).model_fields[name].default:
+                shown = value if isinstance(value, str) else format_value(value)
+                yield f"{section.section}.{name} = {shown} does nothing: {why}"
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"

@@ -54,6 +54,8 @@ def test_a_sensible_plan_needs_no_remark() -> None:
         (["plan.spare_slots=1"], "plan.spare_slots = 1 does nothing"),
         (["train.rebalance_every=2"], "train.rebalance_every = 2 does nothing: plan.ep = 1"),
         (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical does nothing"),
+        (["train.momentum=0.9"], "train.momentum = 0.9 does nothing: train.optimizer is adamw"),
+        (["train.optimizer=sgd", "train.epsilon=1e-6"], "train.epsilon = 1e-06 does nothing"),
         (
             ["train.steps=8", "train.warmup_steps=10"],
             "steps = 8: the learning rate ends at 2.4e-03",

@@ -242,7 +242,9 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
     if is_section:
         section = table["model"]
         if not isinstance(section, dict):
-            raise _refused("wrong-type", name, "[model] is a section and takes keys, not a value")
+            message = "[model] is a section and takes keys, not a value"
+            fix = f'preset = "{section}"' if section in preset_names() else "num_layers = 12"
+            raise _refused("wrong-type", name, message, f"[model], and below it {fix}")
         table = dict(cast("dict[str, Any]", section))
     if preset := table.pop("preset", None):
         if preset not in preset_names():
@@ -265,9 +267,10 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
         trained = trained or {"preset"}
     needed = [key for key, item in shape_fields.items() if item.is_required()]
     if not is_section and (missing := [key for key in needed if key not in table]):
-        code, message = "missing", "the model has no"
+        message = "the model has no"
         raise ConfigError(
-            Problem.of(code, f"model.{key}", None, f"{message} {key}") for key in missing
+            Problem.of("missing", f"model.{key}", None, f"{message} {key}", f"{key} = NUMBER")
+            for key in missing
         )
     if trained and set(table) <= config_fields:
         config = _config(table if is_section else {"num_experts": 0} | table)
