@@ -103,10 +103,10 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backward
         return _rotated(x, cosine, sine, interleaved, backwards)
     x = x.contiguous()
     y = torch.empty_like(x)
-    numbers, found = (fusion.memory_of(one.flatten(0, 1)) for one in (x, y))
-    tables = (fusion.memory_of(one.reshape(-1, one.shape[-1])) for one in (cosine, sine))
+    tables = (one.reshape(-1, one.shape[-1]) for one in (cosine, sine))
     sign = np.float32(-1 if backwards else 1)
-    fusion.compiled_for_cpu().rotate(numbers, *tables, interleaved, sign, found)
+    given = x.flatten(0, 1), *tables, interleaved, sign, y.flatten(0, 1)
+    fusion.run_in_one_pass("rotate", *given)
     return y
 
 

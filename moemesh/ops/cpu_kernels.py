@@ -1,8 +1,9 @@
 """SwiGLU, RMSNorm and rotary positions compiled for a CPU: imports numba, so it is imported late.
 
 Arrays are C-contiguous, of float32, or of bfloat16 numbers as their 16 bits: numba compiles each
-function for the one and the other. All is computed in fp32 and rounded once. The compiled code is
-kept on disk beside this file, or in numba's own folder where that is read-only.
+function for the one and the other. All is computed in fp32 and rounded once. A call does part
+`part` of `parts` of the rows, one of them a thread. The compiled code is kept on disk beside this
+file, or in numba's own folder where that is read-only.
 """
 
 from collections.abc import Callable
@@ -51,6 +52,12 @@ def _sigmoid(x):
     return _ONE / (_ONE + exp_r * power)
 
 
+@njit(inline="always")
+def _share(part, parts, num_rows):
+    """The rows of a part."""
+    return range(part * num_rows // parts, (part + 1) * num_rows // parts)
+
+
 def _number(stored):
     """A stored number in fp32."""
     raise NotImplementedError("compiled code only")
@@ -83,10 +90,10 @@ def _store_in(array, index, number):
 
 
 @_compiled
-def swiglu(h, weights, product):
+def swiglu(part, parts, h, weights, product):
     """``silu(gate) * up * weight`` of h [B, 2 F], gate then up, into product [B, F]."""
     width = product.shape[1]
-    for row in range(product.shape[0]):
+    for row in _share(part, parts, product.shape[0]):
         weight = weights[row]
         gates, ups, products = h[row, :width], h[row, width:], product[row]
         for column in range(width):
@@ -95,10 +102,10 @@ def swiglu(h, weights, product):
 
 
 @_compiled
-def swiglu_backward(grad, h, weights, grad_h, grad_weights):
+def swiglu_backward(part, parts, grad, h, weights, grad_h, grad_weights):
     """The gradients of h and of the weights; the product once more in place of `grad` [B, F]."""
     width = grad.shape[1]
-    for row in range(grad.shape[0]):
+    for row in _share(part, parts, grad.shape[0]):
         weight, total = weights[row], np.float32(0.0)
         gates, ups, givens = h[row, :width], h[row, width:], grad[row]
         grad_gates, grad_ups = grad_h[row, :width], grad_h[row, width:]
@@ -116,10 +123,10 @@ def swiglu_backward(grad, h, weights, grad_h, grad_weights):
 
 
 @_compiled
-def rms_norm(x, weight, epsilon, y):
+def rms_norm(part, parts, x, weight, epsilon, y):
     """x [B, H] over the root of its mean square, times the weight [H]."""
     size = x.shape[1]
-    for row in range(x.shape[0]):
+    for row in _share(part, parts, x.shape[0]):
         numbers, found = x[row], y[row]
         squares = np.float32(0.0)
         for column in range(size):
@@ -132,10 +139,11 @@ def rms_norm(x, weight, epsilon, y):
 
 
 @_compiled
-def rms_norm_backward(grad, x, weight, epsilon, grad_x, grad_weight):
-    """Writes `grad_x`, and adds to `grad_weight`, float64 [H]."""
+def rms_norm_backward(part, parts, grad, x, weight, epsilon, grad_x, grad_weights):
+    """Writes `grad_x`, and adds to `grad_weights`, float64 [parts, H], in its row."""
     size = x.shape[1]
-    for row in range(x.shape[0]):
+    grad_weight = grad_weights[part]
+    for row in _share(part, parts, x.shape[0]):
         given, numbers, found = grad[row], x[row], grad_x[row]
         squares, product = np.float32(0.0), np.float32(0.0)
         for column in range(size):
@@ -152,14 +160,14 @@ def rms_norm_backward(grad, x, weight, epsilon, grad_x, grad_weight):
 
 
 @_compiled
-def rotate(x, cosine, sine, pairs_lie_together, sign, y):
+def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
     """Rotate the first R channels of x [P, heads, D] by tables [Q, R], of which position p takes
     row ``p % Q``; `sign` -1: by the opposite angles. Channels i and i + R/2 are a pair, or 2i and
     2i + 1."""
     num_positions, num_heads, size = x.shape
     rotated = cosine.shape[1]
     half = rotated // 2
-    for position in range(num_positions):
+    for position in _share(part, parts, num_positions):
         row = position % cosine.shape[0]
         cosines, sines = cosine[row], sine[row]
         for head in range(num_heads):

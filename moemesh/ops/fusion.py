@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -94,11 +95,25 @@ def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
     )
 
 
-def compiled_for_cpu() -> Any:
-    """The functions of :mod:`moemesh.ops.cpu_kernels`; numba is imported at the first call."""
+def run_in_one_pass(function: str, *arguments: Any) -> None:
+    """Run a function of :mod:`moemesh.ops.cpu_kernels`: every thread does a share of the rows.
+
+    Tensors go as numpy's arrays of the same memory. numba is imported at the first call.
+    """
     from moemesh.ops import cpu_kernels
 
-    return cpu_kernels
+    kernel = getattr(cpu_kernels, function)
+    given = [memory_of(one) if isinstance(one, Tensor) else one for one in arguments]
+    parts = torch.get_num_threads()
+    others = [_threads().submit(kernel, part, parts, *given) for part in range(1, parts)]
+    kernel(0, parts, *given)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="one-pass")
 
 
 def memory_of(x: Tensor) -> Any:

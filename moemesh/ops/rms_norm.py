@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.fusion import compiled_for_cpu, is_worth_compiling, memory_of
+from moemesh.ops.fusion import is_worth_compiling, run_in_one_pass
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -29,25 +29,22 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight_H)
         ctx.epsilon = epsilon
         y, size = torch.empty_like(x), len(weight_H)
-        numbers, found = (memory_of(one.view(-1, size)) for one in (x, y))
-        scales = _copied(weight_H)
-        compiled_for_cpu().rms_norm(numbers, scales, np.float32(epsilon), found)
+        scales, least = _copied(weight_H), np.float32(epsilon)
+        run_in_one_pass("rms_norm", x.view(-1, size), scales, least, y.view(-1, size))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_H = ctx.saved_tensors
         size, grad_x = len(weight_H), torch.empty_like(x)
-        total_H = torch.zeros(size, dtype=torch.float64)
-        rows = (memory_of(one.view(-1, size)) for one in (grad.contiguous(), x, grad_x))
-        given, numbers, found = rows
-        compiled_for_cpu().rms_norm_backward(
-            given, numbers, _copied(weight_H), np.float32(ctx.epsilon), found, total_H.numpy()
-        )
-        return grad_x, total_H.to(weight_H.dtype), None
+        totals_PH = torch.zeros(torch.get_num_threads(), size, dtype=torch.float64)
+        given, numbers, found = (one.view(-1, size) for one in (grad.contiguous(), x, grad_x))
+        scales, least = _copied(weight_H), np.float32(ctx.epsilon)
+        run_in_one_pass("rms_norm_backward", given, numbers, scales, least, found, totals_PH)
+        return grad_x, totals_PH.sum(0).to(weight_H.dtype), None
 
 
-def _copied(weight_H: Tensor) -> Any:
+def _copied(weight_H: Tensor) -> Tensor:
     """The weight for numpy. A copy: torch never resizes memory that numpy has seen, and zero3 frees
     gathered weights by resizing theirs."""
-    return memory_of(weight_H.clone())
+    return weight_H.detach().clone()

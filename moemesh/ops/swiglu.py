@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.fusion import compiled_for_cpu, fused, is_worth_compiling, memory_of
+from moemesh.ops.fusion import fused, is_worth_compiling, run_in_one_pass
 
 
 class SwigluForm(NamedTuple):
@@ -92,7 +92,7 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     if not _is_fused(h_BG, weights_B):
         return swiglu_torch(h_BG, weights_B)
     product_BF = h_BG.new_empty(h_BG.shape[0], h_BG.shape[1] // 2)
-    compiled_for_cpu().swiglu(memory_of(h_BG), memory_of(weights_B), memory_of(product_BF))
+    run_in_one_pass("swiglu", h_BG, weights_B, product_BF)
     return product_BF
 
 
@@ -112,13 +112,7 @@ def swiglu_backward(
     if not (_is_fused(h_BG, weights_B) and grad_BF.is_contiguous()):
         return swiglu_backward_torch(grad_BF, h_BG, weights_B)
     grad_h_BG, grad_weights_B = torch.empty_like(h_BG), torch.empty_like(weights_B)
-    compiled_for_cpu().swiglu_backward(
-        memory_of(grad_BF),
-        memory_of(h_BG),
-        memory_of(weights_B),
-        memory_of(grad_h_BG),
-        memory_of(grad_weights_B),
-    )
+    run_in_one_pass("swiglu_backward", grad_BF, h_BG, weights_B, grad_h_BG, grad_weights_B)
     return grad_BF, grad_h_BG, grad_weights_B
 
 
@@ -185,14 +179,11 @@ _backward_of_form = fused(swiglu_backward_of_form_on_device)
 def load(dtype: torch.dtype) -> None:
     """Load the compiled form now, so that a measurement does not contain it."""
     if dtype in (torch.bfloat16, torch.float32):
-        empty = torch.zeros(1, 2, dtype=dtype)
-        weights = torch.zeros(1)
-        kernels = compiled_for_cpu()
-        kernels.swiglu(memory_of(empty), memory_of(weights), memory_of(empty[:, :1].contiguous()))
-        kernels.swiglu_backward(
-            memory_of(empty[:, :1].contiguous()), memory_of(empty), memory_of(weights),
-            memory_of(empty.clone()), memory_of(weights.clone()),
-        )  # fmt: skip
+        h_BG, product_BF = torch.zeros(1, 2, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+        weights_B = torch.zeros(1)
+        run_in_one_pass("swiglu", h_BG, weights_B, product_BF)
+        given = product_BF, h_BG, weights_B, h_BG.clone(), weights_B.clone()
+        run_in_one_pass("swiglu_backward", *given)
 
 
 def _is_fused(h_BG: Tensor, weights_B: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.rope import frequencies, rotary_tables, rotate
-from moemesh.ops import cpu_kernels
+from moemesh.ops import fusion
 
 
 def obvious(x: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
@@ -40,6 +40,7 @@ def test_rotation_and_its_backward(interleaved: bool, partial: float) -> None:
     torch.testing.assert_close(leaf, x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("threads", [1, fusion.MOST_THREADS])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.03)])
@@ -48,13 +49,14 @@ def test_one_pass_equals_float64(
     tolerance: float,
     interleaved: bool,
     documents: bool,
+    threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     calls: list[object] = []
-    kernel = cpu_kernels.rotate
+    run = fusion.run_in_one_pass
     monkeypatch.setattr(
-        cpu_kernels, "rotate", lambda *given: (calls.append(given[-2]), kernel(*given))
+        fusion, "run_in_one_pass", lambda *given: (calls.append(given[-2]), run(*given))
     )
     config = ModelConfig(head_dim=40, rope_interleave=interleaved, partial_rotary_factor=0.8)
     generator = torch.Generator().manual_seed(0)

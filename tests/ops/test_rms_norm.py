@@ -6,16 +6,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops import rms_norm as module
-from moemesh.ops.fusion import compiled_for_cpu
+from moemesh.ops.fusion import MOST_THREADS, run_in_one_pass
 from moemesh.ops.rms_norm import rms_norm
 
 #: Relative to the largest of each result: one rounding of bfloat16, a few of float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, params=[1, MOST_THREADS])
+def threads(request: pytest.FixtureRequest) -> None:
+    torch.set_num_threads(request.param)
 
 
 def results(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
@@ -30,18 +30,18 @@ def results(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
 def test_one_pass_equals_torch_in_float64(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[None] = []
+    calls: list[str] = []
 
-    def spied() -> object:
-        calls.append(None)
-        return compiled_for_cpu()
+    def spied(function: str, *arguments: object) -> None:
+        calls.append(function)
+        run_in_one_pass(function, *arguments)
 
-    monkeypatch.setattr(module, "compiled_for_cpu", spied)
+    monkeypatch.setattr(module, "run_in_one_pass", spied)
     generator = torch.Generator().manual_seed(shape[0])
     x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = (1 + torch.randn(shape[-1], generator=generator)).to(dtype)
     found = results(3 * x, weight, grad)
-    assert len(calls) == 2, "this test is about the compiled form"
+    assert calls == ["rms_norm", "rms_norm_backward"], "this test is about the compiled form"
     expected = results((3 * x).double(), weight.double(), grad.double())
     assert len(calls) == 2, "float64 is left to torch"
     assert [one.dtype for one in found] == [dtype] * 3

@@ -19,9 +19,9 @@ from moemesh.ops.swiglu import (
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True, params=[1, MOST_THREADS])
+def threads(request: pytest.FixtureRequest) -> None:
+    torch.set_num_threads(request.param)
 
 
 def _numbers(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
