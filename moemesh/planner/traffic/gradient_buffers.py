@@ -21,7 +21,9 @@ from moemesh.sharding.parameters import ParameterTensor, units
 #: parts the last one counts); those of one part come in the reversed order of the model.
 _PARTS = (
     "feed_forward", "experts", "shared_gate", "shared", "router", "feed_forward_norm", "attention",
-    "attention_norm", "projection", "stream_norm", "embedding_norm",
+    "output", "sinks", "key_value_up", "query_up", "query_latent_norm", "query", "query_down",
+    "key_value_latent_norm", "key_value_down", "key_norm", "query_norm", "qkv", "attention_norm",
+    "projection", "stream_norm", "embedding_norm",
 )  # fmt: skip
 
 
@@ -32,7 +34,7 @@ def arrivals(placement: StagePlacement, pp_rank: int, stage: int) -> list[Parame
 
     def place(numbered: tuple[int, ParameterTensor]) -> tuple[int, int, int]:
         number, tensor = numbered
-        owner, *rest = tensor.name.split(".")
+        owner, *rest = tensor.name.replace("_bias", "").split(".")
         unit, part = order.index(unit_of(tensor.name)), 0
         if owner == "layers":
             part = max(_PARTS.index(name) for name in rest if name in _PARTS)
