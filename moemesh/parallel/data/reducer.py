@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,21 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
 }
 #: The same of parameters that do not train.
 FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
+
+
+def call_after_gradients(leaf: Tensor, take: Callable[[Any], None]) -> None:
+    """Call the method `take` with the leaf behind each of its gradients, while its object lives.
+
+    torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
+    the object, which knows the leaf, would keep a model for as long as the process.
+    """
+    method = WeakMethod(take)
+
+    def call(leaf: Tensor) -> None:
+        if (found := method()) is not None:
+            found(leaf)
+
+    leaf.register_post_accumulate_grad_hook(call)
 
 
 class GradientReducer:
@@ -119,7 +136,7 @@ class GradientReducer:
             for parameter in bucket.parameters:
                 self._home[parameter] = bucket
                 parameter.grad_dtype = None  # any: the bucket converts while it adds
-                parameter.register_post_accumulate_grad_hook(self._take)
+                call_after_gradients(parameter, self._take)
         # Everything that has an order has that of the model.
         order = [name for name, _, _ in parameters]
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moemesh.parallel.data.reducer import call_after_gradients
 from moemesh.schedule.action import UpdateRule
 
 #: What takes a gradient: (the master's parameter, a gradient of one of its versions).
@@ -156,11 +156,11 @@ class WeightVersions:
             if isinstance(own, nn.Parameter):
                 leaf.requires_grad_()
                 leaf.grad_dtype = own.grad_dtype
-                leaf.register_post_accumulate_grad_hook(partial(self._take, own))
+                call_after_gradients(leaf, self._take)
                 self._originals[leaf] = own
         return _Copy(found)
 
-    def _take(self, own: nn.Parameter, leaf: Tensor) -> None:
+    def _take(self, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:  # else it is deferred, and comes by another way
-            self._collect(own, gradient)
+            self._collect(self._originals[leaf], gradient)
