@@ -4,7 +4,7 @@ On an accelerator every operation is a kernel, a launch of a few microseconds an
 numbers. A chain of pointwise operations, a sum over rows at its end included, compiles into one.
 That needs Triton, which the CUDA builds of torch bring along. On a CPU ``torch.compile`` would need
 a C++ compiler at run time, and seconds at every start: there :mod:`moemesh.ops.cpu_kernels` has the
-functions that pay, for enough numbers, and few threads, since each call runs in one.
+functions that pay, for enough numbers; a call is divided over torch's threads.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-#: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
-MOST_THREADS = 2
+#: Threads that a call is divided over, at most. One does as much as about three of torch's
+#: (docs/results/layer.md).
+MOST_THREADS = 8
 
 
 def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
@@ -91,8 +92,12 @@ def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() >= tensors * ONE_PASS_NUMBERS
-        and torch.get_num_threads() <= MOST_THREADS
     )
+
+
+def num_parts() -> int:
+    """Threads that a call is divided over."""
+    return min(torch.get_num_threads(), MOST_THREADS)
 
 
 def run_in_one_pass(function: str, *arguments: Any) -> None:
@@ -104,7 +109,7 @@ def run_in_one_pass(function: str, *arguments: Any) -> None:
 
     kernel = getattr(cpu_kernels, function)
     given = [memory_of(one) if isinstance(one, Tensor) else one for one in arguments]
-    parts = torch.get_num_threads()
+    parts = num_parts()
     others = [_threads().submit(kernel, part, parts, *given) for part in range(1, parts)]
     kernel(0, parts, *given)
     for other in others:
@@ -113,7 +118,7 @@ def run_in_one_pass(function: str, *arguments: Any) -> None:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="one-pass")
+    return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="one-pass")
 
 
 def memory_of(x: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.fusion import is_worth_compiling, run_in_one_pass
+from moemesh.ops.fusion import is_worth_compiling, num_parts, run_in_one_pass
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -37,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_H = ctx.saved_tensors
         size, grad_x = len(weight_H), torch.empty_like(x)
-        totals_PH = torch.zeros(torch.get_num_threads(), size, dtype=torch.float64)
+        totals_PH = torch.zeros(num_parts(), size, dtype=torch.float64)
         given, numbers, found = (one.view(-1, size) for one in (grad.contiguous(), x, grad_x))
         scales, least = _copied(weight_H), np.float32(ctx.epsilon)
         run_in_one_pass("rms_norm_backward", given, numbers, scales, least, found, totals_PH)

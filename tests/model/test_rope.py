@@ -40,7 +40,7 @@ def test_rotation_and_its_backward(interleaved: bool, partial: float) -> None:
     torch.testing.assert_close(leaf, x, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("threads", [1, fusion.MOST_THREADS])
+@pytest.mark.parametrize("threads", [1, 3, fusion.MOST_THREADS + 1])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.03)])

@@ -13,7 +13,7 @@ from moemesh.ops.rms_norm import rms_norm
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-@pytest.fixture(autouse=True, params=[1, MOST_THREADS])
+@pytest.fixture(autouse=True, params=[1, 3, MOST_THREADS + 1])
 def threads(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(request.param)
 

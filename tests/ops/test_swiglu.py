@@ -19,7 +19,7 @@ from moemesh.ops.swiglu import (
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
-@pytest.fixture(autouse=True, params=[1, MOST_THREADS])
+@pytest.fixture(autouse=True, params=[1, 3, MOST_THREADS + 1])
 def threads(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(request.param)
 
@@ -80,10 +80,8 @@ def test_extremes_and_nan_stay_what_they_are(dtype: torch.dtype) -> None:
     assert ours[1][:, 5].isnan().all() and ours[2].isnan().all(), "a NaN must be seen"
 
 
-def test_small_blocks_other_types_and_many_threads_are_left_to_torch() -> None:
+def test_small_blocks_and_other_types_are_left_to_torch() -> None:
     h, weights, _ = _numbers(300, 256, torch.float32)
     assert not module._is_fused(h[:8], weights[:8])
     assert not module._is_fused(h.double(), weights.double())
     assert not module._is_fused(h[:, ::2], weights)
-    torch.set_num_threads(MOST_THREADS + 1)
-    assert not module._is_fused(h, weights)
