@@ -56,16 +56,16 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
 
 
 def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) of integer positions [..., S], float64 [..., S, 1, R]: for all heads.
+    """Cosines of integer positions [..., S], and what the other of a pair is multiplied by: -sine
+    for the first, sine for the second. float64 [..., S, 1, R]: for all heads.
 
     In float64 whatever the run's dtype: positions are exact far beyond 2^24.
     """
     angles = positions.double()[..., None, None] * frequencies(config, positions.device)
+    cosine, sine = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
     if config.rope_interleave:
-        angles = angles.repeat_interleave(2, dim=-1)
-    else:
-        angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
+        return cosine.repeat_interleave(2, dim=-1), torch.stack([-sine, sine], -1).flatten(-2)
+    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -111,15 +111,11 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backward
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
-    def pairs(table: Tensor) -> tuple[Tensor, ...]:
-        return (table[..., 0::2], table[..., 1::2]) if interleaved else table.chunk(2, dim=-1)
-
     size = cosine.shape[-1]
-    rotated, rest = x[..., :size], x[..., size:]
-    y = rotated * cosine
-    (first, second), (first_sine, second_sine) = pairs(rotated), pairs(sine)
-    first_y, second_y = pairs(y)
-    sign = -1 if backwards else 1
-    first_y.sub_(second * first_sine, alpha=sign)
-    second_y.add_(first * second_sine, alpha=sign)
-    return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y
+    rotated = x[..., :size] if size < x.shape[-1] else x
+    if interleaved:
+        others = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        others = rotated.roll(size // 2, -1)
+    y = (rotated * cosine).add_(others * sine, alpha=-1 if backwards else 1)
+    return torch.cat([y, x[..., size:]], dim=-1) if size < x.shape[-1] else y

@@ -176,14 +176,14 @@ def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
                 for pair in range(half):
                     first, second = 2 * pair, 2 * pair + 1
                     one, other = _number(numbers[first]), _number(numbers[second])
-                    across, along = sign * _number(sines[first]), _number(cosines[first])
+                    across, along = sign * _number(sines[second]), _number(cosines[first])
                     _store(found, first, one * along - other * across)
                     _store(found, second, other * along + one * across)
             else:
                 for first in range(half):
                     second = first + half
                     one, other = _number(numbers[first]), _number(numbers[second])
-                    across, along = sign * _number(sines[first]), _number(cosines[first])
+                    across, along = sign * _number(sines[second]), _number(cosines[first])
                     _store(found, first, one * along - other * across)
                     _store(found, second, other * along + one * across)
             for channel in range(rotated, size):
