@@ -69,11 +69,11 @@ FEW_SCORES = 1024
 
 def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
     """Ids of the best scores, best first; equal scores by ascending id."""
-    if scores_TE.device.type != "cpu":
+    if scores_TE.dtype != torch.float32 and scores_TE.device.type == "cpu":
+        return stable_top_k_sort(scores_TE, num_chosen)
+    if scores_TE.device.type != "cpu" or scores_TE.numel() <= FEW_SCORES:
         # One kernel, where the keys below take eight; the others are not kept.
         return stable_top_k_sort(scores_TE, num_chosen).contiguous()
-    if scores_TE.dtype != torch.float32 or scores_TE.numel() <= FEW_SCORES:
-        return stable_top_k_sort(scores_TE, num_chosen)
     # One int64 key per expert, no two alike: the float's bits, made to ascend with its value, above
     # the id, made to descend. Then any top-k is stable, at a third of the price of the sort.
     bits_TE = (scores_TE + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores

