@@ -270,25 +270,36 @@ def read_example(
             fix = "a JSON object, or TOML"
             raise ConfigError([Problem.of("wrong-type", "routing", source, message, fix)])
         table = cast("dict[str, Any]", parsed)
-    if unknown := sorted(set(table).difference(_KEYS)):
-        fix = nearest_choice(unknown[0], _KEYS)
-        message = f"a routing has no key `{unknown[0]}`"
-        raise ConfigError([Problem.of("unknown-key", unknown[0], source, message, fix)])
-    needed = ("num_experts", "experts") if plan else ("plan", "num_experts", "experts")
-    if missing := [key for key in needed if key not in table]:
-        message = f"a routing needs {', '.join(missing)}"
-        fix = {"plan": '"dp=2,ep=2"', "num_experts": "4", "experts": "[[[0, 1], [2, 3]]]"}
-        fixes = ", ".join(f"{key} = {fix[key]}" for key in missing)
-        raise ConfigError([Problem.of("missing", missing[0], source, message, fixes)])
+
+    def problem(code: str, key: str, message: str, fix: str = "") -> Problem:
+        value = None if key == "experts" else table.get(key)
+        return Problem(code=code, key=key, value=value, origin=source, message=message, fix=fix)
+
+    problems = [
+        problem("unknown-key", key, f"a routing has no key `{key}`", nearest_choice(key, _KEYS))
+        for key in sorted(set(table).difference(_KEYS))
+    ]
+    fixes = {"plan": '"dp=2,ep=2"', "num_experts": "4", "experts": "[[[0, 1], [2, 3]]]"}
+    problems += [
+        problem("missing", key, f"a routing needs {key}", f"{key} = {fix}")
+        for key, fix in fixes.items()
+        if key not in table and not (key == "plan" and plan)
+    ]
+    kinds = {"num_experts": int, "hidden_size": int, "dtype": str, "about": str}
+    problems += [
+        problem("wrong-type", key, f"{key} takes a value of type {kind.__name__}")
+        for key, kind in kinds.items()
+        if key in table and type(table[key]) is not kind
+    ]
+    choices: list[list[list[int]]] = []
     try:
-        choices = _CHOICES.validate_python(table.pop("experts"), strict=True)
+        if "experts" in table:
+            choices = _CHOICES.validate_python(table.pop("experts"), strict=True)
     except ValidationError:
-        message, fix = "experts is a list of ranks, of tokens, of expert ids", "[[[0, 1], [2, 3]]]"
-        raise ConfigError([Problem.of("wrong-type", "experts", source, message, fix)]) from None
-    for key, kind in (("num_experts", int), ("hidden_size", int), ("dtype", str), ("about", str)):
-        if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
-            message = f"{key} is a {kind.__name__}"
-            raise ConfigError([Problem.of("wrong-type", key, table[key], message)])
+        message = "experts is a list of ranks, of tokens, of expert ids"
+        problems.append(problem("wrong-type", "experts", message, fixes["experts"]))
+    if problems:
+        raise ConfigError(problems)
     given = {"hidden_size": hidden_size, "dtype": dtype}
     table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
