@@ -30,6 +30,7 @@ from moemesh.config.schema import (
 from moemesh.config.section import Section
 from moemesh.config.shown import cut
 from moemesh.config.sources import (
+    RUN_CONFIG,
     ConfigSource,
     Leaf,
     preset_names,
@@ -180,9 +181,9 @@ def read_recorded(
 def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     """`config` with the values that the run in `folder` has recorded for keys that follow from
     others and that nobody has given, so that a run goes on with those it was started with."""
-    if not (folder / "config.toml").is_file():
+    if not (folder / RUN_CONFIG).is_file():
         return config
-    recorded, kept = read_file(folder / "config.toml").leaves, dict[str, object]()
+    recorded, kept = read_file(folder / RUN_CONFIG).leaves, dict[str, object]()
     for name in (key.partition(".")[2] for key in FOLLOWING):
         leaf = recorded.get(f"train.{name}")
         value = TrainConfig.model_fields[name].default if leaf is None else leaf.value

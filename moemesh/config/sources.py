@@ -19,6 +19,8 @@ from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
+#: The configuration in the folder of a run.
+RUN_CONFIG = "config.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class ConfigSource:
 def read_file(path: Path) -> ConfigSource:
     """A TOML file of sections, or that of the run in a folder. Unreadable or malformed files give
     one problem each."""
-    path = path / "config.toml" if path.is_dir() else path
+    path = path / RUN_CONFIG if path.is_dir() else path
     name = str(path)
     try:
         text = read_text(path)
@@ -157,7 +159,7 @@ def read_text(path: Path) -> str:
             fix = str(next(path.glob("*.toml"), "a TOML file, not a folder"))
         else:
             fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
-        if path.name == "config.toml" and path.parent.is_dir():
+        if path.name == RUN_CONFIG and path.parent.is_dir():
             is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
             fix = f"--set model.path={path.parent}" if is_model else fix

@@ -19,7 +19,7 @@ else:  # as a command line has them
     Precision = Literal["bfloat16", "float8", "float4"]
 
 #: Help of options that several verbs have.
-MODEL_HELP = "Preset, folder of transformers, config.json or TOML file."
+MODEL_HELP = "Preset, folder of transformers or of a run, config.json or TOML file."
 CLUSTER_HELP = "Preset or TOML file."
 LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
 BATCH_HELP = "Sequences of one step."

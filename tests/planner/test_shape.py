@@ -113,6 +113,14 @@ def test_toml_files(tmp_path: Path, text: str, moe_layers: tuple[int, ...]) -> N
     assert load_model(str(file)).shape.moe_layers == moe_layers
 
 
+def test_the_folder_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("[model]\nnum_layers = 3\n\n[plan]\ndp = 2\n")
+    model = load_model(tmp_path / "run")
+    assert (model.config, model.shape.name) == (ModelConfig(num_layers=3), "run")
+    assert load_model(tmp_path / "run/config.toml") == model
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

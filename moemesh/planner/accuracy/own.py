@@ -22,6 +22,7 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster, OwnRun
 from moemesh.config.errors import UserError
+from moemesh.config.sources import RUN_CONFIG
 from moemesh.planner.accuracy.calibrate import (
     NO_RUN,
     TimedRuns,
@@ -251,7 +252,7 @@ def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
         found = Run.load(folder)
     except RunError as error:
         raise UserError(str(error)) from None
-    config, device = load_recorded(folder / "config.toml"), accelerator_of_cluster(cluster)
+    config, device = load_recorded(folder / RUN_CONFIG), accelerator_of_cluster(cluster)
     seconds = median_of(found.current, "seconds")
     plan, data = config.plan, config.data
     run = PublishedRun(

@@ -18,7 +18,7 @@ from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.schema import aliases
-from moemesh.config.sources import Leaf, preset_names, read_preset_table
+from moemesh.config.sources import RUN_CONFIG, Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
@@ -192,14 +192,16 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
                 )
                 shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
             return Model(shape, config, path=source)
-        path = path / CONFIG if path.is_dir() else path
+        if path.is_dir():  # of a run, or of transformers
+            path /= RUN_CONFIG if (path / RUN_CONFIG).is_file() else CONFIG
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError):
             known = (*preset_names(), *preset_names(SHAPES))
             message = "neither a model preset nor a readable config.json or TOML file"
             raise _refused("no-file", source, message, nearest_choice(source, known)) from None
-        name, origin = path.parent.name if path.name == CONFIG else path.stem, source
+        is_in_folder = path.name in (CONFIG, RUN_CONFIG)
+        name, origin = path.resolve().parent.name if is_in_folder else path.stem, str(path)
         if path.suffix == ".json":
             shape = from_huggingface(read_config(path, "model"), name)
             why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
