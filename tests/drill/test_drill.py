@@ -36,6 +36,7 @@ def test_the_short_form() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 72 trials, of whole runs
 def test_the_long_form() -> None:
     problems: list[str] = []
     rows = trials.run(list(FAULTS), trials=3, seed=2, python=commands.python(), say=problems.append)
