@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
 # be imported at the top, or `moemesh --help` becomes slow.
+import errno
 import inspect
 import os
 import re
@@ -22,6 +23,8 @@ from moemesh.trace.strict_json import strict_json
 #: Columns of a line of an example, which can be copied from the help: two of indentation by click
 #: and four of its own are left out.
 _COLUMNS, _INDENT = 72, "    "
+#: Errors of the system that are about the path which the user gave.
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Verbs(typer.Typer):
@@ -146,7 +149,12 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
         message, code = str(error), USER_ERROR
         if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
             message = "a path begins with ~, and nobody has that home directory: write it in full"
-        elif isinstance(error, PermissionError) and error.filename and "RANK" not in os.environ:
+        elif (
+            isinstance(error, OSError)
+            and error.filename
+            and error.errno in _OF_A_PATH
+            and "RANK" not in os.environ
+        ):
             message = f"{error.filename}: {error.strerror}"
         elif not is_user_error(error):
             raise  # a fault of ours
