@@ -12,6 +12,8 @@ from moemesh.planner.accuracy.published import (
     told_row,
     uniform_row,
 )
+from moemesh.planner.accuracy.validate import predict
+from moemesh.planner.timing.calibration import shipped_calibration
 from moemesh.planner.timing.hardware import GIB, accelerator_of
 from tests.planner.closed_forms import gpt_iteration
 from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
@@ -163,12 +165,20 @@ def test_architectures_are_known_without_a_table_beside(tmp_path):
         ({"tp": 0}, "at least 1"),
         ({"vpp": 1000000000, "pp": 2, "dp": 4}, "40 layers"),
         ({"gpus": "8x8"}, "8x8"),
+        ({"pp": 4, "vpp": 2, "dp": 2, "mbs": 8, "gbs": 96}, "got 6 % 4 == 2"),
     ],
 )
 def test_impossible_degrees_are_reasons(values, reason):
     run = parse(**values)
     assert run.layout is None
     assert reason in run.reason
+
+
+def test_only_microbatches_of_which_the_schedule_exists_are_tried():
+    run = parse(pp=4, vpp=2, dp=2, mbs="", gbs=8, recompute="full")
+    found = predict([run], shipped_calibration())[0]
+    assert found.run.layout is not None and found.run.layout.microbatches == 4
+    assert found.seconds is not None and found.seconds > 0
 
 
 def test_recomputation_in_unknown_words_counts_as_not_published():

@@ -27,6 +27,7 @@ from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Kernel, Software
 from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
+from moemesh.schedule.build import require_defined
 
 # Rows of run tables: uniform words, columns from what notes and sources mean, and the layout.
 #
@@ -384,6 +385,13 @@ def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> 
         raise ValueError(
             f"pp {layout.pp} x {layout.stages_per_rank} chunks = {layout.num_stages} stages, "
             f"but the model has {shape.num_layers} layers"
+        )
+    if layout.pp > 1:
+        require_defined(
+            layout.schedule,
+            ranks=layout.pp,
+            microbatches=layout.microbatches,
+            stages_per_rank=layout.stages_per_rank,
         )
 
 

@@ -28,6 +28,7 @@ from moemesh.planner.timing.columns import (
     stacked,
 )
 from moemesh.planner.timing.step_time import step_time
+from moemesh.schedule.build import is_defined
 
 # Seconds, bytes and "does it fit" of published runs, and what a row left unprinted.
 
@@ -125,10 +126,11 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
         return _recomputed(run, allocation)
     layout = run.priced[1]
     share = layout.global_batch // layout.dp
-    sizes = tuple(size for size in _MICROBATCHES if share % size == 0) or (1,)
+    sized = [layout.changed(microbatch=size) for size in _MICROBATCHES if share % size == 0]
     tried = [
-        _recomputed(replace(run, layout=layout.changed(microbatch=size)), allocation)
-        for size in sizes
+        _recomputed(replace(run, layout=one), allocation)
+        for one in sized
+        if one.pp == 1 or is_defined(one.schedule, one.pp, one.microbatches, one.stages_per_rank)
     ]
     fitting = [
         index
