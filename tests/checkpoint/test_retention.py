@@ -164,7 +164,7 @@ def test_a_pruning_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
     assert candidates(tmp_path) == [1]
 
 
-def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None:
+def test_what_was_put_aside_goes_when_its_step_or_a_later_one_counts(tmp_path: Path) -> None:
     for step in (1, 2):
         save_one(tmp_path, step, [whole("w", torch.ones(3))])
     put_aside(tmp_path / "step-2")
@@ -176,6 +176,11 @@ def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)
     assert not aside.exists() and candidates(tmp_path)[0] == 3
+    put_aside(tmp_path / "step-3")
+    (aside,) = tmp_path.glob("broken-step-3-*")
+    save_one(tmp_path, 3, [whole("w", torch.ones(3))])
+    prune(tmp_path, 2)
+    assert not aside.exists()  # its own step counts again
 
 
 def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
