@@ -64,6 +64,8 @@ def test_notes_become_software():
     assert parse(**moe, notes="dropless natural routing").software.natural_routing
     assert parse(notes="LoRA Performance").software.adapters
     assert parse(precision="MXFP8").software.block_scales
+    assert parse().software.native_kernel and not parse(zero=3).software.native_kernel
+    assert parse(zero=3, hardware="A100-80G NVL8").software.native_kernel
     graphs = {"src": "megatron_bridge", "hardware": "GB200 NVL72"}
     assert parse(**graphs, notes="26.06 NeMo Container").software.graphs
     assert not parse(**graphs, notes="26.04 NeMo Container").software.graphs
