@@ -13,7 +13,7 @@ from moemesh.config.errors import found_by, refuse_together
 from moemesh.data.corpus import Corpus, is_whole_file
 from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, beside, prefix_of
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
-from moemesh.data.records import BadRecordLog
+from moemesh.data.records import BadRecordError, BadRecordLog
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import Say, cached_tokens
@@ -49,6 +49,9 @@ def open_samples(
     for one in named:
         try:
             opened.append(open_source(one, data, vocab_size, cache, say, say_progress))
+        except BadRecordError as error:
+            fix = 'correct it, or leave such records out with data.bad_records = "skip"'
+            errors.append(DataError(f"{error}\nfix: {fix}"))
         except DataError as error:
             errors.append(error)
     refuse_together(errors)

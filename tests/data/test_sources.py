@@ -213,7 +213,7 @@ def test_bad_records_are_counted_and_bounded(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", "word", 98)
     file.write_bytes(file.read_bytes() + b'{"text": 1}\n{"text": "\xff"}\n')
     data = DataConfig(path=str(file), seq_len=8, global_batch=2)
-    with pytest.raises(DataError, match="line 99, byte"):
+    with pytest.raises(DataError, match=r"line 99, byte .*\nfix: .*data\.bad_records"):
         opened(data)
     said: list[str] = []
     skipping = data.model_copy(update={"bad_records": "skip", "bad_record_share": 0.02})
