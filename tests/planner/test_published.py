@@ -61,6 +61,9 @@ def test_notes_become_software():
     deep = parse(**moe, notes="dispatcher DeepEP; +1f1b A2A overlap").software
     assert (deep.deduplicated, deep.overlapped_exchange) == (True, True)
     assert not parse(**moe, notes="dispatcher A2A").software.deduplicated
+    new = {**moe, "hardware": "GB200 NVL72"}
+    assert not parse(**moe).software.deduplicated and parse(**new).software.deduplicated
+    assert not parse(**new, notes="dispatcher A2A").software.deduplicated
     assert parse(**moe, notes="dropless natural routing").software.natural_routing
     assert parse(notes="LoRA Performance").software.adapters
     assert parse(precision="MXFP8").software.block_scales
