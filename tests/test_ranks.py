@@ -101,6 +101,7 @@ def wait_for_nobody(rank: int) -> None:
 
 
 def leave_the_group(rank: int) -> None:
+    dist.barrier()  # who leaves closes the connections that the other may still be opening
     dist.destroy_process_group()
 
 
