@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -116,7 +117,10 @@ def test_a_user_without_rights_or_a_home_trains_on_one_core() -> None:
             "a path begins with ~, and nobody has that home directory: write it in full",
         ),
         (PermissionError(13, "Permission denied", "closed/run"), "closed/run: Permission denied"),
-        (OSError(36, "File name too long", "a" * 300), f"{'a' * 300}: File name too long"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
+            f"{'a' * 300}: File name too long",
+        ),
     ],
 )
 def test_a_path_that_the_system_refuses_is_no_traceback(
