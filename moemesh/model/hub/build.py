@@ -1,0 +1,169 @@
+"""A model of transformers on the meta device, and memory for the part of it that a rank holds.
+
+Its configuration is the text part of a ``config.json``, changed where training needs it: no cache,
+no dropout, no jitter of the router. Code that a folder brings with it is never run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from moemesh.config.huggingface.keys import wrong
+from moemesh.model.hub.experts import IMPLEMENTATION
+
+#: (parameter name, logical shape) -> the part of each dim that is held here.
+Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
+
+
+class Blueprint(NamedTuple):
+    """The class and the configuration of a model, and what was changed in it, a sentence each."""
+
+    kind: type[PreTrainedModel]
+    config: PretrainedConfig
+    notes: tuple[str, ...]
+
+    def build(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The model on the meta device, in the mode of training."""
+        config = copy.deepcopy(self.config)
+        with torch.device("meta"), _quiet():
+            model = self.kind._from_config(
+                config, dtype=dtype, experts_implementation=IMPLEMENTATION
+            )
+        return model.train()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of transformers, which are meant for its own users."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def blueprint(values: Mapping[str, Any]) -> Blueprint:
+    """The model of a parsed ``config.json``, or its text part where that has a class of its own.
+
+    Raises ConfigError for a family that the installed transformers does not know, for one that has
+    no language model, and for quantized weights.
+    """
+    kind = str(values.get("model_type") or "")
+    installed = transformers.__version__
+    if kind not in CONFIG_MAPPING:
+        message = f"transformers {installed} does not know this family"
+        fix = "the version of transformers that the folder's model card names"
+        if "auto_map" in values:
+            message += ", and code in the folder is never run"
+            fix = "a version of transformers that has the family itself"
+        raise wrong("not-available", "model_type", kind, message, fix)
+    if values.get("quantization_config"):
+        method = dict(values["quantization_config"]).get("quant_method")
+        message = "quantized weights are not read into models of transformers"
+        fix = "the folder of the original weights, or one converted to bfloat16"
+        raise wrong("not-available", "quantization_config", method, message, fix)
+    with _quiet():
+        whole = CONFIG_MAPPING[kind].from_dict(dict(values))
+    text = whole.get_text_config()
+    for config, known in (
+        (text, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (whole, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (whole, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
+        if type(config) in known:
+            break
+    else:
+        message = f"transformers {installed} has no language model of this family"
+        raise wrong("not-available", "model_type", kind, message, "a decoder-only language model")
+    config = copy.deepcopy(config)
+    notes: list[str] = []
+    if text is not whole:
+        notes.append(f"{kind}: text alone is trained; weights of images and sound stay as they are")
+        # The table of the whole model counts: the text part has a default of its own.
+        config.tie_word_embeddings = whole.tie_word_embeddings
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        part.use_cache = False
+        for key, value in list(vars(part).items()):
+            is_random = "dropout" in key or "jitter" in key or key.endswith(("pdrop", "layerdrop"))
+            if is_random and isinstance(value, (int, float)) and value:
+                setattr(part, key, 0.0)
+                notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
+    return Blueprint(known[type(config)], config, tuple(notes))
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
+    """The slices of one device."""
+    return [range(size) for size in shape]
+
+
+@torch.no_grad()
+def allocate(
+    model: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    slices: Slices = whole,
+) -> None:
+    """Memory for every parameter that is held here, zeros until weights are loaded, and buffers
+    with their values. Parameters that transformers keeps in float32 stay in it."""
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    owners = {"": model}
+    for prefix, module in list(model.named_modules()):
+        parent = owners[prefix.rpartition(".")[0]] if prefix else model
+        owners[prefix] = module if isinstance(module, PreTrainedModel) else parent
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in parameters:  # a tied one has one memory
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                sizes = [len(part) for part in slices(name, tuple(parameter.shape))]
+                kept = parameter.dtype if dtype == torch.bfloat16 else dtype
+                parameters[parameter] = nn.Parameter(torch.zeros(sizes, dtype=kept, device=device))
+            module._parameters[leaf] = parameters[parameter]
+        if any(buffer is not None for buffer in module._buffers.values()):
+            for leaf, buffer in _buffers(module, owners[prefix]).items():
+                module._buffers[leaf] = buffer.to(device)
+
+
+def _buffers(module: nn.Module, owner: PreTrainedModel) -> dict[str, Tensor]:
+    """The initial values of a module's buffers, as the model that owns it sets them."""
+    double = copy.copy(module)
+    double.__dict__["_buffers"] = {
+        leaf: None if buffer is None else torch.zeros_like(buffer, device="cpu")
+        for leaf, buffer in module._buffers.items()
+    }
+    # Its parameters stay on the meta device, where initialization costs nothing.
+    double.__dict__["_parameters"] = {
+        leaf: None
+        if parameter is None
+        else nn.Parameter(torch.empty_like(parameter, device="meta"))
+        for leaf, parameter in module._parameters.items()
+    }
+    owner._init_weights(double)
+    return {leaf: one for leaf, one in double._buffers.items() if one is not None}
+
+
+@torch.no_grad()
+def initialize(model: PreTrainedModel, seed: int) -> None:
+    """Random weights for a small model on the meta device, as transformers draws them, without any
+    that are exactly zero or one: a bias or a norm that does nothing would prove nothing."""
+    model.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.initialize_weights()
+        model.tie_weights()
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
