@@ -1,0 +1,1 @@
+"""Models whose modelling code is that of transformers."""
