@@ -265,7 +265,8 @@ def random_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     config = tiny_config(name)
     model = model_class(config)._from_config(config, dtype=dtype)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        kept = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+        for tensor in kept.values():
             if tensor.is_floating_point():
                 tensor += 0.05 * torch.randn_like(tensor)
     return model.eval()

@@ -36,7 +36,7 @@ INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 #: Numbers that a weight can be stored as.
-_WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: safetensors' names of dtypes -> torch's.
 _NAMES = {name: key for key, name in DTYPES.items()}
 #: So many lines of what is wrong are told.
@@ -143,7 +143,7 @@ class FolderContents:
                 packed = Packed(stored, shape, quantization.block)
                 blocks = zip(shape[-2:], quantization.block, strict=True)
                 needed = (*shape[:-2], *(-(-size // block) for size, block in blocks))
-                legal = (*_WEIGHT_DTYPES, "float8_e4m3fn", "float8_e5m2")
+                legal = (*WEIGHT_DTYPES, "float8_e4m3fn", "float8_e5m2")
             elif not is_fp8 and stored.endswith(BLOCKS):
                 if dtype != "uint8" or len(shape) != 4 or shape[-1] != GROUP_BYTES:
                     problems.append(
@@ -189,16 +189,22 @@ class FolderContents:
             if tensor.shape != shape:
                 found = list(tensor.shape)
                 lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
-            elif tensor.dtype not in _WEIGHT_DTYPES:
+            elif tensor.dtype not in WEIGHT_DTYPES:
                 why = "and config.json names no such format" if "float8" in tensor.dtype else ""
                 lines.append(f"{name} is stored as {tensor.dtype} {why}".rstrip())
-        if lines:
-            more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-            raise CheckpointError(
-                f"{self.path}: the weights are not those of its config.json:\n  "
-                + "\n  ".join(lines[:_MOST_LINES])
-                + more
-            )
+        refuse_problems(self.path, lines)
+
+
+def refuse_problems(path: Path, lines: Sequence[str]) -> None:
+    """Raises CheckpointError with the first sentences of `lines`, if there are any: how the weights
+    of a folder differ from its ``config.json``."""
+    if lines:
+        more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+        raise CheckpointError(
+            f"{path}: the weights are not those of its config.json:\n  "
+            + "\n  ".join(lines[:_MOST_LINES])
+            + more
+        )
 
 
 def layer_of(name: str) -> int:

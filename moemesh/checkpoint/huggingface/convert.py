@@ -45,9 +45,10 @@ _STACK = re.compile(r"(.*\.experts)\.(\w+)")
 
 def checkpoint_weights(checkpoint: Checkpoint) -> Read:
     """The weights of a checkpoint by logical names, stacks of experts put together."""
+    names = checkpoint.manifest.tensors.keys()
 
     def read(name: str, box: Sequence[range]) -> Tensor:
-        if (match := _STACK.fullmatch(name)) is not None:
+        if f"model.{name}" not in names and (match := _STACK.fullmatch(name)) is not None:
             experts, *rest = box
             return torch.stack([read(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
         offset, shape = [part.start for part in box], [len(part) for part in box]

@@ -76,7 +76,9 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         fix = "the folder of the original weights, or one converted to bfloat16"
         raise wrong("not-available", "quantization_config", method, message, fix)
     with _quiet():
-        whole = CONFIG_MAPPING[kind].from_dict(dict(values))
+        # Infinity has a spelling of transformers' own in JSON.
+        decoded = PretrainedConfig._decode_special_floats(dict(values))
+        whole = CONFIG_MAPPING[kind].from_dict(decoded)
     text = whole.get_text_config()
     for config, known in (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),

@@ -1,0 +1,413 @@
+"""The weights of a model of transformers' own modelling code, read from a folder and written back.
+
+transformers' conversion of names and tensors is the only record of which stored tensors make a
+parameter. It is applied to names and shapes first, so that a folder is checked before a number is
+read; then to the numbers of one parameter at a time, of a stack of experts to one expert. So a rank
+reads what it holds, and never holds more than that and one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from moemesh.checkpoint.huggingface.contents import WEIGHT_DTYPES, StoredTensor, refuse_problems
+from moemesh.checkpoint.huggingface.pieces import Read, slices
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder, torch_dtype
+from moemesh.checkpoint.load import DeferredTensor, Shard
+from moemesh.config.huggingface.folder import read_config
+from moemesh.config.lora import is_adapter
+from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.experts import is_experts
+
+#: The names of the modules around a decoder layer: ``model.language_model.`` of
+#: ``model.language_model.layers.0.mlp``.
+_BEFORE_LAYERS = re.compile(r"(.*?)layers\.\d+\.")
+#: One expert of a stack: ``...experts.17.gate_up_proj``.
+_ROW = re.compile(r"(.*)\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorGroup:
+    """Stored tensors that become one parameter or several, together.
+
+    `sources`: pattern of the conversion -> names of stored tensors; `outputs`: parameter ->
+    pattern. `converter`: None where the parameter is stored as it is. `merges`: each stored tensor
+    of a pattern is one row of the parameter. `is_by_row`: a row of the parameters needs only its
+    own row of the stored tensors.
+    """
+
+    sources: dict[str, list[str]]
+    outputs: dict[str, str]
+    converter: WeightConverter | None = None
+    merges: bool = False
+    is_by_row: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The stored tensors."""
+        return [name for part in self.sources.values() for name in part]
+
+    def converted(
+        self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """The outputs by pattern, made of the stored tensors that `read` returns by name; with
+        `merges` of their `rows`."""
+        tensors = {key: [read(name) for name in part[rows]] for key, part in self.sources.items()}
+        return _apply(self.converter, tensors, next(iter(self.outputs)), model)
+
+    def reverted(
+        self, parameters: Mapping[str, Tensor], model: PreTrainedModel, row: int = 0
+    ) -> dict[str, Tensor]:
+        """The stored tensors that `parameters` make, by name; of a group with `merges`, whose
+        parameters begin at the row `row`, those of these rows."""
+        assert self.converter is not None
+        back, patterns = self.converter.reverse_transform(), self.converter.target_patterns
+        tensors = {
+            back.source_patterns[patterns.index(pattern)]: [parameters[name]]
+            for name, pattern in self.outputs.items()
+        }
+        made = _apply(back, tensors, next(iter(self.outputs)), model)
+        written = zip(self.converter.source_patterns, back.target_patterns, strict=True)
+        return {
+            name: made[key]
+            for source, pattern in written
+            for index, name in enumerate(self.sources.get(source, ())[row:])
+            if (key := pattern.replace("*", str(index))) in made
+        }
+
+
+def _apply(
+    converter: Any, tensors: dict[str, Any], name: str, model: PreTrainedModel
+) -> dict[str, Tensor]:
+    """The operations of a conversion, one after the other: pattern -> tensor."""
+    for operation in converter.operations:
+        tensors = operation.convert(
+            tensors,
+            source_patterns=converter.source_patterns,
+            target_patterns=converter.target_patterns,
+            full_layer_name=name,
+            model=model,
+            config=model.config,
+            missing_keys=None,
+        )
+    return {key: one[0] if isinstance(one, list) else one for key, one in tensors.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTensors:
+    """Which stored tensors make which parameters of a model on the meta device.
+
+    `meta`: parameters and persistent buffers by name, a tied one once; `stacks`: those with one row
+    for each expert; `group_of`: the stored tensors of each; `groups`: all of them, also those of
+    other names of a tied parameter; `carried`: stored tensors of no part of the model; `problems`:
+    sentences, why the stored tensors are not those of the model.
+    """
+
+    model: PreTrainedModel
+    stored: Mapping[str, StoredTensor]
+    meta: Mapping[str, Tensor]
+    stacks: frozenset[str]
+    group_of: Mapping[str, TensorGroup]
+    groups: Sequence[TensorGroup]
+    carried: Sequence[str]
+    problems: Sequence[str]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> HubTensors:
+        """The tensors `stored` of a model of the ``config.json`` `values`."""
+        model = blueprint(values).build()
+        base = f"{model.base_model_prefix}."
+        # The text part of a larger model may have its names in a part of their own.
+        matches = filter(None, map(_BEFORE_LAYERS.match, stored))
+        prefixes = {match[1] for match in matches} - {"", base}
+        candidates: list[HubTensors] = []
+        for prefix in ("", *sorted(prefixes)):
+            outer = prefix.removesuffix(base) if f".{prefix}".endswith(f".{base}") else prefix
+            inner = {
+                base + name.removeprefix(prefix)
+                if prefix and name.startswith(prefix)
+                else name.removeprefix(outer): name
+                for name in stored
+            }
+            candidates.append(_grouped(model, stored, inner))
+            if not candidates[-1].problems:
+                break
+        return min(candidates, key=lambda candidate: len(candidate.problems))
+
+    def irreversible(self) -> list[str]:
+        """Stored tensors that transformers' conversion does not make of the parameters."""
+        lost: list[str] = []
+        for group in self.groups:
+            if group.converter is not None:
+                try:
+                    made = group.reverted(
+                        {name: self.meta[name] for name in group.outputs}, self.model
+                    )
+                except (ValueError, RuntimeError, AttributeError, NotImplementedError):
+                    made = {}
+                lost += [
+                    name
+                    for name in group.names
+                    if name not in made or tuple(made[name].shape) != self.stored[name].shape
+                ]
+        return lost
+
+
+def _grouped(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], inner: Mapping[str, str]
+) -> HubTensors:
+    """The groups of a folder whose tensors the model knows by the names `inner` -> stored name."""
+    canonical: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    meta: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases[name] = canonical.setdefault(id(parameter), name)
+        meta[aliases[name]] = parameter
+    meta |= {name: state for name, state in model.state_dict().items() if name not in aliases}
+    aliases |= {name: name for name in meta}
+    stacks = frozenset(
+        f"{prefix}.{leaf}"
+        for prefix, module in model.named_modules()
+        if is_experts(module)
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.shape[0] == module.num_experts
+    )
+    mapping = get_model_conversion_mapping(model)
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    by_pattern = {key: change for change in converters for key in change.source_patterns}
+    sources_of: dict[str, dict[str, list[str]]] = {}
+    carried: list[str] = []
+    for name in sorted(inner, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, aliases
+        )
+        if target not in aliases and name in aliases:
+            target, pattern = name, None
+        if target in aliases:
+            sources = sources_of.setdefault(target, {})
+            sources.setdefault(pattern or "", []).append(inner[name])
+        else:
+            carried.append(inner[name])
+    group_of: dict[str, TensorGroup] = {}
+    groups: list[TensorGroup] = []
+    problems: list[str] = []
+    for target, sources in sources_of.items():
+        group = TensorGroup(sources=sources, outputs={target: ""})
+        names = group.names
+        several = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        shapes = {target: stored[names[0]].shape}
+        if (converter := by_pattern.get(next(iter(sources)))) is not None:
+            merges = isinstance(converter.operations[0], MergeModulelist)
+            if merges and (lost := _lost_rows(sources, meta[aliases[target]].shape[0])):
+                problems += lost
+                continue
+            group = TensorGroup(sources=sources, outputs={target: ""}, converter=converter)
+            try:
+                made = group.converted(
+                    lambda name: torch.empty(stored[name].shape, device="meta"), model
+                )
+            except (ValueError, RuntimeError, AttributeError) as error:
+                problems.append(f"{several} do not make {target}: {error}")
+                continue
+            place = next((pattern for pattern in made if pattern in target), None)
+            before, _, after = (None, None, None) if place is None else target.partition(place)
+            expanded = {
+                pattern if place is None else f"{before}{pattern}{after}": pattern
+                for pattern in made
+            }
+            shapes = {name: tuple(made[pattern].shape) for name, pattern in expanded.items()}
+            outputs = {aliases.get(name, name): pattern for name, pattern in expanded.items()}
+            group = TensorGroup(
+                sources=sources,
+                outputs=outputs,
+                converter=converter,
+                merges=merges,
+                is_by_row=outputs.keys() <= stacks
+                and all(map(_keeps_rows, converter.operations[merges:])),
+            )
+        elif len(names) > 1:
+            problems.append(f"{names[0]} and {names[1]} are both {target}")
+        groups.append(group)
+        for name, shape in shapes.items():
+            if (parameter := aliases.get(name)) is None:
+                problems.append(f"{several} make {name}, which the model does not have")
+                continue
+            if shape != (wanted := tuple(meta[parameter].shape)):
+                problems.append(
+                    f"{several}: {name} has shape {list(shape)}, config.json makes it "
+                    f"{list(wanted)}"
+                )
+            if meta[parameter].is_floating_point():
+                problems += [
+                    f"{source} is stored as {stored[source].dtype} and config.json names no such "
+                    "format"
+                    for source in names
+                    if stored[source].dtype not in WEIGHT_DTYPES
+                ]
+            if name == parameter or parameter not in group_of:
+                group_of[parameter] = group
+    missing = [f"{name} is missing" for name in meta if name not in group_of]
+    return HubTensors(
+        model=model, stored=stored, meta=meta, stacks=stacks, group_of=group_of, groups=groups,
+        carried=carried, problems=problems or missing,
+    )  # fmt: skip
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether an operation makes a row of the same row of its tensors."""
+    match operation:
+        case Concatenate() | Chunk() | Interleave():
+            return operation.dim > 0
+        case Transpose():
+            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+        case _:
+            return False
+
+
+def _lost_rows(sources: Mapping[str, list[str]], count: int) -> list[str]:
+    """Sentences on the rows of a stack that no stored tensor holds."""
+    problems: list[str] = []
+    for pattern, names in sources.items():
+        parts = [name.split(".") for name in names]
+        place = next(
+            (place for place, words in enumerate(zip(*parts, strict=False)) if len({*words}) > 1),
+            None,
+        )
+        if len(names) == count or place is None:
+            continue
+        lost = {*map(str, range(count))} - {words[place] for words in parts}
+        first = min(lost, key=int) if lost else None
+        if first is None:
+            problems.append(f"{pattern} is {len(names)} tensors, config.json makes it {count}")
+        else:
+            name = ".".join([*parts[0][:place], first, *parts[0][place + 1 :]])
+            problems.append(f"{name} is missing (one of {len(lost)} experts)")
+    return problems
+
+
+class HubWeights:
+    """An opened folder of a model of transformers. Raises CheckpointError unless it holds all
+    parameters of its model, before any is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = WeightFolder(path)
+        self.values = read_config(path)
+        self.tensors = HubTensors.of(self.values, self.folder.stored)
+        refuse_problems(path, self.tensors.problems)
+        self._last: tuple[object, dict[str, Tensor]] = None, {}
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
+        checkpoint, with "model." in front. Adapters stay as they are."""
+        with torch.no_grad():
+            for shard in (shard for shard in shards if not is_adapter(shard.name)):
+                ends = zip(shard.offset, shard.tensor.shape, strict=True)
+                box = [range(start, start + size) for start, size in ends]
+                self._read_into(shard.name.removeprefix("model."), box, shard.tensor)
+        self._last = None, {}
+        self.folder.close()
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a parameter, a buffer, a stack of experts or one of them."""
+        stack = self._row(name)[0]
+        dtype = torch_dtype(self.folder.stored[self.tensors.group_of[stack].names[0]].dtype)
+        out = torch.empty([len(part) for part in box], dtype=dtype)
+        self._read_into(name, box, out)
+        return out
+
+    def _row(self, name: str) -> tuple[str, int | None]:
+        """The parameter of a name, and the row of a stack that the name is."""
+        match = _ROW.fullmatch(name)
+        if match is not None and (stack := f"{match[1]}.{match[3]}") in self.tensors.stacks:
+            return stack, int(match[2])
+        return name, None
+
+    def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        name, row = self._row(name)
+        if row is not None:
+            box, out = [range(row, row + 1), *box], out[None]
+        group = self.tensors.group_of[name]
+        if group.converter is None:
+            self.folder.read_into(group.names[0], box, out)
+        elif not group.is_by_row:
+            out.copy_(self._made(group, name, None)[slices(box)])
+        else:
+            for place, index in enumerate(box[0]):
+                part = slices([range(1), *box[1:]])
+                out[place : place + 1].copy_(self._made(group, name, index)[part])
+
+    def _made(self, group: TensorGroup, name: str, row: int | None) -> Tensor:
+        """A parameter of a group, or one row of it; the last one that was made is kept."""
+        key = id(group), row
+        if self._last[0] != key:
+            self._last = None, {}  # before the next is read
+            rows = slice(row, row + 1) if row is not None and group.merges else slice(None)
+
+            def read(source: str) -> Tensor:
+                box = [range(size) for size in self.folder.stored[source].shape]
+                if row is not None and not group.merges:
+                    box[0] = range(row, row + 1)
+                return self.folder.read(source, box)
+
+            self._last = key, group.converted(read, self.tensors.model, rows)
+        return self._last[1][group.outputs[name]]
+
+
+def stored_hub_tensors(
+    weights: Read, tensors: HubTensors, dtype_of: Callable[[str], torch.dtype]
+) -> Iterator[tuple[str, DeferredTensor]]:
+    """The stored tensors of a model's parameters and buffers, of which `weights` reads parts by
+    name, each made when it is written."""
+    last: tuple[object, dict[str, Tensor]] = None, {}
+
+    def reverted(group: TensorGroup, row: int | None, name: str) -> Tensor:
+        nonlocal last
+        if last[0] != (id(group), row):
+            last = None, {}
+            parameters: dict[str, Tensor] = {}
+            for output in group.outputs:
+                box = [range(size) for size in tensors.meta[output].shape]
+                if row is not None:
+                    box[0] = range(row, row + 1)
+                parameters[output] = weights(output, box)
+            last = (id(group), row), group.reverted(parameters, tensors.model, row or 0)
+        return last[1].pop(name)
+
+    for group in tensors.groups:
+        for names in group.sources.values():
+            for index, name in enumerate(names):
+                if group.converter is None:
+                    (output,) = group.outputs
+                    box = [range(size) for size in tensors.meta[output].shape]
+                    make = partial(weights, output, box)
+                else:
+                    row = index if group.merges and group.is_by_row else None
+                    make = partial(reverted, group, row, name)
+                shape, dtype = tensors.stored[name].shape, dtype_of(name)
+                yield name, DeferredTensor(dtype, shape, partial(_cast, make, dtype))
+
+
+def _cast(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return make().to(dtype)
