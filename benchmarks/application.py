@@ -85,9 +85,10 @@ def bench_step(
     as_json: AsJson = False,
     found: FoundFile = None,
 ) -> None:
-    """Time a whole training step beside a plain loop over transformers, in turns in one run.
+    """Time a whole training step beside a plain loop over transformers.
 
-    Then each alone, for the memory of a rank. Example:
+    Each runs in processes of its own, with the environment that its users have; both take turns.
+    Example:
 
         python -m benchmarks.step --plan dp=2,ep=2 --dtype bfloat16
     """

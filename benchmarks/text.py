@@ -70,10 +70,13 @@ def step_text(found: dict[str, Any]) -> str:
     work = settings["work"]
     if work == "train":
         work = f"LoRA of rank {settings['lora']}" if settings["lora"] else "full tuning"
+    threads = " and ".join(str(n) for n in found["results"][0]["threads"].values())
+    if settings["neighbours"]:
+        work += f", beside {settings['neighbours']} busy process(es)"
     head = (
         f"{settings['layers']} layers, hidden {settings['hidden']}, top-{settings['top_k']} of "
         f"{settings['experts']} experts, {settings['sequences']} x {settings['seq_len']} tokens, "
-        f"plan {settings['plan'] or 'of one rank'}, {found['threads']} thread(s) a rank, "
+        f"plan {settings['plan'] or 'of one rank'}, {threads} thread(s) a rank, "
         f"{work}, "
         f"transformers {found['transformers']}"
     )

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from tests import words
 from tests.sandbox import ROOT
 
 #: A file of fewer lines needs a reason.
@@ -63,11 +64,11 @@ def repeated(names: Counter[str], least: int) -> str:
     return f"{len(found)}{':' if found else ''} {', '.join(found)}".strip()
 
 
-def seconds(*words: str) -> float:
+def seconds(*command: str) -> float:
     """Until the command prints its first words."""
     start = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-m", "moemesh", *words], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "moemesh", *command], stdout=subprocess.PIPE, cwd=ROOT
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
@@ -81,7 +82,8 @@ def main() -> None:
         print(f"{name:<36} {value}")
     rank = subprocess.run([sys.executable, "-c", _RANK], capture_output=True, text=True, cwd=ROOT)
     print(f"{'modules that a rank imports':<36} {rank.stdout.strip() or rank.stderr}")
-    print(f"{'seconds until --help speaks':<36} {min(seconds('--help') for _ in range(3)):.2f}")
+    print(f"{'seconds until --help prints':<36} {min(seconds('--help') for _ in range(3)):.2f}")
+    print(f"\n{words.report()}")
 
 
 if __name__ == "__main__":

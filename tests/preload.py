@@ -7,11 +7,12 @@ import importlib
 import os
 import pkgutil
 
-# Read when torch loads OpenMP; `moemesh train` sets it for the processes that it starts.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import moemesh
+from moemesh.trace.machine import limit_spinning
 from tests import sandbox
+
+# Before torch loads OpenMP, as `moemesh train` does for the processes that it starts.
+limit_spinning(os.environ)
 
 _OTHERS = [
     "hypothesis",

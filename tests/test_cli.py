@@ -15,6 +15,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.cli.application import app
+from moemesh.trace import machine
 from moemesh.train.preparation import Preparation, RunRequest
 from tests.waiting import PATIENCE
 
@@ -285,12 +286,17 @@ def test_check_says_how_many_ranks_share_a_core(
     assert code == 0 and "64 ranks share 2 core(s)" in out
 
 
-def test_threads_do_not_spin_in_any_verb(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_idle_threads_spin_for_a_short_time_in_every_verb(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Threads that spin while they wait slow down whoever else wants a core, up to 40 times."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    """What the user has set is left as it is."""
+    for name in machine.OPENMP_WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["moemesh", "--version"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    names = machine.OPENMP_WAITING.keys() & os.environ.keys()
+    assert {name: os.environ[name] for name in names} == (given or machine.OPENMP_WAITING)

@@ -18,6 +18,7 @@ from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
 from moemesh.cli.options import Complete, settings, with_options
 from moemesh.cli.terminal import folded
+from moemesh.trace.machine import limit_spinning
 from moemesh.trace.strict_json import strict_json
 
 #: Columns of a line of an example, which can be copied from the help: two of indentation by click
@@ -124,9 +125,7 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
     if isinstance(sys.stdout, TextIOWrapper):
         # As stderr: a name in a file of others that the terminal cannot show is escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
-    # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limit_spinning(os.environ)
     try:
         code = commands(words, prog_name=program, standalone_mode=False)
     except KeyboardInterrupt:

@@ -8,7 +8,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Share, Size
+from moemesh.config.learning_rate import DecayShape, LrSchedule, scheduled_rate
+from moemesh.config.section import (
+    Count,
+    NotNegative,
+    Positive,
+    Range,
+    Section,
+    Share,
+    Size,
+    UsedWith,
+)
 
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -40,9 +50,17 @@ class TrainConfig(Section):
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    #: Peak learning rate, after a linear warmup; a cosine takes it to lr * final_lr_ratio.
+    #: Peak learning rate, after a linear warm-up.
     lr: Positive = 3e-3
-    final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
+    #: Course of the learning rate after the warm-up (:mod:`moemesh.config.learning_rate`).
+    lr_schedule: LrSchedule = "cosine"
+    #: Last learning rate over the peak.
+    final_lr_ratio: Annotated[
+        float, Range(0.0, 1.0), UsedWith("lr_schedule", ("cosine", "linear", "wsd"))
+    ] = 0.1
+    #: Steps of the decay at the end of the run, and its shape; None: a fifth of the steps.
+    decay_steps: Annotated[Size | None, UsedWith("lr_schedule", ("wsd",))] = None
+    decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", ("wsd",))] = "linear"
     #: At most the default, and a tenth of the steps, where nobody gives it.
     warmup_steps: Count = 20
     #: Decay of AdamW's first and second moment.
@@ -108,9 +126,33 @@ class TrainConfig(Section):
     #: launcher's timedelta from overflowing.
     timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
 
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of `step`, which counts from 1."""
+        return scheduled_rate(
+            step,
+            schedule=self.lr_schedule,
+            peak=self.lr,
+            lowest=self.lr * self.final_lr_ratio,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.steps // 5 if self.decay_steps is None else self.decay_steps,
+            decay_shape=self.decay_shape,
+            steps=self.steps,
+        )
+
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""
         problems = self.range_problems()
+        problems += self.unused_problems()
+        if self.decay_steps is not None and self.epochs is None:
+            stable = self.steps - self.warmup_steps - self.decay_steps
+            if stable < 0 and self.decay_steps > 1:
+                message = (
+                    f"warmup_steps ({self.warmup_steps}) and decay_steps ({self.decay_steps}) "
+                    f"need more than the {self.steps} steps of the run"
+                )
+                fix = f"decay_steps = {max(self.steps - self.warmup_steps, 1)}"
+                keys = ("steps", "warmup_steps")
+                problems.append(self.problem("too-large", "decay_steps", message, fix, *keys))
         if self.epochs is not None and "steps" in self.model_fields_set:
             message = "train.epochs and train.steps both say when the run ends"
             problems.append(self.problem("conflict", "epochs", message, "keep one", "steps"))

@@ -39,14 +39,14 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}{pipe}{part}"
 
 
-#: What a rank runs at once: one operation, or an overlapped block of several (usually the forward
+#: Operations that a rank runs together: one, or an overlapped block of several (usually the forward
 #: of one microbatch with the backward of another).
 Entry = tuple[Op, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """Rule by which an asynchronous schedule updates weights while microbatches are under way.
+    """Rule by which an asynchronous schedule updates weights while microbatches are in flight.
 
     ``stash``: every backward updates; it uses the version its forward used (PipeDream).
     ``two_versions``: every `window` backwards update once; both directions use the version before
@@ -145,7 +145,7 @@ class Schedule(Shown):
         """Operations that must have ended before `op` can start, its rank's earlier entries apart.
 
         A forward needs the stage before, and the slice before (keys and values); a backward needs
-        its forward, the backward of the stage behind, and of the slice behind (gradients of keys
+        its forward, the backward of the next stage, and of the next slice (gradients of keys
         and values); ``W`` needs its ``I``.
         """
         kind, stage, microbatch, pipe, slice = op
@@ -246,7 +246,7 @@ def linear(num_ranks: int) -> tuple[int, ...]:
 
 
 def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stage s on rank s % ranks: after the last rank comes the first again."""
+    """Placement of stage s on rank s % ranks: the first rank follows the last."""
     return tuple(range(num_ranks)) * chunks
 
 

@@ -20,7 +20,7 @@ CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 class OldestFirst:
     """Policy of one rank: the oldest waiting backward, else the oldest waiting forward.
 
-    Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are under way;
+    Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are in flight;
     the last rank queues its own backward after each forward. The executor's loop::
 
         while not policy.done:
@@ -50,7 +50,7 @@ class OldestFirst:
 
     def receive(self, op: Op) -> None:
         """The input of `op`, an operation of this rank, has arrived."""
-        assert op.stage == self.rank, f"{op} is no operation of rank {self.rank}"
+        assert op.stage == self.rank, f"{op} belongs to another rank than {self.rank}"
         (self._forwards if op.kind == "F" else self._backwards).append(op)
 
     def next(self) -> Op | None:
@@ -86,9 +86,9 @@ def ampnet(
 ) -> Schedule:
     """The orders that the policy takes when operations last `cost(op)` and messages `latency`.
 
-    `max_in_flight` microbatches are under way at once (p by default), each rank updates after every
+    `max_in_flight` microbatches are in flight at once (p by default), each rank updates after every
     `window` local backwards and a backward uses the newest weights; forwards cost 1 and backwards
-    2 unless `cost` says otherwise. Stage r on rank r. One copy of the weights, a version lag of at
+    2 unless `cost` is given. Stage r on rank r. One copy of the weights, a version lag of at
     most ceil((max_in_flight-1)/window), at most `max_in_flight` microbatches per rank. Raises
     ValueError unless max_in_flight >= 1, window >= 1, and no cost or latency is negative.
 

@@ -25,8 +25,7 @@ from moemesh.schedule.versions import versions
 
 #: A cost on the command line: one number for all stages, or one for each with commas.
 Cost = float | tuple[float, ...]
-#: Chunks of a rank where all schedules are compared, one is made for several, and the request says
-#: nothing.
+#: Default number of chunks of a rank for schedules with several, in a comparison of all schedules.
 CHUNKS = 2
 
 
@@ -100,13 +99,13 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
             unit="ticks" if request.run is None else "seconds",
         )
     except ValueError as error:
-        # Costs for another number of stages, say: all of these are the user's to mend.
+        # For example costs for another number of stages: the user can mend all of these.
         if problems and str(error) != "\n".join(problems):
             raise UserError("\n".join([*problems, str(error)])) from error
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
-    # The formulas, where they speak of these costs: equal stages, no latency, nothing relaxed.
+    # Closed formulas exist for equal stages without latency and without relaxed waits.
     closed, block = None, costs.overlapped
     parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
     numbers = [part for part in parts if isinstance(part, (int, float))]
@@ -118,17 +117,17 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
         )
         closed = closed_forms.closed_form(schedule, times, held=held)
     block = "" if request.block is None else f", block {request.block}"
-    told = f"forward {request.forward}, input gradient {request.dgrad}, "
-    told += f"weight gradient {request.wgrad}{block}, message {request.comm}"
+    cost_text = f"forward {request.forward}, input gradient {request.dgrad}, "
+    cost_text += f"weight gradient {request.wgrad}{block}, message {request.comm}"
     if request.run is not None:
-        told = f"seconds of each stage measured by {request.run}, message {request.comm}"
+        cost_text = f"seconds of each stage measured by {request.run}, message {request.comm}"
     return ScheduleAnswer(
         schedule=schedule,
         simulation=simulation,
         closed=closed,
         copies=weight_copies(schedule),
         held=held,
-        costs=told,
+        costs=cost_text,
         notes=notes,
         bound=bound,
     )
@@ -162,7 +161,7 @@ def weight_copies(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-#: A schedule, what to say of it, and a lower bound of its span when it was searched.
+#: A schedule, notes on it for the user, and a lower bound of its span if it was searched.
 _Found = tuple[Schedule, tuple[str, ...], float | None]
 
 
@@ -231,7 +230,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
 
 def read(path: Path, request: ScheduleRequest) -> Schedule:
     """A schedule of a text or CSV file, proved. Raises UserError for one that cannot be read, is
-    wrong, or differs from what the request says of it."""
+    wrong, or differs from the numbers in the request."""
     from moemesh.schedule.check import check
 
     schedule = load(path)
@@ -257,7 +256,7 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
 
 
 def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]:
-    """The costs and M_w / M_a; what cannot be read is noted and stands as the default."""
+    """The costs and M_w / M_a; an unreadable value is added to `problems` and takes its default."""
     block = None if request.block is None else _number("--block", request.block, problems)
     held = _number("--weight-memory", request.weight_memory, problems)
     if held > 1:
@@ -277,8 +276,8 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
         costs, measured = costs_of_run(request.run)
         if request.ranks and measured % request.ranks:
             problems.append(
-                f"{request.run} measured {measured} stages: --ranks {request.ranks} is no divisor "
-                f"(nearest: {nearest_divisors(measured, request.ranks)})"
+                f"{request.run} measured {measured} stages: --ranks {request.ranks} must divide "
+                f"them (nearest: {nearest_divisors(measured, request.ranks)})"
             )
         return replace(costs, message=message), held
     costs = Costs(
@@ -306,7 +305,7 @@ def _number(option: str, given: str, problems: list[str]) -> float:
         except ValueError:
             number = math.nan
     if not (0 <= number <= 1e15):
-        problems.append(f"{option} {given!r} is no number from 0 to 1e15")
+        problems.append(f"{option} {given!r} must be a number from 0 to 1e15")
         return 1
     return number
 
@@ -360,7 +359,7 @@ class Compared:
 
 
 def compare(request: ScheduleRequest) -> list[Compared]:
-    """Every schedule that has a name, as `request` asks for them (its own name is not read). Raises
+    """Every named schedule for the numbers of `request` (whose name is not read). Raises
     UserError when no schedule can be made of the request."""
     found: list[Compared] = []
     for name in RECIPES:

@@ -17,10 +17,10 @@ LARGEST_NUM_OPERATIONS = 2_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Recipe of a schedule: its generator, its conditions, what else it can be told.
+    """Recipe of a schedule: its generator, its conditions and its options.
 
-    `stages_per_rank` are the legal numbers of chunks, empty where any will do; 1 stands for "not
-    said" and is always among them. `options` are named as in :func:`build`.
+    `stages_per_rank` are the legal numbers of chunks, empty if all are legal; 1, the value of a
+    user who gives none, is always among them. `options` are named as in :func:`build`.
     """
 
     make: Callable[..., Schedule]
@@ -136,7 +136,7 @@ def require_defined(name: str, **numbers: int) -> None:
 
 
 def _num_operations(recipe: Generator, numbers: Numbers) -> int:
-    """At most so many operations has the schedule."""
+    """Upper bound on the number of operations of the schedule."""
     chunks = max(recipe.stages_per_rank, default=numbers["stages_per_rank"])
     stages = numbers["ranks"] * chunks
     return stages * numbers["microbatches"] * 3 * numbers.get("num_slices", 1)
@@ -157,5 +157,5 @@ def recipe_of(name: str) -> Generator:
         from moemesh.config.suggest import nearest_choice
 
         hint = nearest_choice(name, tuple(RECIPES))
-        raise UserError(f"there is no schedule {name!r}: {hint}")
+        raise UserError(f"unknown schedule {name!r}: {hint}")
     return RECIPES[name]

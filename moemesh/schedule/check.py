@@ -3,7 +3,7 @@
 Six points, for generated and hand-written schedules alike:
 
 1. every (pipe, stage, microbatch, slice) has one ``F`` and either one ``B``, or one ``I`` and one
-   ``W``, on the rank where the stage lives, and nothing else stands in the lists;
+   ``W``, on the rank where the stage lives, and the lists hold nothing else;
 2. on its rank ``F`` comes before ``B``/``I`` before ``W``, slices ascend in ``F`` and descend in
    ``B``/``I``, and no operation of a block needs another of the same block;
 3. program order and data have no ring, so it runs where sends are asynchronous;
@@ -31,19 +31,19 @@ from moemesh.schedule.versions import ScheduleFault, StageVersions, versions
 #
 # An abstract machine: operations posted on a channel go one after the other, and each occupies
 # the channel until the peer's matching operation heads its own. Sends are posted when their
-# producer has run, and the rank goes on; receives when their consumer is reached, in the
+# producer has run, and the rank continues; receives when their consumer is reached, in the
 # sender's order, and the rank waits. Whether it deadlocks depends on how channels are shared:
 #
 # * ``ordered_pair``: one channel per sender and receiver. Fails only where eager sends fail. *
 # ``unordered_pair``: a pair of ranks shares one for both directions (one NCCL group of two). *
-# ``rank``: all messages of a rank stand in one queue.
+# ``rank``: all messages of a rank share one queue.
 
 
 ChannelKind = Literal["ordered_pair", "unordered_pair", "rank"]
 
 
 class Posted(NamedTuple):
-    """A send or receive that stands in a channel of `rank`."""
+    """A send or receive that is queued in a channel of `rank`."""
 
     rank: int
     peer: int
@@ -102,7 +102,7 @@ def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
 
     while awake:
         rank = awake.pop()
-        # Run the entries at which the rank stands, until it waits for what it has posted.
+        # Run the rank's next entries until it waits for a message that it has posted.
         while at[rank] < len(schedule.orders[rank]):
             entry = schedule.orders[rank][at[rank]]
             inputs = [message for op in entry for message in by_consumer.get(op, ())]
@@ -148,7 +148,7 @@ class ScheduleError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """Bounds on every rank; None is no bound. `activation` is in the unit of M_a."""
+    """Bounds on every rank, None for unbounded. `activation` is in the unit of M_a."""
 
     contexts: int | None = None
     activation: float | None = None
@@ -258,7 +258,7 @@ def _shape(schedule: Schedule) -> Iterable[ScheduleFault]:
 
 
 def _completeness(schedule: Schedule) -> Iterable[ScheduleFault]:
-    """Whether every operation stands once in the lists, on the rank of its stage."""
+    """Faults of operations that are missing, repeated, or on another rank than their stage's."""
     seen: dict[Op, tuple[int, int]] = {}
     legal = {
         (stage, microbatch, pipe, part)
@@ -273,10 +273,10 @@ def _completeness(schedule: Schedule) -> Iterable[ScheduleFault]:
                 yield ScheduleFault("an entry without operations", rank, index)
             for op in entry:
                 if op[1:] not in legal or op.kind not in ("F", "B", "I", "W"):
-                    yield ScheduleFault("is no operation of this schedule", rank, index, op)
+                    yield ScheduleFault("does not belong to this schedule", rank, index, op)
                 elif op in seen:
                     other = "rank {}, entry {}".format(*seen[op])
-                    yield ScheduleFault(f"stands at {other} already", rank, index, op)
+                    yield ScheduleFault(f"is already at {other}", rank, index, op)
                 else:
                     seen[op] = rank, index
                     if (owner := schedule.rank_of(op)) != rank:
@@ -329,8 +329,8 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
     import numpy as np  # Late: most commands never come here, and it takes a while.
 
     ranks = len(program.schedule.orders)
-    # How many entries of every rank must have run before: of each rank's last entry, and of each
-    # message under way.
+    # Numbers of entries of every rank that must have run before each rank's last entry, and before
+    # each message in flight.
     before = np.zeros((ranks, ranks), dtype=np.int64)
     under_way: dict[int, np.ndarray] = {}
     sources: dict[int, int] = {}
@@ -370,7 +370,7 @@ def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[Sched
             behind = program.where(entry)
         elif behind:
             op = program.entries[entry][0]
-            message = f"warm-up depends on {behind}, at or behind that rank's first backward"
+            message = f"warm-up depends on {behind}, at or after that rank's first backward"
             yield ScheduleFault(message, rank, program.index(entry), op)
         if behind:
             late.update(dict.fromkeys(program.makes[entry], behind))

@@ -55,8 +55,8 @@ class Numbers:
 class Form:
     """The formulas of one schedule, written and to be evaluated.
 
-    `bubble_holds` says from which numbers on the bubble is exact, `peak_holds` the same of the
-    memory (activations in M_a per rank). `copies` of its weights each rank keeps.
+    `bubble_holds` is the condition under which the bubble is exact, `peak_holds` that of the
+    memory (activations in M_a per rank). `copies` is the number of weight copies on each rank.
     """
 
     bubble_text: str

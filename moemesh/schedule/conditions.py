@@ -144,7 +144,7 @@ def _settled(
 def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:
     """The nearest values of `name`, nearest first, below and above the given one."""
     value = given[name]
-    # No rule looks further than twice another number; more than this is no "nearest" any more.
+    # No rule needs more than twice another number; a value beyond this bound would not be "near".
     reach = min(2 * sum(map(abs, given.values())) + 2, 10_000)
     found: list[int] = []
     for direction in (-1, 1):

@@ -21,9 +21,9 @@ Cost = float | Sequence[float] | Callable[[Op], float]
 #: The same, bound to a schedule.
 OpCosts = list[float] | Callable[[Op], float]
 
-#: Of a message: a number, a list over the boundaries (item s between stage s and s + 1, both
-#: ways), or a function of producer and consumer. It is never divided: with v chunks there are v
-#: times as many messages, each as large.
+#: Seconds of a message: a number, a list over the boundaries (item s between stage s and s + 1,
+#: both ways), or a function of producer and consumer. The cost is never divided: v chunks send v
+#: times the messages, each of the same size.
 MessageCost = float | Sequence[float] | Callable[[Op, Op], float]
 
 
@@ -71,7 +71,7 @@ class BoundCosts:
             halves: tuple[tuple[Kind, OpCosts], ...] = (("I", inner), ("W", weight))
 
             def both(op: Op) -> float:
-                # A function sees the halves it knows, not the full backward that stands for them.
+                # A function is called with the two halves, which it knows, not with their sum.
                 a, b = (
                     table(op._replace(kind=kind)) if callable(table) else table[op.stage]
                     for kind, table in halves

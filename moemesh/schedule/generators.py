@@ -209,8 +209,8 @@ def gpipe(
         )
         for rank in range(num_ranks)
     )
-    told = {} if backward_order == "last_first" else {"backward_order": backward_order}
-    return one_pipe("gpipe", linear(num_ranks), orders, num_microbatches, parameters=told)
+    parameters = {} if backward_order == "last_first" else {"backward_order": backward_order}
+    return one_pipe("gpipe", linear(num_ranks), orders, num_microbatches, parameters=parameters)
 
 
 # PipeDream: 1F1B that never drains, every backward updates, weights are stashed.
@@ -223,7 +223,7 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     """The order of 1F1B over the microbatches of the whole run.
 
     Microbatch k uses version max(0, k-(p-1-s)) on stage s in both directions. No bubble in the
-    steady state; rank r holds p-r microbatches and as many copies of its weights. Raises
+    steady state; rank r holds p-r microbatches and p-r copies of its weights. Raises
     ValueError unless m >= 1.
 
     >>> print(draw(simulate(pipedream(4, 6)).timeline))
@@ -290,7 +290,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Stage r on rank r; rank r runs its k-th ``W`` after its (k+r)-th ``I``.
+    """ZB-H1 with stage r on rank r, which runs its k-th ``W`` after its (k+r)-th ``I``.
 
     Span bubble (p-1)(tF+tI-tW), exact for m >= p and tW <= tF; rank r holds p-r microbatches and
     what r weight gradients need. Raises ValueError unless m >= 1.

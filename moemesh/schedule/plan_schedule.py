@@ -26,14 +26,14 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     the nearest legal ones, for a schedule that does not exist, does not fit the plan, or cannot
     run.
     """
-    # Frozen pydantic models are hashable, which their types do not say.
+    # Frozen pydantic models are hashable, though their types do not declare it.
     if plan.schedule == "search":
         return _searched(plan, model, seq_len)  # pyright: ignore[reportArgumentType]
     if not is_schedule_file(plan.schedule):
         return _named(plan)  # pyright: ignore[reportArgumentType]
     path = Path(plan.schedule).expanduser()
     version: tuple[int, ...] = ()
-    with suppress(OSError):  # told where it is read
+    with suppress(OSError):  # reported by the reader of the file
         version = (status := path.stat()).st_mtime_ns, status.st_size
     schedule = _of_file(path, plan, version)  # pyright: ignore[reportArgumentType]
     if model is not None and model.ends_share_a_table:
@@ -74,7 +74,7 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _of_file(path: Path, plan: Plan, version: tuple[int, ...]) -> Schedule:
-    """`version` tells versions of a file apart."""
+    """Schedule of the file; a new `version` (time, size) invalidates the cached one."""
     return fitting(load(path), plan, str(path))
 
 
@@ -121,7 +121,7 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
 
     if schedule.update is not None:
         raise UserError(
-            f"{source} updates weights while microbatches are under way (update="
+            f"{source} updates weights while microbatches are in flight (update="
             f"{schedule.update.kind}), and a stream has no end that a file could hold: take the "
             "schedule by its name (pipedream, pipedream_2bw, ampnet), or plan.replay for AMPNet"
         )

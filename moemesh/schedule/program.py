@@ -22,7 +22,7 @@ Sent = tuple[int, int, int]
 class LoweredProgram:
     """The integers of one schedule.
 
-    ``entries[i]`` stands on ``rank[i]``, ranks occupy ``range(first[r], first[r + 1])``.
+    ``entries[i]`` runs on ``rank[i]``, ranks occupy ``range(first[r], first[r + 1])``.
     ``waits[i]`` are the slots that entry i needs, ``awaited[i]`` those of messages among them;
     ``makes[i]`` the slots that it makes, one for each operation, and ``sent[i]`` its messages:
     their slot, the boundary (s is between stage s and s + 1) and the operation's place. Entries of
@@ -143,8 +143,8 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
 
 
 class Deadlock(ValueError):
-    """No rank can go on. `cycle` are entries that wait for each other, in a ring (empty when a
-    producer is missing instead); `heads` the entry at which each unfinished rank stands."""
+    """No rank can continue. `cycle` are entries that wait for each other, in a ring (empty when a
+    producer is missing instead); `heads` the entry at which each unfinished rank waits."""
 
     def __init__(self, program: LoweredProgram, heads: Sequence[int], cycle: Sequence[int]) -> None:
         self.heads = tuple(heads)
@@ -156,22 +156,22 @@ class Deadlock(ValueError):
                 producer, op = made_by.get(slot, (-1, None))
                 if producer >= head and program.rank[producer] == program.rank[head]:
                     at = f"rank {program.rank[producer]}, entry {program.index(producer)}"
-                    behind = f", which stands behind {program.where(head)}"
+                    behind = f", queued behind {program.where(head)}"
                     behind = "" if producer == head else behind
                     parts.append(f"{program.where(waiter)} waits for {op} ({at}){behind}")
                     break
-        #: The ring in words: who waits for what, and where that stands.
+        #: The ring in words: each waiting entry, its missing input, and the producer's place.
         self.ring = "; ".join(parts)
         lines = [f"{program.schedule.name} deadlocks" + (f": {self.ring}" if cycle else "")]
         for entry in heads:
-            lines.append(f"  rank {program.rank[entry]} stands at {program.where(entry)}")
+            lines.append(f"  rank {program.rank[entry]} waits at {program.where(entry)}")
         super().__init__("\n".join(lines))
 
 
 def issue_order(program: LoweredProgram) -> list[int]:
     """Entries in an order in which all can be issued: program order and every wait hold.
 
-    Raises :class:`Deadlock` when there is none. Each rank goes on as far as it can.
+    Raises :class:`Deadlock` when there is none. Each rank runs as far as it can.
     """
     first, waits, makes, sent = program.first, program.waits, program.makes, program.sent
     done = bytearray(program.num_slots)
@@ -209,7 +209,7 @@ def issue_order(program: LoweredProgram) -> list[int]:
 def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
     """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
     at_rank = {program.rank[entry]: entry for entry in heads}
-    # Head -> the heads behind which (or at which) stands what it waits for.
+    # Head -> the heads whose queues hold the producers that it waits for.
     blockers = {
         entry: [
             at_rank[program.rank[program.made_by[slot][0]]]

@@ -32,7 +32,7 @@ class ScheduleRequest:
     ] = None
     window: Annotated[int | None, "Backwards per update."] = None
     max_in_flight: Annotated[
-        int | None, "ampnet: most microbatches under way.", {"names": ("--in-flight",)}
+        int | None, "ampnet: maximum number of microbatches in flight.", {"names": ("--in-flight",)}
     ] = None
     memory_cap: Annotated[str | None, "search: most activation per rank."] = None
     relaxed: Annotated[bool, "Leave out wrap-around waits, as some papers do."] = False

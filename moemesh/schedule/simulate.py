@@ -29,7 +29,7 @@ from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline, Unit, WorkRecord
 
-#: ``latency`` delays the edge and occupies nobody. ``blocking`` also keeps the sender from its
+#: ``latency`` delays the edge and occupies no rank. ``blocking`` also keeps the sender from its
 #: next entry for that time. ``link`` lets the messages of an ordered pair of ranks go one after
 #: the other, each taking its size over the bandwidth, and the latency on top.
 Transport = Literal["latency", "blocking", "link"]
@@ -142,7 +142,7 @@ def simulate(
     `relax_wrap` enforces the wrap-around edge of the looped placement (last rank to first, and
     back) only for the first microbatch of each group of num_ranks, as some published numbers do;
     strict is the result. Raises :class:`moemesh.schedule.program.Deadlock` (a ValueError) showing
-    where every rank stands, and ValueError for costs that do not fit the schedule.
+    the entry at which every rank waits, and ValueError for costs that do not fit the schedule.
     """
     if transport not in get_args(Transport):
         raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")

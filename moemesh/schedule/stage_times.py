@@ -24,7 +24,7 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     """Multiply-adds per token of each stage of the plan; messages take no time.
 
     With W multiply-adds with weights (the head with the last stage) and A of attention scores, a
-    forward takes W + A, its input gradient W + 2 A and what `plan.recompute` computes again, its
+    forward takes W + A, its input gradient W + 2 A and the recomputation of `plan.recompute`, its
     weight gradient W. Raises ValueError when the model cannot be cut into the plan's stages.
     """
     layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
@@ -38,7 +38,7 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
         inner = weight
         moe_layers = sum(model.is_moe_layer(index) for index in layers[stage])
         if stage == len(layers) - 1:
-            # Only layers are computed again, not what is in front of the head or behind it.
+            # Only layers are recomputed, not the final norm, the head and the extra layers.
             inner -= last_stage_cost(model) - model.num_mtp_layers * layer_costs(model)[-1]
             moe_layers += sum(model.is_moe_layer(index) for index in model.mtp_layers)
         again = 0.0
@@ -106,7 +106,7 @@ def costs_of_run(folder: Path) -> tuple[Costs, int]:
             "that has ended"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no timeline of a run: {error}") from error
+        raise UserError(f"{path} does not hold the timeline of a run: {error}") from error
     records = [record for record in timeline.last_step().records if record.kind in KINDS]
     if not records:
         raise UserError(f"{path} has no operation of a pipeline stage")

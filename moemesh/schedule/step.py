@@ -1,14 +1,14 @@
 """One step of a schedule by its numbers: how long it takes, and how much each rank holds.
 
-Whoever prices a step asks here: nothing else knows the bubble of a schedule, or how many
-microbatches it keeps in flight. The answers are those of :mod:`moemesh.schedule.simulate` and of a
-walk over the orders. A step of many microbatches is not laid out operation by operation. Beyond a
-few more microbatches than ranks a schedule repeats itself, so that
+All prices of a step come from this module: no other one computes the bubble of a schedule, or the
+microbatches that it keeps in flight. The results are those of :mod:`moemesh.schedule.simulate`
+and of a walk over the orders. A step of many microbatches is not laid out operation by operation.
+Beyond a few more microbatches than ranks a schedule repeats itself, so that
 
     T(m + u) = T(m) + u x (busiest rank, its messages included)
 
 for u microbatches at once. T is convex in m there and never grows faster than that, so it is enough
-to see the slope once; where stages are so uneven that it comes late, twice as many are laid out.
+to see the slope once; if very uneven stages delay it, twice the microbatches are laid out.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class PipelineStep(NamedTuple):
         return self._replace(microbatches=microbatches)
 
     def settled(self, at_least: int) -> int:
-        """The number of microbatches, `at_least` so many, that is this step's but for units."""
+        """The smallest number of microbatches from `at_least` on that differs from this step's by
+        whole units."""
         return at_least + (self.microbatches - at_least) % self.unit
 
 
@@ -129,10 +130,10 @@ def duration(
     weight_gradient: Sequence[float],
     message: float = 0.0,
 ) -> Duration:
-    """Seconds of a step when stage s needs so many seconds a microbatch for each part.
+    """Seconds of a step, from the seconds that each stage needs for each part of a microbatch.
 
     A message between two ranks (of a slice, where there are slices) occupies its sender. Raises
-    ValueError when there is no such schedule.
+    ValueError for a schedule that does not exist.
     """
     costs = Costs(
         forward=forward,

@@ -11,7 +11,7 @@ An operation is ``<stage><kind><microbatch>[p<pipe>][.<slice>]``, a block joins 
 ``microbatches`` has a number per pipe, ``4,4``. An asynchronous schedule adds ``update=<kind>`` and
 ``window=<count>``, a generator's arguments follow as ``parameter.<name>=<value>``. The CSV form
 holds the same in cells. A CSV table without header, a row of operations for each rank, is read as
-well: ranks, stages and placement are then taken from where the operations stand.
+well: ranks, stages and placement then follow from the places of the operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import is_number
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
-#: Sizes from which on a file is no schedule that a person wrote.
+#: Upper bounds on sizes of a file: larger ones are refused before they are read.
 _LARGEST_FILE = 100_000_000
 
 
@@ -44,7 +44,7 @@ def load(path: Path) -> Schedule:
         near = "" if path.exists() else f" ({nearest_path(path)})"
         raise UserError(f"{path} cannot be read: {error.strerror}{near}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+        raise UserError(f"{path} must be UTF-8 text: byte {error.start} is not") from error
     try:
         reader = from_csv if path.suffix == ".csv" else from_text
         return reader(content)
@@ -54,7 +54,7 @@ def load(path: Path) -> Schedule:
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
-    and given to the command again. Raises UserError when the file cannot be written."""
+    and given to the command. Raises UserError when the file cannot be written."""
     content = to_csv(schedule) if path.suffix == ".csv" else to_text(schedule)
     try:
         path.write_text(content, encoding="utf-8")
@@ -76,14 +76,14 @@ class TextError(UserError):
 
 
 class _Line(NamedTuple):
-    """One line of the text or row of the table: its number, its label, the tokens behind it."""
+    """One line of the text or row of the table: its number, its label, the tokens after it."""
 
     number: int
     label: str
     tokens: tuple[str, ...]
 
     def error(self, message: str, index: int | None = None) -> TextError:
-        """`index` counts the tokens behind the label from 0; None means the label."""
+        """An error at token `index` after the label, from 0; None is the label."""
         if index is None:
             return TextError(f"line {self.number}, {self.label!r}: {message}")
         token = self.tokens[index]
@@ -93,7 +93,7 @@ class _Line(NamedTuple):
 def to_text(schedule: Schedule) -> str:
     """The text form; :func:`from_text` gives an equal schedule back.
 
-    Raises ValueError when a parameter's name is no word (letters, digits, underscores).
+    Raises ValueError unless every parameter's name is a word (letters, digits, underscores).
     """
     lines = [f"{MAGIC}  {' '.join(_header(schedule))}"]
     for label, cells in _rows(schedule):
@@ -160,7 +160,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def parse_op(token: str) -> Op | None:
-    """The operation that `token` stands for; None when it is none."""
+    """The operation that `token` denotes; None for any other text."""
     match = _OP.fullmatch(token)
     if match is None:
         return None
@@ -192,7 +192,7 @@ def _header(schedule: Schedule) -> list[str]:
 
 
 def _rows(schedule: Schedule) -> Iterable[tuple[str, list[str]]]:
-    """Label and cells of every line behind the header."""
+    """Label and cells of every line after the header."""
     for pipe, ranks in enumerate(schedule.placement):
         yield f"place {pipe}", list(map(str, ranks))
     for rank, entries in enumerate(schedule.orders):
@@ -256,7 +256,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
         if not 0 <= int(number) < limit:
             raise line.error(f"the header leaves room for {word} 0 to {limit - 1} only")
         if int(number) in parts[word]:
-            raise line.error(f"stands on line {parts[word][int(number)].number} already")
+            raise line.error(f"is already on line {parts[word][int(number)].number}")
         parts[word][int(number)] = line
     for word, limit in (("place", len(counts)), ("rank", ranks)):
         missing = next((n for n in range(limit) if n not in parts[word]), None)
@@ -346,7 +346,7 @@ def _bare_table(lines: Sequence[_Line]) -> Schedule:
             for op in entry:
                 if owner.setdefault((op.pipe, op.stage), rank) != rank:
                     other = lines[owner[op.pipe, op.stage]].number
-                    raise line.error(f"stage {op.stage} also stands on line {other}", index)
+                    raise line.error(f"stage {op.stage} is also on line {other}", index)
     for pipe in range(pipes):
         for stage in range(stages):
             if (pipe, stage) not in owner:

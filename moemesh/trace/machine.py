@@ -11,13 +11,25 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 #: A folder in memory, where there is one, and what the driver of Nvidia shows of its GPUs.
 SHARED_MEMORY, NVIDIA_DRIVER = Path("/dev/shm"), Path("/proc/driver/nvidia")
+
+#: Environment that limits how long idle OpenMP threads spin, read when torch loads OpenMP. Threads
+#: that spin without a limit make a step up to 40 times slower when another process needs the core;
+#: threads that sleep at once make it a quarter slower on quiet cores. GNU OpenMP takes the number
+#: of spins, other implementations the policy (measured, docs/results/step.md).
+OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+
+
+def limit_spinning(environment: MutableMapping[str, str]) -> None:
+    """Set :data:`OPENMP_WAITING` in `environment`, unless it sets one of the variables itself."""
+    if not OPENMP_WAITING.keys() & environment.keys():
+        environment.update(OPENMP_WAITING)
 
 
 def usable_cores() -> int:

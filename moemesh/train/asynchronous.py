@@ -41,7 +41,7 @@ from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.kept_schedules import check_recorded, recorded_segment, write_recorded
 from moemesh.train.session import Session
 from moemesh.train.step import (
@@ -173,7 +173,7 @@ class TrainingStream:
 
         def step() -> None:
             clip_gradients(reducer.gradients, norm.value, self.train.clip)
-            lr = learning_rate(self.train, self.first + index)
+            lr = self.train.learning_rate(self.first + index)
             self.optimizer.step(reducer.gradients, lr)
             moes = self.parallel.model.moe_layers().values()
             if any(moe.router.selection_bias is not None for moe in moes):

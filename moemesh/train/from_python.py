@@ -11,6 +11,7 @@ from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.sharding.load_run import load_run
+from moemesh.trace.machine import limit_spinning
 from moemesh.trace.run import Run
 
 
@@ -42,8 +43,7 @@ def train(
             f"config must be a RunConfig, not {type(config).__name__}: "
             "moemesh.train(moemesh.load('run.toml'))"
         )
-    # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/application.py).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limit_spinning(os.environ)  # of the ranks
     from moemesh.train import command
     from moemesh.train.preparation import RunRequest
 

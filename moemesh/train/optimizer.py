@@ -1,4 +1,4 @@
-"""The optimizer over fp32 masters, and the learning rate of each step.
+"""The optimizer over fp32 masters.
 
 Parameters in bfloat16 have an fp32 master that the optimizer steps and from which they are rounded;
 fp32 and fp64 parameters are their own masters. Everything is elementwise on local shards, so the
@@ -7,7 +7,6 @@ result does not depend on the layout.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any
@@ -20,16 +19,6 @@ from moemesh.parallel.parallelize import RankModel
 
 #: torch's names of the per-element state that a checkpoint must carry.
 STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine from `lr` to ``lr * final_lr_ratio``; `step` counts from 1."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    rest = max(config.steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / rest, 1.0)
-    lowest = config.lr * config.final_lr_ratio
-    return lowest + 0.5 * (config.lr - lowest) * (1 + math.cos(math.pi * progress))
 
 
 def has_master(dtype: torch.dtype) -> bool:

@@ -34,7 +34,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
 from moemesh.parallel.pipeline.program import Objective
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.session import Session
 from moemesh.train.step import (
     FinishedStep,
@@ -136,7 +136,7 @@ class PostValidation:
         counts = count_over_step(parallel, batches)
         step = Step(
             number=number,
-            lr=learning_rate(self.train, number),
+            lr=self.train.learning_rate(number),
             recorder=recorder,
             seq_len=batches[0].tokens_BS.shape[1],
             counts=counts,

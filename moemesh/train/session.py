@@ -23,7 +23,7 @@ from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
 from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
 from moemesh.train.numerics.repro_bundle import begin_bundle, finish_bundle
 from moemesh.train.opening import construct, own_batches
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import Artifacts
 from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.provenance import record_return
@@ -316,7 +316,7 @@ class SynchronousSteps:
         with session.artifacts.first_step_memory():
             result = gradients_of_step(session.parallel, batches, recorder, refuses=False)
         result = session.nan_policy.judge(first, result)
-        lr = learning_rate(train, first)
+        lr = train.learning_rate(first)
         with recorder.span("optimizer"):
             update(session.parallel, session.optimizer, result, lr=lr, clip=train.clip)
         seconds = time.perf_counter() - start

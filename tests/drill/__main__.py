@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, Verbs, run
+from moemesh.trace.machine import limit_spinning
 from moemesh.trace.strict_json import strict_json
 from tests import commands
 from tests.drill import faults  # noqa: F401  # adds its rows
@@ -63,7 +64,7 @@ def drill(
     faults. --soak is one run of `train` instead, with a kill, a stop, an endless loop or an
     exception --every 300 seconds, whose effective time and false alarms are counted.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limit_spinning(os.environ)
     python = sys.executable if cold else commands.python()
     if soak:
         _soak(soak, every, out, overrides or [], seed, results, python)

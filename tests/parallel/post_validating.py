@@ -16,7 +16,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.faults import RoutingError
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder, WorkRecord
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.post_validated import PostValidation, Step
 from moemesh.train.step import StepResult, gradients_of_step, update
 from tests.parity.training import (
@@ -178,7 +178,7 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
             _break(parallel, case.broken[1])
         if early is None:
             result = gradients_of_step(parallel, batches, recorder)
-            update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+            update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
             results.append(result)
             continue
         early.run(step, batches, recorder)

@@ -27,7 +27,7 @@ from moemesh.parallel.norm import sums_of_squares
 from moemesh.parallel.pipeline.pipeline import stage_parts
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.plan_schedule import build_step
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from tests.parity.asynchronous import Streamed
 from tests.parity.training import Shape, microbatches
 
@@ -134,7 +134,7 @@ class Reference:
             for name in self.names[stage]:
                 gradients[name] = gradients[name] * (self.train.clip / (norm + 1e-6))
         step = window * self.window // self.plan.microbatches + 1
-        self.optimizers[stage].step(gradients, learning_rate(self.train, step))
+        self.optimizers[stage].step(gradients, self.train.learning_rate(step))
         for place, layer in enumerate(
             i for i in self.parts[stage].layers if self.config.is_moe_layer(i)
         ):

@@ -25,7 +25,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import rehoming
 from moemesh.train import step as step_module
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, assemble, build, microbatches, on_ranks_of
@@ -100,7 +100,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
             for batch in microbatches(config, plan, case.shape, step, mesh)
         ]
         result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
-        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
         steps.append((result.loss, result.grad_norm))
         rank_LP = result.rank_LP
         if rank_LP is None:

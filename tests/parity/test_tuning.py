@@ -14,7 +14,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.parallel.norm import clip_gradients, gradient_norm
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import move_selection_biases
 from tests.parity import training
 from tests.parity.models import MODELS, TRAIN
@@ -118,7 +118,7 @@ def oracle(tuning: str, model: str, shape: Shape) -> Trained:
         gradients = {n: g.clone() for n, g in reducer.gradients.items() if kept[n].any()}
         clip_gradients(reducer.gradients, norm, settings.clip)
         before = {name: weight.detach().clone() for name, weight in reducer.weights.items()}
-        optimizer.step(reducer.gradients, learning_rate(settings, step))
+        optimizer.step(reducer.gradients, settings.learning_rate(step))
         for name, weight in reducer.weights.items():
             weight.data.copy_(torch.where(kept[name], weight.data, before[name]))
         biases = {

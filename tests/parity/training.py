@@ -28,7 +28,7 @@ from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of
 from moemesh.parallel.placement import rows as stack_rows
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes
 from moemesh.train.step import StepResult, gradients_of_step, update
 from tests.ranks import mesh_on_ranks
@@ -213,7 +213,7 @@ def train_on_rank(
         with ledger, recorded_choices() as choices:
             result = gradients(parallel, plan, shape, step)
             last = owned(parallel, parallel.reducer.gradients)
-            update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+            update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
         steps.append(
             (
                 result.loss,

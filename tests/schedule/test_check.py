@@ -55,15 +55,15 @@ def test_the_report_of_a_small_schedule() -> None:
         (" 0B0", "", "rank 0, 0B0: is missing, as is 0I0 with its W"),
         (" 0W1", "", "rank 0, 0W1: is missing"),
         (" 0I1", "", "rank 0, 0I1: is missing"),
-        ("0F1 0B0", "0F1 0F1 0B0", "rank 0, entry 2, 0F1: stands at rank 0, entry 1 already"),
+        ("0F1 0B0", "0F1 0F1 0B0", "rank 0, entry 2, 0F1: is already at rank 0, entry 1"),
         ("0I1 0W1", "0I1 0W1 0B1", "rank 0, entry 3, 0I1: 0B1 does its work already"),
         ("0I1 0W1", "0I1 0W1 0W0", "rank 0, entry 5, 0W0: 0B0 does its work already"),
-        ("1F1 1B1", "1F1 1B1 0F1", "rank 1, entry 4, 0F1: stands at rank 0, entry 1 already"),
+        ("1F1 1B1", "1F1 1B1 0F1", "rank 1, entry 4, 0F1: is already at rank 0, entry 1"),
         ("0F0 0F1", "0F0 1F1", "rank 0, entry 1, 1F1: its stage is on rank 1"),
-        ("0F1 0B0", "0F1 2F0 0B0", "rank 0, entry 2, 2F0: is no operation of this schedule"),
-        ("0F1 0B0", "0F1 0F2 0B0", "rank 0, entry 2, 0F2: is no operation of this schedule"),
-        ("0F1 0B0", "0F1 0F0p1 0B0", "0F0p1: is no operation of this schedule"),
-        ("0F1 0B0", "0F1 0F0.1 0B0", "0F0.1: is no operation of this schedule"),
+        ("0F1 0B0", "0F1 2F0 0B0", "rank 0, entry 2, 2F0: does not belong to this schedule"),
+        ("0F1 0B0", "0F1 0F2 0B0", "rank 0, entry 2, 0F2: does not belong to this schedule"),
+        ("0F1 0B0", "0F1 0F0p1 0B0", "0F0p1: does not belong to this schedule"),
+        ("0F1 0B0", "0F1 0F0.1 0B0", "0F0.1: does not belong to this schedule"),
         ("0I1 0W1", "0W1 0I1", "rank 0, entry 3, 0W1: needs 0I1, which comes later, at 4"),
         ("1F1 1B1", "1B1 1F1", "rank 1, entry 2, 1B1: needs 1F1, which comes later, at 3"),
         ("1F1 1B1", "1F1+1B1", "rank 1, entry 2, 1B1: needs 1F1 of the same block"),
@@ -76,7 +76,7 @@ def test_every_finding_names_rank_entry_and_operation(old: str, new: str, messag
 
 def test_all_findings_are_listed() -> None:
     error = complaint(from_text(GOOD.replace(" 0F1", "").replace(" 1F1", " 1F0")))
-    assert "0F1: is missing" in error and "1F1: is missing" in error and "1F0: stands" in error
+    assert "0F1: is missing" in error and "1F1: is missing" in error and "1F0: is already" in error
 
 
 def test_very_many_findings_are_cut_in_the_message_only() -> None:

@@ -289,7 +289,7 @@ def test_a_deadlock_shows_where_every_rank_stands() -> None:
     message = str(caught.value)
     assert "0B0 (rank 0, entry 1) waits for 1B0 (rank 1, entry 2)" in message
     assert "1F1 (rank 1, entry 1) waits for 0F1 (rank 0, entry 2)" in message
-    assert "rank 0 stands at 0B0" in message and "rank 1 stands at 1F1" in message
+    assert "rank 0 waits at 0B0" in message and "rank 1 waits at 1F1" in message
     assert caught.value.heads == (1, 5) and len(caught.value.cycle) == 2
 
 

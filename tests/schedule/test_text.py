@@ -117,7 +117,7 @@ def test_operations_are_read_one_by_one(token: str, op: Op | None) -> None:
         (("microbatches=3", "microbatches=3 window=2"), "window= without update="),
         (("microbatches=3", 'microbatches=3 parameter.a="x'), "expected parameter.<word>="),
         (("name=zb_h1", "name=7"), "line 1, token 1, 'name=7': expected a word"),
-        (("rank 1:", "rank 0:"), "line 4, 'rank 0': stands on line 3 already"),
+        (("rank 1:", "rank 0:"), "line 4, 'rank 0': is already on line 3"),
         (("rank 1:", "rank 1"), "line 4, 'rank': expected '<label>: ...'"),
         (("rank 1:", "place 1:"), "line 4, 'place 1': the header leaves room for place 0 to 0"),
         (("rank 1:", "ranks 1:"), "line 4, 'ranks 1': expected 'place <pipe>' or 'rank <rank>'"),
@@ -161,7 +161,7 @@ def test_a_table_of_two_pipes_and_slices_is_read() -> None:
     "text, message",
     [
         ("", "the table is empty"),
-        ("0F0,0F1\n0B0\n", "line 2, token 1, '0B0': stage 0 also stands on line 1"),
+        ("0F0,0F1\n0B0\n", "line 2, token 1, '0B0': stage 0 is also on line 1"),
         ("0F0,3F0,0F1,0F2\n", "no operation of stage 1 in pipe 0"),
         ("0F0,999999999F0\n", "cannot fill 1000000000 stages"),
         ("0F0,hello\n", "line 1, token 2, 'hello': expected <stage>"),

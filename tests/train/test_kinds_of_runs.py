@@ -120,7 +120,7 @@ def test_costs_of_a_run_make_the_schedule_of_the_next(
     text = (out / "schedule.txt").read_text()
     (tmp_path / "measured" / "timeline.json").write_text("{}")
     problem = runs.said(*runs.arguments(tmp_path / "other", **keys), code=2)
-    assert "is no timeline of a run" in problem
+    assert "does not hold the timeline of a run" in problem
     # Going on needs no costs: the run has its schedule.
     shutil.rmtree(out / "checkpoints" / "step-4")
     shutil.rmtree(tmp_path / "measured")

@@ -54,8 +54,8 @@ HAND_MADE: tuple[tuple[str, int | None], ...] = (
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SearchResult(Shown):
     """The best schedule found. `cost` is its span or makespan, `lower_bound` what no schedule of
-    the searched kind can beat, `proven` whether `cost` is the optimum of these kinds. `origin` says
-    what found it: a hand-made schedule's name, "greedy", "improved" or "exact". `hand_made` holds
+    the searched kind can beat, `proven` whether `cost` is the optimum of these kinds. `origin` is
+    its source: a hand-made schedule's name, "greedy", "improved" or "exact". `hand_made` holds
     the cost of every hand-made schedule that fits."""
 
     schedule: Schedule
@@ -159,9 +159,9 @@ def search(
     found: list[_Fitting] = []
     for name, given in HAND_MADE:
         for count in [n for n in fitting if n == given or (given is None and n > 1)]:
-            told = count if given is None else 1
+            num_chunks = count if given is None else 1
             try:
-                schedule = build(name, num_ranks, num_microbatches, stages_per_rank=told)
+                schedule = build(name, num_ranks, num_microbatches, stages_per_rank=num_chunks)
             except ValueError:
                 continue  # Its conditions on ranks and microbatches do not hold.
             if question.fits(schedule):
@@ -209,7 +209,7 @@ def _search_placement(
         state = evaluated(problem, letters) if letters else None
         if state is not None:
             states.append(("improved", state))
-    # List scheduling, with as many flag settings as the effort allows.
+    # List scheduling; the effort bounds the number of flag settings.
     settings = list(policies(problem))
     affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
     for policy in settings[:: math.ceil(len(settings) / affordable)]:
@@ -223,7 +223,7 @@ def _search_placement(
     origin, best = states[0]
     target = bound * (1 + ROUNDING)
     evaluations = int(IMPROVE_OPERATIONS * effort / STARTS / problem.num_operations)
-    # States of one key look alike: the first stands for them.
+    # States of one key are similar: the first represents them.
     different: dict[tuple[float, float], State] = {}
     for _, state in states:
         different.setdefault(state.key, state)
@@ -234,7 +234,7 @@ def _search_placement(
         if better.key < best.key:
             origin, best = "improved", better
     if applies(problem) and problem.num_operations <= EXACT_OPERATIONS:
-        # Nothing is gained below what is known; that nothing is there is a proof.
+        # An exhausted search below the best known cost proves that it is the optimum.
         reached = min([best.times.cost, *(one.cost for one in known)])
         if reached > target:
             exact = branch_and_bound(problem, reached, max_nodes=int(EXACT_NODES * effort))

@@ -79,8 +79,8 @@ def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
             owed.append((weight, kept))
             owed.append((inner, problem.whole[stage] - kept))
             least.append(min(inner + weight, times.full[stage]))
-    # The least time that the rank works, with as many blocks as help. The rounding of a sum must
-    # not lift the bound above what is reached.
+    # Least busy time of the rank, with every block that helps. The rounding of a sum must not lift
+    # the bound above a cost that is reached.
     forwards = [cost for cost, _ in held]
     pairs = zip(sorted(forwards), sorted(least), strict=True)
     busy = math.fsum(forwards) + math.fsum(least)

@@ -5,7 +5,7 @@ Problems", doi:10.1287/opre.8.4.487): take the operation that can end first; on 
 over every operation that could start before that end. This keeps an optimal order for any objective
 that later ends only worsen, and the first starts are fixed, so spans are such. Memory breaks the
 argument only with several stages on a rank: with one, moving its next forward before gradients adds
-memory only where nothing else asks for it. Partial orders that reach the same counts no earlier
+memory only where nothing else needs it. Partial orders that reach the same counts no earlier
 than another are dropped.
 """
 

@@ -20,9 +20,9 @@ from moemesh.schedule.search.problem import Letters, SearchProblem
 class GreedyPolicy:
     """Choice of a rank. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
     forward and an input gradient that are both ready; "alternate" takes the other of the last.
-    `gap`: while the next input is on its way, a weight gradient runs if the wait is at least that
-    share of its time. `deepest`: among stages of a rank, take the one nearest to the end of the
-    way, rather than what arrived first."""
+    `gap`: while the next input is in flight, a weight gradient runs if the wait is at least that
+    share of its time. `deepest`: among stages of a rank, take the one nearest to the last stage,
+    rather than the first arrival."""
 
     limits: tuple[int, ...]
     prefer: Literal["I", "alternate", "F"]
@@ -91,7 +91,7 @@ class _Run:
         ranks, stages = problem.num_ranks, problem.num_stages
         self.num_stages, self.m = stages, problem.num_microbatches
         self.counts = [0] * (3 * stages)
-        #: When the input of an operation is there; infinite while nobody has made it.
+        #: Arrival time of each operation's input; infinite until its producer has run.
         self.arrival: list[float] = [math.inf] * problem.num_operations
         for microbatch in range(self.m):
             self.arrival[microbatch] = 0
@@ -107,7 +107,7 @@ class _Run:
         self.letters: Letters = [[] for _ in range(ranks)]
         self.events: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
         # Room that a forward must leave for the later chunks of its microbatch: with it the oldest
-        # microbatch can always go on.
+        # microbatch can always proceed.
         self.reserve: list[float] = [0] * stages
         self.later = [0] * stages
         for owned in problem.stages:

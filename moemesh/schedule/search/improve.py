@@ -141,7 +141,7 @@ def _gaps(state: State, rank: int, position: int) -> list[int]:
     for at in range(1, len(order)):
         wait = times.starts[order[at]] - times.ends[order[at - 1]]
         if wait > 0:
-            # Inserted before `at`; behind its own place everything moves up by one.
+            # Inserted before `at`; every entry after the old place moves up by one.
             (after if at > position else before).append((-wait, at - (at > position)))
     found = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
     return [*found, len(order) - 1]

@@ -174,8 +174,8 @@ class SearchProblem:
         return one_pipe(name, self.placement, tuple(orders), self.num_microbatches)
 
     def letters(self, schedule: Schedule) -> Letters | None:
-        """The order of another schedule with every backward split where it stands; None when it
-        has another placement, several pipes, or microbatches out of order."""
+        """The order of another schedule with every backward split in its place; None for a
+        schedule with another placement, several pipes, or microbatches out of order."""
         if schedule.placement != (self.placement,) or schedule.num_slices > 1:
             return None
         found: Letters = []
@@ -217,7 +217,7 @@ def make_problem(
             for microbatch in range(num_microbatches):
                 op = Op(name, stage, microbatch)
                 cost.append(bound.op(op))
-                # F waits for the stage before, I for the stage behind or its own F; W follows I
+                # F waits for the stage before, I for the next stage or its own F; W follows I
                 # on the same rank anyway.
                 step = -1 if kind == 0 else 1
                 other = stage + step

@@ -37,7 +37,7 @@ from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.rows import Sinks, cut_after
@@ -221,7 +221,7 @@ class Artifacts:
             aux_loss=result.aux_loss,
             tokens=result.num_tokens,
             tokens_per_second=result.num_tokens / step.seconds,
-            lr=learning_rate(train, step.number),
+            lr=train.learning_rate(step.number),
             seconds=step.seconds,
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
