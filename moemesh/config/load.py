@@ -334,7 +334,10 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
     choices = choices_of(kind.model_fields[field].annotation)
     shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
-        message, fix = f"{field} cannot be {shown}", nearest_choice(str(detail["input"]), choices)
+        message, fix = (
+            f"{field} cannot be {shown}",
+            nearest_choice(str(detail["input"]), choices, key),
+        )
         return leaf.problem("not-a-choice", key, message, fix)
     expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
     if key == SOURCES_KEY:

@@ -21,10 +21,9 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import aliases
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
+from moemesh.config.suggest import aliases, choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (

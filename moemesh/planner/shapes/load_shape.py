@@ -17,9 +17,8 @@ from moemesh.config.huggingface.sizes import alternating_windows
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import aliases
 from moemesh.config.sources import RUN_CONFIG, Leaf, preset_names, read_preset_table
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
 
