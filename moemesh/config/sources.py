@@ -100,31 +100,6 @@ def _later_version(version: int, origin: str) -> Problem:
     return leaf.problem("too-large", SCHEMA_KEY, message, "a newer moemesh")
 
 
-def migrate(text: str, name: str = "") -> tuple[str, list[str]]:
-    """`text`, a TOML file called `name`, with its `schema_version`, and a sentence for each change.
-
-    Raises ConfigError for what is no TOML, and for a file of a later version.
-    """
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem.of("syntax", name, None, unreadable(error))]) from None
-    version = document.get(SCHEMA_KEY)
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise ConfigError([_later_version(version, name)])
-    if version == SCHEMA_VERSION:
-        return text, []
-    lines, given = text.splitlines(), f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
-    if number := key_lines(text).get((SCHEMA_KEY,)):
-        lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
-    else:  # behind the comment that the file begins with
-        first = next((i for i, line in enumerate(lines) if line[:1] != "#"), len(lines))
-        gap = [] if lines[first : first + 1] in ([""], []) else [""]
-        lines[first:first] = [given, *gap]
-    ending = "\n" if text.endswith("\n") or not text else ""
-    return "\n".join(lines) + ending, [given]
-
-
 def _mended(text: str) -> str:
     """Broken TOML as it was probably meant: a list of numbers and texts, a number, or a text."""
     if text[0] != "[":

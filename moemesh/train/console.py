@@ -99,19 +99,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         trained = num_trained(config.tuning, model, plan)
         total = num_trained(FULL, model, plan)
         tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
-    # Each source with its tokens, and how often the run reads its training samples.
-    batch = f"{data.global_batch} x {data.seq_len} a step"
-    epochs = samples.epochs(train.steps * data.global_batch)
-    shares = samples.interleaving.counts / samples.interleaving.period
-    lines: list[str] = []
-    for split, share, times in zip(samples.splits, shares, epochs, strict=True):
-        source, read = split.source.name, f"{times:.3g} epochs"
-        if len(samples.splits) == 1:
-            lines.append(f"data     {source}: {split.num_tokens:,} tokens, {batch}, {read}")
-        else:
-            lines.append(f"         {share:6.2%}  {source}: {split.num_tokens:,} tokens, {read}")
-    if len(samples.splits) > 1:
-        lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
+    lines = samples.reading(train.steps, data.global_batch)
     if (learned := samples.num_learned) is not None:
         every = sum(split.num_tokens for split in samples.splits)
         lines.append(f"chat     conversations by the template of {data.tokenizer}")

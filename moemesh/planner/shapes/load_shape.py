@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -158,6 +159,8 @@ class Model(NamedTuple):
     settings: tuple[str, ...] = ()
     run: RunConfig | None = None
     why_not: str = f"it is a shape, which is only planned: {TRAINED}"
+    #: The configuration of a model that is not trained because its weights are missing.
+    sizes: ModelConfig | None = None
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
@@ -202,9 +205,11 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         is_in_folder = path.name in (CONFIG, RUN_CONFIG)
         name, origin = path.resolve().parent.name if is_in_folder else path.stem, str(path)
         if path.suffix == ".json":
-            shape = from_huggingface(read_config(path, "model"), name)
-            why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
-            return Model(shape, None, why_not=why_not)
+            given = read_config(path, "model")
+            why_not, sizes = f"a {CONFIG} without weights is only planned: {TRAINED}", None
+            with suppress(ConfigError):
+                sizes = _config(model_values(given))
+            return Model(from_huggingface(given, name), None, why_not=why_not, sizes=sizes)
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
