@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+from moemesh.config.limits import one_line
 from moemesh.config.shown import cut
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_value
@@ -171,11 +172,11 @@ class Problem:
         return cls(code=code, key=key, value=value, message=message, fix=fix)
 
     def __str__(self) -> str:
-        head = self.key
+        head = one_line(self.key)
         if self.value is not None:
             shown = f"{self.key} = {format_value(self.value)}".lstrip(" =")
             head = cut(shown, len(self.key) + LONGEST_VALUE)
-        lines = [head + (f"   ({self.origin})" if self.origin else "")]
+        lines = [head + (f"   ({one_line(self.origin)})" if self.origin else "")]
         lines.append(f"    {self.message} [{self.code}]")
         if self.fix:
             lines.append(f"    fix: {self.fix}")

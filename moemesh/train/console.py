@@ -13,6 +13,7 @@ import torch
 from rich.console import Console as RichConsole
 from rich.live import Live
 
+from moemesh.config.limits import drawn_on, visible
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
@@ -132,7 +133,7 @@ class Console:
         self._silent, self._log_every = silent, log_every
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
-        self._rich = RichConsole(highlight=False)
+        self._rich = RichConsole(highlight=False, file=drawn_on(sys.stdout))
         self._live: Live | None = None
         self._view = View("")
         self._drawn_at = 0.0
@@ -200,7 +201,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._terminal:
-            self._safely(lambda: self._rich.print(text, markup=False))
+            self._safely(lambda: self._rich.print(visible(text), markup=False))
         else:
             self._safely(lambda: print(text, flush=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +14,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.huggingface.sizes import alternating_windows
+from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
@@ -211,8 +211,8 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
                 sizes = _config(model_values(given))
             return Model(from_huggingface(given, name), None, why_not=why_not, sizes=sizes)
         try:
-            table = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
+            table = parse_toml(text)
+        except ValueError as error:
             raise _refused("syntax", source, unreadable(error)) from None
     try:
         return _from_table(table, name)
