@@ -260,7 +260,7 @@ def test_mistakes_in_a_loop_are_named() -> None:
     mesh = mm.Mesh.single("cpu")
     with pytest.raises(mm.ConfigError, match=r"did you mean bfloat16\? \(choices: float32"):
         mm.parallelize(config.model, config.plan, mesh, dtype="float16", **build)  # type: ignore[arg-type]
-    with pytest.raises(mm.ConfigError, match='seq_len must be an integer, not "8"'):
+    with pytest.raises(TypeError, match="seq_len must be a whole number, not '8'"):
         mm.parallelize(config.model, config.plan, mesh, seq_len="8", global_batch=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be a ModelConfig, not str: moemesh\.load"):
         mm.parallelize("tiny", config.plan, mesh, **build)  # type: ignore[arg-type]

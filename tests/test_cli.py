@@ -280,7 +280,7 @@ def test_estimate_of_a_configuration_has_its_dtype_and_optimizer(
 def test_check_says_how_many_ranks_share_a_core(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     many = ["--set", "plan.dp=64", "--set", "data.global_batch=64", "--set", "train.device=cpu"]
     code, out, _ = invoke("config", "check", *many)
     assert code == 0 and "64 ranks share 2 core(s)" in out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.planned_layout import PlannedLayout, Precision
-from moemesh.planner.requests import PlanRequest
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.requests import PlanRequest, ProductPrecision
 from moemesh.planner.search.command import (
     candidate_json,
     not_trained,
@@ -94,7 +93,7 @@ def plan(
     global_batch: int,
     nodes: int | None = None,
     top: int = 5,
-    precision: Precision = "bfloat16",
+    precision: ProductPrecision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
     tokens: str | float | None = None,
@@ -109,7 +108,6 @@ def plan(
     `why` names layouts to be judged ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) when no layout fits in memory.
     """
-    _check_whole(seq_len=seq_len, global_batch=global_batch, nodes=nodes, top=top)
     request = PlanRequest(
         model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
         anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom,
@@ -149,9 +147,8 @@ def estimate(
     the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
     device to leave free, "10%" or "6GiB". Raises ConfigError with every problem.
     """
-    _check_whole(seq_len=seq_len, global_batch=global_batch)
     if isinstance(plan, Plan):
-        plan = plan.model_dump(exclude_defaults=True)
+        plan = plan.model_dump(exclude_unset=True)
     source = plan if isinstance(plan, Mapping) else str(plan)
     found = estimate_named(
         model, cluster, source, seq_len, global_batch, rank=rank, headroom=headroom
@@ -164,13 +161,6 @@ def estimate(
         found.peak.needed,
         found.to_json(),
     )
-
-
-def _check_whole(**numbers: object) -> None:
-    """Raises TypeError for an argument that is given and is no whole number."""
-    for name, value in numbers.items():
-        if value is not None and not isinstance(value, Integral):
-            raise TypeError(f"{name} must be a whole number, not {value!r}")
 
 
 def _answer(

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from moemesh.balance.inputs import BalanceError
+from moemesh.config.limits import parse_json
 from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
@@ -42,8 +43,8 @@ def load_placement(path: Path) -> np.ndarray[Any, Any]:
 def gpus_of(path: Path) -> int | None:
     """The GPUs of the placement in a file, where it says them: a file of `moemesh balance`."""
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found: object = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     value = cast("dict[str, object]", found).get("num_gpus") if isinstance(found, dict) else None
     return value if isinstance(value, int) else None
@@ -51,7 +52,7 @@ def gpus_of(path: Path) -> int | None:
 
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
     readers: dict[str, Callable[[Path], Any]] = {
-        ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
+        ".json": lambda path: parse_json(path.read_text(encoding="utf-8")),
         ".jsonl": partial(_read_run, keys=keys),
         ".csv": partial(_read_csv, warn=warn),
         ".npy": _read_numpy,

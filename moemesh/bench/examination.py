@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from moemesh.comm.slurm import SlurmError, ranks_of_slurm
 from moemesh.config.sources import ENVIRONMENT_PREFIX, read_environment
-from moemesh.trace.machine import SHARED_MEMORY
+from moemesh.trace.machine import SHARED_MEMORY, usable_cores
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.watch.devices import signs_of_gpus
 from moemesh.watch.supervisor import python_command
@@ -260,7 +260,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
     for name, (values, effect) in HURTFUL.items():
         if environ.get(name, "").upper() in values:
             yield "warn", f"{name}={environ[name]}: {effect}", f"unset {name}"
-    threads, cores = environ.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdecimal() and int(threads) > cores:
         text = f"OMP_NUM_THREADS={threads} on {cores} core(s): threads wait for each other"
         yield "warn", text, "unset OMP_NUM_THREADS: each rank takes its share of the cores"
@@ -327,7 +327,7 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 def _devices(facts: Mapping[str, Any]) -> Iterator[Diagnosis]:
     devices, signs = facts["devices"], signs_of_gpus()
     if not devices and not signs:
-        yield Diagnosis("devices", "pass", f"no GPU: {os.cpu_count()} core(s)")
+        yield Diagnosis("devices", "pass", f"no GPU: {usable_cores()} core(s)")
         return
     if not devices:
         built = facts["cuda"] is not None

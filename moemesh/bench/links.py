@@ -26,6 +26,7 @@ from moemesh.bench.settings import BenchError, HostSettings, LinksSettings, Sett
 from moemesh.comm import collectives, cuda, launch, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.layout import Layout
+from moemesh.config.limits import parse_json
 from moemesh.config.suggest import divisors
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.watch.supervisor import python_command
@@ -75,7 +76,7 @@ def on_ranks(
             cuda.check(device, num_ranks)
             if code := launch.launch(num_ranks, [], entry=command[1:]):
                 raise SystemExit(code)
-        return json.loads(file.read_text())
+        return parse_json(file.read_text())
 
 
 #: One sample repeats an operation until it has taken so long, at most so often.

@@ -5,13 +5,13 @@ Format: little-endian uint64 length, JSON header padded to 8 bytes by spaces, ro
 
 from __future__ import annotations
 
-import json
 import struct
 from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_size, read_start
 from moemesh.checkpoint.remote import Place
 from moemesh.config.huggingface.folder import once
+from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
@@ -57,10 +57,12 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
         )
     try:
-        header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=once)
+        header = parse_json(read_start(path, 8 + length)[8:], object_pairs_hook=once)
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or any(type(one) is not str for one in notes.values()):
             raise ValueError("__metadata__ is not an object of texts")
+        if steering := [name for name in header if one_line(name) != name]:
+            raise ValueError(f"a name has control characters: {one_line(steering[0])[:80]}")
         found = {
             key: HeaderEntry(
                 str(value["dtype"]),
@@ -71,7 +73,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             for key, value in header.items()
         }
         ranges = sorted((begin, end) for begin, end in (v["data_offsets"] for v in header.values()))
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
     ends = [0, *(end for _, end in ranges)]
     if [begin for begin, _ in ranges] != ends[:-1]:

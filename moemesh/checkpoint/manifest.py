@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
 from moemesh.checkpoint.files import MANIFEST, CheckpointError
+from moemesh.config.limits import parse_json
 
 #: The format that is written, and all that are read.
 FORMAT = 3
@@ -175,8 +176,8 @@ def decode(raw: bytes) -> Manifest:
     if len(raw) > MANIFEST_LIMIT:
         raise CheckpointError(f"{MANIFEST}: larger than the limit of {MANIFEST_LIMIT} bytes")
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw)
+    except ValueError as error:
         raise CheckpointError(f"{MANIFEST}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{MANIFEST}: not a JSON object")

@@ -24,6 +24,7 @@ from typing import Any
 from moemesh.checkpoint import files
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
+from moemesh.config.limits import parse_json
 from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
@@ -154,7 +155,7 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
             return 0, {}
         highest = max(numbers)
         with suppress(CheckpointError, ValueError):
-            body = json.loads(files.read_start(_file(folder, highest), _LIMIT))
+            body = parse_json(files.read_start(_file(folder, highest), _LIMIT))
             return highest, body if isinstance(body, dict) else {}
         if pause is not None:
             time.sleep(pause)

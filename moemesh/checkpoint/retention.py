@@ -21,6 +21,7 @@ from moemesh.checkpoint.stored import (
     open_stored,
     unfinished,
 )
+from moemesh.config.limits import parse_json
 
 VERIFIED = "verified.json"
 
@@ -167,8 +168,8 @@ def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
     """Step name -> digest and whether its numbers are finite; a damaged list is empty. Older
     versions wrote the digest alone."""
     try:
-        content: Any = json.loads(files.read_start(folder / VERIFIED, 1 << 20))
-    except (CheckpointError, OSError, ValueError, RecursionError):
+        content: Any = parse_json(files.read_start(folder / VERIFIED, 1 << 20))
+    except (CheckpointError, OSError, ValueError):
         return {}
     found: dict[str, tuple[str, bool | None]] = {}
     for name, value in content.items() if isinstance(content, dict) else ():

@@ -45,6 +45,7 @@ from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.retention import Standing, prune, remember
 from moemesh.checkpoint.stored import read_manifest
 from moemesh.checkpoint.writing import check_shards, check_step, commit, write_part
+from moemesh.config.limits import parse_json
 from moemesh.trace.machine import available_bytes
 
 #: Seconds between the attempts of one save.
@@ -357,7 +358,7 @@ class SaveJob:
             for rank in (rank for rank in waiting if _report_name(rank) in names):
                 path = temporary / _report_name(rank)
                 try:
-                    reply = json.loads(files.read_start(path, MANIFEST_LIMIT))
+                    reply = parse_json(files.read_start(path, MANIFEST_LIMIT))
                 except (OSError, ValueError) as error:
                     if time.monotonic() - self._since_news > REPORT_SECONDS:
                         raise CheckpointError(f"{path}: cannot be read ({error})") from error
@@ -374,7 +375,7 @@ class SaveJob:
         for rank in ranks[1:]:
             files.remove_file(temporary / _report_name(rank))
         self._check_owner()
-        state, written = json.loads(self._state), [reports[rank] for rank in ranks]
+        state, written = parse_json(self._state), [reports[rank] for rank in ranks]
         manifest = commit(self._file(number, 0).parent, self._final, self._step, written, state)
         if self._is_remote:
             files.remove_folder(temporary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from moemesh.checkpoint.load import Shard, in_order, safetensors_bytes
 from moemesh.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, Manifest, encode, encode_json
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import StoredCheckpoint, num_nonfinite, read_manifest
+from moemesh.config.limits import parse_json
 
 #: What a rank says of its part: JSON.
 Report = dict[str, Any]
@@ -40,7 +40,7 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
     hold."""
     if not files.COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
-    if json.loads(encode_json(state)) != state:
+    if parse_json(encode_json(state)) != state:
         raise CheckpointError(
             "the state does not survive JSON: use text keys, and lists rather than tuples"
         )

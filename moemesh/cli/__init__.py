@@ -4,8 +4,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from moemesh.cli.application import USER_ERROR, app, run
+from moemesh.config.limits import VisibleText
 
 __all__ = ["USER_ERROR", "import_verbs", "main"]
 
@@ -61,5 +63,9 @@ def main() -> None:
     if "_MOEMESH_COMPLETE" in os.environ:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         words = line.split()[1:]
+    else:
+        for name in ("stdout", "stderr"):
+            if isinstance(stream := getattr(sys, name), TextIOWrapper):
+                setattr(sys, name, VisibleText(stream))
     import_verbs(words)
     run(app, "moemesh")

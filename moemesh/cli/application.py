@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 USER_ERROR = 2
 
 app = Verbs(name="moemesh", help="Train mixture-of-experts transformers over a mesh of devices.")
-config_app = Verbs(help="Configurations: show, check, schema, diff, migrate.")
+config_app = Verbs(help="Configurations: show, check, schema, diff.")
 cluster_app = Verbs(help="Descriptions of machines: init, show, list.")
 data_app = Verbs(help="Training data: show a batch with its loss mask.")
 checkpoint_app = Verbs(help="Checkpoints of a run: ls, verify, diff, prune.")

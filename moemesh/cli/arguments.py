@@ -38,8 +38,8 @@ WORDS: dict[str, str] = {
     "generate": "chat infer inference sample complete predict serve prompt",
     "esft scores": "experts specialize", "tokenize": "tokenise preprocess prepare encode",
     "data show": "dataset batch samples view print look preview inspect",
-    "config show": "print get dump view list", "config check": "verify validate lint test",
-    "config diff": "compare", "config migrate": "upgrade rename update",
+    "config show": "print get dump view list", "config diff": "compare",
+    "config check": "verify validate lint test migrate upgrade update",
     "config schema": "json-schema", "doctor": "env environment health info version",
     "checkpoint ls": "checkpoints ckpt list show", "checkpoint verify": "check validate",
     "checkpoint diff": "compare", "checkpoint prune": "delete remove rm clean purge",
@@ -179,7 +179,8 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 # A value of the option, or an argument of the verb: nobody knows.
                 value, is_sure = words.popleft(), False
             message = f"`{ctx.command_path}` has no such option"
-            yield _problem("unknown-option", name, message, _meant(name, options), value or None)
+            fix = _meant(name, value, options)
+            yield _problem("unknown-option", name, message, fix, value or None)
         elif param.is_flag or equals or name not in options:
             kept.append(word)
         elif not words or words[0].partition("=")[0] in options:
@@ -267,22 +268,43 @@ def _wrong(param: Any, name: str, said: str, value: Any, example: str | None) ->
     return _problem("wrong-type", name, message, use, given)
 
 
-def _meant(name: str, options: Iterable[str]) -> str:
-    """The option that an unknown one was probably meant to be; of a verb with --set, the key."""
+def _meant(name: str, value: str, options: Iterable[str]) -> str:
+    """The option that an unknown one was probably meant to be: of a verb with --set the key, else
+    the option of this name that another verb has."""
     if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
         return "--nodes N: the description of a cluster says how many devices a node has"
+    from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
+    from moemesh.config.suggest import alias_hint, aliases, spelled_hint
+
     if near := get_close_matches(name, options, 1, 0.75):
         return near[0]
+    from moemesh.cli import app, import_verbs
+
+    import_verbs()
     every = f"one of {', '.join(options)}"
+    if others := [verb for verb, known in _verbs(typer.main.get_command(app)) if name in known]:
+        every = f"{name} is an option of {', '.join(others[:4])}; {every}"
     if "--set" not in options:
         return every
-    from moemesh.config.schema import alias_hint, aliases, resembling_keys, sections_with
-
     leaf = name.lstrip("-").replace("-", "_")
     keys = [leaf] if "." in leaf else [f"{section}.{leaf}" for section in sections_with(leaf)]
-    if leaf in aliases():
-        keys = [aliases()[leaf]]
-    if not keys and (hint := alias_hint(leaf)):
+    keys = [key for key in [aliases().get(name) or aliases().get(leaf)] if key] or keys
+    if not keys and (hint := alias_hint(leaf) or spelled_hint(leaf)):
         return hint
-    keys = keys or resembling_keys(leaf)
-    return f"--set {keys[0]}=VALUE" if keys else every
+    if keys := keys or ([] if others else resembling_keys(leaf)):
+        from moemesh.config.sources import preset_names
+
+        key = "model.preset" if keys[0] == "model.path" and value in preset_names() else keys[0]
+        section, _, field = key.partition(".")
+        default = getattr(SECTIONS[section].model_fields.get(field), "default", None)
+        value = f'["{value}"]' if value and isinstance(default, tuple) else value
+        return f"--set {shlex.quote(f'{key}={value}')}" if value else f"--set {key}=VALUE"
+    return every
+
+
+def _verbs(group: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every verb below a group, and its options."""
+    for word, command in getattr(group, "commands", {}).items():
+        verb = f"{name} {word}".strip()
+        yield from _verbs(command, verb)
+        yield verb, {option for param in command.params for option in param.opts}

@@ -14,6 +14,7 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app, print_answer
 from moemesh.cli.terminal import table
+from moemesh.config.limits import parse_toml
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -246,7 +247,6 @@ def prune(
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
     """
-    import tomllib
 
     from moemesh.checkpoint import retention
     from moemesh.checkpoint.files import CheckpointError
@@ -268,7 +268,7 @@ def prune(
         keep = TrainConfig().checkpoints_kept  # where the run does not say
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = (run / "config.toml").read_text(encoding="utf-8")
-            keep = max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
+            keep = max(int(parse_toml(text)["train"]["checkpoints_kept"]), 1)
     is_on_disk = run is not None
     with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
         plan = retention.plan_pruning(found.folder, keep, with_leftovers=is_on_disk)

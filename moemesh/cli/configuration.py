@@ -1,4 +1,4 @@
-"""Verbs of a configuration: show, check, schema, diff, migrate."""
+"""Verbs of a configuration: show, check, schema, diff."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from pathlib import Path
@@ -140,27 +140,3 @@ def config_diff(
         typer.echo(strict_json(rows))
     elif not rows:
         typer.echo(f"{first} and {second} are the same configuration")
-
-
-@config_app.command("migrate")
-def config_migrate(
-    file: Annotated[Path, "TOML file of a run.", "<FILE>"],
-    dry_run: Annotated[bool, "Print the new text; write nothing."] = False,
-) -> None:
-    """Rename keys of earlier versions in a file, with its comments kept, and note the version.
-
-    The result is checked, and replaces the file in one step. Example:
-
-        moemesh config migrate first.toml --dry-run
-    """
-    from moemesh.config.sources import migrate, read_text
-    from moemesh.report.files import write_texts
-
-    text, changes = migrate(read_text(file), str(file))
-    if dry_run:
-        typer.echo(text, nl=False)
-        return
-    if changes:
-        write_texts([(file, text)], replaces=True)
-    for change in changes or ("nothing to change",):
-        typer.echo(f"{file}: {change}")

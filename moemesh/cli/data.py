@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
+from moemesh.config.limits import drawn_on, visible
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def data_show(
     position = (step - 1) * data.global_batch
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
     if not as_json:
-        typer.echo(samples_text(opened, shown, data.global_batch))
+        text = samples_text(opened, shown, data.global_batch)
+        typer.echo(text, file=drawn_on(sys.stdout))
         return
     answer = {
         "num_tokens": opened.num_tokens,
@@ -173,7 +175,7 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
 
     columns: list[Any] = [BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn()]
     columns.append(TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=Console(stderr=True)) as shown:
+    with Progress(*columns, console=Console(file=drawn_on(sys.stderr))) as shown:
         task = shown.add_task("", total=max(num_bytes, 1), state=add(0, 0, 0))
 
         def draw(*more: int) -> None:
@@ -204,7 +206,7 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
         lines += [
             "",
             f"=== step {step}, sequence {place} of {global_batch}: sample {one.sample:,} of "
-            f"{one.source}, from token {one.offset:,} on; {with_loss}",
+            f"{visible(one.source)}, from token {one.offset:,} on; {with_loss}",
         ]
         document = None
         for piece in one.pieces:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+from moemesh.config.limits import drawn_on, one_line
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _print_lines(watched: "Watched", every: float | None) -> tuple[bool, str]:
     while True:
         for event in watched.look():
             for line in event.text.splitlines():
-                typer.echo(f"{event.time}  {event.kind}: {line.rstrip()}")
+                typer.echo(one_line(f"{event.time}  {event.kind}: {line.rstrip()}"))
         end, row, now = watched.end(), watched.view.row, time.monotonic()
         is_new = row is not None and row.step != step
         if is_new and (end is not None or now - shown >= seconds):
@@ -210,7 +211,10 @@ def _redraw(watched: "Watched", every: float | None) -> tuple[bool, str]:
     from rich.console import Console
     from rich.live import Live
 
-    seconds, console = _TERMINAL_SECONDS if every is None else every, Console(highlight=False)
+    seconds, console = (
+        _TERMINAL_SECONDS if every is None else every,
+        Console(highlight=False, file=drawn_on(sys.stdout)),
+    )
     with Live(console=console, auto_refresh=False) as live:
         while True:
             watched.look()

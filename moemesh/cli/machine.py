@@ -1,7 +1,6 @@
 """Verbs of machines: doctor and bench links look at this one, cluster describes any."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from moemesh.bench.settings import BenchError, LinksSettings
 from moemesh.cli import options
 from moemesh.cli.application import AsJson, app, bench_app, cluster_app
 from moemesh.cli.terminal import table
+from moemesh.config.limits import parse_json
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
 
@@ -339,7 +339,7 @@ def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
     from moemesh.config.errors import ConfigError, UserError
 
     try:
-        result = json.loads(links.read_text(encoding="utf-8"))
+        result = parse_json(links.read_text(encoding="utf-8"))
         found = cluster_of(result, called)
     except OSError as error:
         raise UserError(f"{links}: {error.strerror or error}") from error

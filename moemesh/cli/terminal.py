@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from threading import Event, Thread
 
+from moemesh.config.limits import drawn_on, visible
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """Rows of text under a header, two blanks between columns, no blanks at the end of a line.
@@ -115,11 +117,11 @@ def progress(task: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
         wait = FIRST
         while not is_over.wait(wait):
             line = f"moemesh: {task}{said[0]}, {time.monotonic() - begin:.0f} s"
-            text, end = (f"\r{line}\x1b[K", "") if on_terminal else (line, "\n")
-            print(text, end=end, file=sys.stderr, flush=True)
+            text, end = (f"\r{visible(line)}\x1b[K", "") if on_terminal else (line, "\n")
+            print(text, end=end, file=drawn_on(sys.stderr), flush=True)
             wait = REDRAW if on_terminal else NEXT
         if on_terminal and wait == REDRAW:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=drawn_on(sys.stderr), flush=True)
 
     thread = Thread(target=show, daemon=True)
     if on_terminal or not quiet:

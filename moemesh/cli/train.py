@@ -160,10 +160,12 @@ def preparation_text(prepared: "Preparation") -> str:
     ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
     found: list[str] = []
     if (samples := prepared.samples) is not None:  # what the data makes, where it was read
-        drawn = train.steps * data.global_batch
-        times = max(samples.epochs(drawn)) if train.epochs is None else train.epochs
-        text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
-        found.append(f"{text}; {samples.num_validation:,} for validation")
+        steps = train.steps
+        if train.epochs is not None:
+            steps = samples.steps(train.epochs, data.global_batch)
+        found += samples.reading(steps, data.global_batch)
+        counts = samples.num_training, samples.num_validation
+        found.append("samples  {:,} for training, {:,} for validation".format(*counts))
         if (learned := samples.num_learned) is not None:
             found.append(f"chat     conversations by the template of {data.tokenizer}")
             found.append(f"         {learned:,} tokens bear loss")

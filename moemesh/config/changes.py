@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_toml
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
@@ -84,7 +85,7 @@ def compare(old: str, new: str) -> list[Change]:
     UserError when a text is not TOML.
     """
     try:
-        before, after = flat(tomllib.loads(old)), flat(tomllib.loads(new))
+        before, after = flat(parse_toml(old)), flat(parse_toml(new))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
     # The default of every key that has one, as TOML has it.

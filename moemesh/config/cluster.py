@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
@@ -11,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 from pydantic import Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.limits import parse_toml
 from moemesh.config.section import NotNegative, Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice, nearest_name
@@ -29,7 +29,7 @@ class ClusterKey(NamedTuple):
 
 KEYS = {
     name: ClusterKey(**row)
-    for name, row in tomllib.loads(
+    for name, row in parse_toml(
         Path(__file__).with_name("cluster_keys.toml").read_text(encoding="utf-8")
     ).items()
 }
@@ -217,7 +217,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
         return _build(read_preset_table(source, "clusters"), f"preset {source}")
     path = Path(source)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError:
         message = "neither a cluster preset nor a readable TOML file"
         names = preset_names("clusters")
@@ -225,7 +225,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
         fix = nearest_choice(source, names) + f"; `moemesh cluster init {source}"
         fix += f"{f' --from {near}' if near else ''}` writes one to edit"
         raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)]) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         message = unreadable(error)
         raise ConfigError([Problem.of("syntax", "cluster", source, message)]) from None
     return _build(table, source)

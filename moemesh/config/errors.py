@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter, signature
-from typing import ParamSpec, TypeVar, get_args, get_type_hints
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+from moemesh.config.limits import one_line
 from moemesh.config.shown import cut
+from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_value
 
 P = ParamSpec("P")
@@ -28,7 +42,8 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the public interface: TypeError for a keyword that it does not have names the
-    nearest one. Keywords may be those of a TypedDict: ``**options: Unpack[Options]``."""
+    nearest one. Keywords may be those of a TypedDict: ``**options: Unpack[Options]``. Arguments
+    that are words or numbers are checked against their annotations (:func:`_check_plain`)."""
     parameters = signature(function).parameters
 
     @wraps(function)
@@ -43,9 +58,55 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
                 hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
                 called = function.__qualname__.removesuffix(".__init__")
                 raise TypeError(f"{called}() has no argument {unknown!r}: {hint}")
+        for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
+            _check_plain(name, value, _hints(function).get(name))
         return function(*args, **kwargs)
 
     return call
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the arguments; none where one is of a module imported for types."""
+    try:
+        return get_type_hints(function)
+    except NameError:
+        return {}
+
+
+#: Words for plain types of arguments, and the types whose values they take.
+_PLAIN: dict[Any, tuple[str, type]] = {
+    bool: ("True or False", bool),
+    int: ("a whole number", Integral),
+    float: ("a number", Real),
+    str: ("a text", str),
+    Path: ("a path", Path),
+    NoneType: ("None", NoneType),
+    Sequence: ("a list", Sequence),
+    tuple: ("a list", Sequence),
+    Mapping: ("a dict", Mapping),
+}
+
+
+def _check_plain(name: str, value: object, hint: Any) -> None:
+    """Raises where an argument is none that its annotation allows: ConfigError with legal words,
+    TypeError with the types. A class by itself has a check of its own, with a fix."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
+    kinds = [get_origin(one) or one for one in members if get_origin(one) is not Literal]
+    is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
+    if is_own or not all(isinstance(one, type) for one in kinds):
+        return
+    if words and (isinstance(value, str) or not kinds):
+        if value not in words and str not in kinds:
+            fix = nearest_choice(str(value), words)
+            problem = Problem.of("not-a-choice", name, value, f"{name} cannot be {value!r}", fix)
+            raise ConfigError([problem], "in the arguments")
+        return
+    plain = [_PLAIN.get(one, (f"a {one.__name__}", one)) for one in kinds]
+    is_bool = isinstance(value, bool) and bool not in kinds
+    if is_bool or not any(isinstance(value, kind) for _, kind in plain):
+        raise TypeError(f"{name} must be {' or '.join(text for text, _ in plain)}, not {value!r}")
 
 
 def check_limit(name: str, value: object) -> None:
@@ -111,11 +172,11 @@ class Problem:
         return cls(code=code, key=key, value=value, message=message, fix=fix)
 
     def __str__(self) -> str:
-        head = self.key
+        head = one_line(self.key)
         if self.value is not None:
             shown = f"{self.key} = {format_value(self.value)}".lstrip(" =")
             head = cut(shown, len(self.key) + LONGEST_VALUE)
-        lines = [head + (f"   ({self.origin})" if self.origin else "")]
+        lines = [head + (f"   ({one_line(self.origin)})" if self.origin else "")]
         lines.append(f"    {self.message} [{self.code}]")
         if self.fix:
             lines.append(f"    fix: {self.fix}")

@@ -10,13 +10,13 @@ authors have published: theirs are tables, too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.model import ModelConfig
 from moemesh.config.suggest import nearest_path
 
@@ -71,7 +71,7 @@ def read_table(path: str | Path) -> Experts:
 @lru_cache(maxsize=8)
 def _read(file: Path, changed_at: int, size: int) -> Experts:
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TableError(f"{file}: is not JSON ({error})") from error
     whole = cast("dict[str, Any]", content) if isinstance(content, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import textwrap
@@ -15,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
 
 Launcher = Literal["local", "torchrun", "slurm", "k8s", "sky"]
 
@@ -105,8 +105,8 @@ class ClusterJob:
 
     @property
     def command(self) -> str:
-        """`moemesh train` with its arguments, for a shell."""
-        return shlex.join(["moemesh", *self.arguments])
+        """`moemesh train` with its arguments, for bash, on one line of printable characters."""
+        return " ".join(map(_word, ("moemesh", *self.arguments)))
 
     def text(self, launcher: Launcher) -> str:
         """The file for `launcher`, from its template in ``presets/jobs``."""
@@ -114,10 +114,10 @@ class ClusterJob:
             return f"{self.command}\n"
         place = ""  # lines of a script that find this environment, and files by relative paths
         if self.programs:
-            path = shlex.quote(self.programs)
+            path = _word(self.programs)
             place += f'export PATH={path}:"$PATH"  # this environment\n'
         if self.directory:
-            place += f"cd {shlex.quote(self.directory)}  # where relative paths begin\n"
+            place += f"cd {_word(self.directory)}  # where relative paths begin\n"
         folder = Path(__file__).parent / "presets" / "jobs"
         templates = Environment(
             loader=FileSystemLoader(folder),
@@ -131,8 +131,9 @@ class ClusterJob:
             comment=self._comment,
             place=place,
             folder=str(Path(self.out).parent),
+            shown=_printable,
             minutes=max(1, round(self.hours * 60)),
-            quoted=json.dumps,
+            quoted=format_value,
             grace=GRACE_SECONDS,
             patience=_PATIENCE,
             port=PORT,
@@ -142,9 +143,27 @@ class ClusterJob:
         """Lines of comment: each of `texts` as a paragraph, and the sizes."""
         ranks = self.nodes * self.ranks_per_node
         sizes = f"{ranks} ranks on {self.nodes} node(s), {self.ranks_per_node} on each."
-        paragraphs = (*texts, f"{sizes} {_SHARED} ({self.out}).")
+        paragraphs = (*texts, f"{sizes} {_SHARED} ({_printable(self.out)}).")
         return "".join(
             f"# {line}\n"
             for text in paragraphs
             for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
         )
+
+
+def _word(text: str) -> str:
+    """A word for bash; one with characters that are not printable as the escapes of its bytes."""
+    if text.isprintable():
+        return shlex.quote(text)
+    parts = (
+        one.replace("\\", "\\\\").replace("'", "\\'")
+        if one.isprintable()
+        else "".join(f"\\x{byte:02x}" for byte in one.encode(errors="surrogateescape"))
+        for one in text
+    )
+    return f"$'{''.join(parts)}'"
+
+
+def _printable(text: str) -> str:
+    """`text` for a comment, which a character that is not printable could end."""
+    return text if text.isprintable() else format_value(text)

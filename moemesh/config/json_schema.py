@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
     version = {
         "type": "integer",
         "const": SCHEMA_VERSION,
-        "description": "the version of the keys; `moemesh config migrate` brings a file to it",
+        "description": "the version of the keys; a file without it is of the newest",
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -60,6 +60,7 @@ FOLLOWING = {
     "train.lr": "default by model.path and lora.rank",
     "train.warmup_steps": "default by train.steps: a tenth, at most 20",
 }
+_FOLLOWS = "  # follows from other keys"
 #: How the fix of a value that cannot be mended itself ends.
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
@@ -140,6 +141,8 @@ def resolve(
     config = config.with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
+    if "plan.stages_per_rank" not in leaves and config.plan.stages_per_rank > 1:
+        origins["plan.stages_per_rank"] = "default by plan.schedule"
     for problem in independent(config.check(run_checks), broken):
         # The origin of the key itself, then those of the other keys of the rule that were given.
         others = [
@@ -193,14 +196,23 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def resolved_toml(config: RunConfig) -> str:
-    """`config` as TOML: every key that has a value. It loads back to an equal configuration."""
+    """`config` as TOML: every key that has a value, with a comment (:func:`following`) where that
+    follows from others. It loads back to an equal configuration."""
+    follows = {key for key in FOLLOWING if key[6:] not in config.train.model_fields_set}
     lines = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}"]
     for section, fields in config_values(config).items():
         lines += ["", f"[{section}]"]
         lines += [
-            f"{key} = {format_value(value)}" for key, value in fields.items() if value is not None
+            f"{key} = {format_value(value)}" + _FOLLOWS * (f"{section}.{key}" in follows)
+            for key, value in fields.items()
+            if value is not None
         ]
     return "\n".join(lines) + "\n"
+
+
+def following(text: str) -> set[str]:
+    """The keys whose values in `text`, of :func:`resolved_toml`, follow from others."""
+    return {key for key in FOLLOWING if re.search(f"(?m)^{key[6:]} = .*{_FOLLOWS}$", text)}
 
 
 def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
@@ -334,7 +346,10 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
     choices = choices_of(kind.model_fields[field].annotation)
     shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
-        message, fix = f"{field} cannot be {shown}", nearest_choice(str(detail["input"]), choices)
+        message, fix = (
+            f"{field} cannot be {shown}",
+            nearest_choice(str(detail["input"]), choices, key),
+        )
         return leaf.problem("not-a-choice", key, message, fix)
     expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
     if key == SOURCES_KEY:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
@@ -141,6 +141,16 @@ class Plan(Section):
     spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
     ranks_per_node: Size | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_chunks(cls, values: object) -> object:
+        """Two stages a rank for interleaving, which with one is 1F1B that holds more."""
+        if not isinstance(values, dict):
+            return values
+        given = cast("dict[str, object]", values)
+        chunks = {"stages_per_rank": 2} if given.get("schedule") == "interleaved_1f1b" else {}
+        return chunks | given
 
     @property
     def layout(self) -> Layout:

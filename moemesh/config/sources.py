@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
+from moemesh.config.limits import parse_toml
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.shown import cut
 from moemesh.config.suggest import nearest_path
@@ -56,8 +56,8 @@ def read_file(path: Path) -> ConfigSource:
     except ConfigError as error:
         return ConfigSource(problems=error.problems)
     try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_toml(text)
+    except ValueError as error:
         found = re.search(r"\(at line (\d+)", str(error))
         rows = text.splitlines() or [""]
         number = int(found.group(1)) if found else len(rows)
@@ -98,31 +98,6 @@ def _later_version(version: int, origin: str) -> Problem:
     message = f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}"
     leaf = Leaf(value=version, origin=origin)
     return leaf.problem("too-large", SCHEMA_KEY, message, "a newer moemesh")
-
-
-def migrate(text: str, name: str = "") -> tuple[str, list[str]]:
-    """`text`, a TOML file called `name`, with its `schema_version`, and a sentence for each change.
-
-    Raises ConfigError for what is no TOML, and for a file of a later version.
-    """
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError([Problem.of("syntax", name, None, unreadable(error))]) from None
-    version = document.get(SCHEMA_KEY)
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise ConfigError([_later_version(version, name)])
-    if version == SCHEMA_VERSION:
-        return text, []
-    lines, given = text.splitlines(), f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
-    if number := key_lines(text).get((SCHEMA_KEY,)):
-        lines[number - 1] = re.sub(r"=\s*[^#\s]+", f"= {SCHEMA_VERSION}", lines[number - 1])
-    else:  # behind the comment that the file begins with
-        first = next((i for i, line in enumerate(lines) if line[:1] != "#"), len(lines))
-        gap = [] if lines[first : first + 1] in ([""], []) else [""]
-        lines[first:first] = [given, *gap]
-    ending = "\n" if text.endswith("\n") or not text else ""
-    return "\n".join(lines) + ending, [given]
 
 
 def _mended(text: str) -> str:
@@ -232,8 +207,8 @@ def parse_value(text: str, key: str, origin: str) -> object:
         return leaf.problem("syntax", key, "the value is not UTF-8 text")
     if "\n" not in text:
         try:
-            return cast("object", tomllib.loads(f"value = {text}")["value"])
-        except (ValueError, RecursionError) as error:
+            return cast("object", parse_toml(f"value = {text}")["value"])
+        except ValueError as error:
             if text[:1] in ("[", "{", '"', "'"):
                 message = f"not a TOML value: {str(error).partition(' (at line')[0]}"
                 fix = f"close every quote and bracket: {shlex.quote(f'{key}={_mended(text)}')}"
@@ -251,7 +226,7 @@ def preset_names(folder: str = "") -> tuple[str, ...]:
 def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
     """The table of one packaged preset; `name` must be one of :func:`preset_names`."""
     home = files("moemesh.config") / "presets" / folder
-    return tomllib.loads((home / f"{name}.toml").read_text(encoding="utf-8"))
+    return parse_toml((home / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def read_preset(name: str) -> ConfigSource:

@@ -1,31 +1,106 @@
-"""Did you mean: the name, path or number that a wrong one was probably meant to be."""
+"""Did you mean: words of other trainers, and names, paths and numbers that resemble a wrong one."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-#: Names of values in other trainers.
-_VALUE_ALIASES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 #: Choices beside the nearest one.
 _MOST_LISTED = 40
 
 
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Name in another trainer or model file -> dotted key of this package."""
+    sections = {
+        name: keys
+        for name, keys in _table().items()
+        if name not in ("other", "values", "spellings")
+    }
+    return {
+        name: f"{section}.{leaf}"
+        for section, keys in sections.items()
+        for leaf, names in keys.items()
+        for name in names
+    }
+
+
+def hints() -> list[tuple[tuple[str, ...], str]]:
+    """Names and patterns of names that no key has, and the sentence that answers them."""
+    return [(tuple(entry["names"]), str(entry["hint"])) for entry in _table()["other"]]
+
+
+@cache
+def alias_hint(name: str) -> str:
+    """The fix for a word of other trainers: its key, or what exists in its place; "" for others.
+    `name`: a key with or without section, an option ("--data"), or "key=value"."""
+    name = name.lower() if name.startswith("--") else name.lower().replace("-", "_")
+    places = (name,) if "=" in name else (name, name.rpartition(".")[2])
+    words = _answers()
+    exact = (words[place] for place in places if place in words)
+    patterns = [(word, hint) for word, hint in words.items() if "*" in word]
+    # A pattern without "=" is of keys, not of their values.
+    like = (
+        hint
+        for place in places
+        for word, hint in patterns
+        if ("=" in word) == ("=" in place) and fnmatchcase(place, word)
+    )
+    return next(chain(exact, like), "")
+
+
+def spelled_hint(name: str) -> str:
+    """The same for another spelling of such a word: grad_accumulation, gradient_accumulation."""
+    return next((_answers()[word] for word in same_words(name, _answers())), "")
+
+
+@cache
+def _answers() -> dict[str, str]:
+    """Word, or pattern of words -> the fix."""
+    words = {word: hint for names, hint in hints() for word in names}
+    return {word: f"here it is called {key}" for word, key in aliases().items()} | words
+
+
+def same_words(name: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that differ from `name` in the spelling of words alone."""
+    said = _spelled(name)
+    return [other for other in names if said and _spelled(other) == said]
+
+
+@cache
+def _spelled(name: str) -> frozenset[str]:
+    spellings = {short: word for word, many in _table()["spellings"].items() for short in many}
+    words = (spellings.get(part, part) for part in name.lower().split("_"))
+    return frozenset(words) - {"number", ""}
+
+
 def nearest_name(value: str, choices: Sequence[str]) -> str:
     """The name of a list that is probably meant, "" where none is near. Case and hyphens do not
-    count as differences."""
+    count as differences, and the beginning or another part of a name is enough."""
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
-    if _VALUE_ALIASES.get(folded) in choices:
-        folded = _VALUE_ALIASES[folded]
-    return folded if folded in choices else next(iter(close_names(folded, choices, 0.5)), "")
+    parts = [name for name in choices if len(folded) > 3 and folded in name]
+    meant = [name for name in (folded, _table()["values"].get(folded)) if name in choices]
+    return next(iter([*meant, *close_names(folded, choices), *parts]), "")
 
 
-def nearest_choice(value: str, choices: Sequence[str]) -> str:
-    """The fix for a value outside a list of names: the nearest one, then all of them, unless they
-    are so many that they would hide it."""
+def nearest_choice(value: str, choices: Sequence[str], key: str = "") -> str:
+    """The fix for a value of `key` outside a list of names: the one that means the same, or the
+    nearest, then all of them, unless they are so many that they would hide it."""
+    if key and (hint := alias_hint(f"{key}={value}")):
+        return hint
     near, listed = nearest_name(value, choices), ", ".join(choices)
     if near and len(choices) > _MOST_LISTED:
         return f"did you mean {near}?"
@@ -40,14 +115,29 @@ def choices_of(annotation: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def close_names(word: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Up to three names like `word`, best first; the rest only when nearly as good as the best."""
-    found = get_close_matches(word.lower().replace("-", "_"), list(names), n=3, cutoff=cutoff)
-    if not found:
-        return []
-    scores = {name: SequenceMatcher(None, name, word).ratio() for name in found}
-    best = max(scores.values())
-    return [name for name in found if scores[name] > best - 0.05]
+def close_names(word: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that `word` may be a typing error of, best first; the rest only when nearly
+    as good as the best. Another number is another name: gemma4 is not gemma3."""
+    folded = word.lower().replace("-", "_")
+    numbers = re.findall(r"\d+", folded)
+    near: dict[str, float] = {}
+    for name in names:
+        ratio = SequenceMatcher(None, name, folded).ratio()
+        is_close = ratio >= 0.75 or (len(folded) > 1 and _is_edit(folded, name))
+        if is_close and re.findall(r"\d+", name) == numbers:
+            near[name] = ratio
+    best = sorted(near, key=lambda name: -near[name])[:3]
+    return [name for name in best if near[name] > near[best[0]] - 0.05]
+
+
+def _is_edit(word: str, name: str) -> bool:
+    """Whether one letter was added, left out or changed, or two neighbours swapped."""
+    edits = ((word[i:], name[i:]) for i in range(len(word) + 1) if word[:i] == name[:i])
+    return any(
+        to
+        in (rest[1:], f"{to[:1]}{rest}", f"{to[:1]}{rest[1:]}", f"{rest[1:2]}{rest[:1]}{rest[2:]}")
+        for rest, to in edits
+    )
 
 
 def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import cast
+
+from moemesh.config.limits import parse_toml
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
@@ -53,8 +54,6 @@ def unreadable(error: Exception) -> str:
     """Why a text is no TOML, in words; `error` is that of decoding or of tomllib."""
     if isinstance(error, UnicodeDecodeError):
         return f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
-    if isinstance(error, RecursionError):
-        return "not valid TOML: nested too deeply"
     return f"not valid TOML: {error}"
 
 
@@ -102,7 +101,7 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
 
 def _path(statement: str) -> tuple[str, ...]:
     """The parts of a key or header, read by tomllib itself."""
-    node: object = tomllib.loads(statement)
+    node: object = parse_toml(statement)
     parts: list[str] = []
     while isinstance(node, (dict, list)) and node:
         if isinstance(node, list):

@@ -21,6 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moemesh.config.limits import one_line
 from moemesh.data.records import BadRecordError, Where
 from moemesh.data.tokenizer import (
     SETTINGS,
@@ -298,4 +299,4 @@ def _messages(record: Mapping[str, Any], where: Where) -> Messages:
 
 
 def _raise(message: str) -> None:
-    raise TemplateError(message)
+    raise TemplateError(one_line(str(message)))

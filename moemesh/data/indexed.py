@@ -31,6 +31,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
@@ -194,7 +195,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             f"{path} has {path.stat().st_size} bytes; a sidecar has {MAX_SIDECAR} at most"
         )
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
         if found.pop("format") != SIDECAR_FORMAT or found.pop("version") != SIDECAR_VERSION:
             raise ValueError(
                 f'"format" and "version" must be "{SIDECAR_FORMAT}" and {SIDECAR_VERSION}'
@@ -210,7 +211,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         for facts in known.files.values():
             if type(facts["bytes"]) is not int or not isinstance(facts["blake2b-128"], str):
                 raise ValueError('"files" must have "bytes" and "blake2b-128" of each')
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a sidecar of tokens: {error}") from error
     return known
 

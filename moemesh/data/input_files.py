@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import stat
 import sysconfig
@@ -19,6 +18,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
@@ -167,8 +167,8 @@ def check_head(file: DataFile) -> None:
     is_json = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json"
     line, newline, _ = head.partition(b"\n")
     if line.lstrip().startswith(b"{") and (newline or len(head) < HEAD):
-        with suppress(ValueError, RecursionError):
-            is_json = is_json or isinstance(json.loads(line), dict)
+        with suppress(ValueError):
+            is_json = is_json or isinstance(parse_json(line), dict)
     if format == "text" and not named and is_json:
         raise DataError(
             f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from moemesh.config.data import BadRecords
+from moemesh.config.limits import parse_json
 from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head, open_stream
 from moemesh.data.tokenizer import DataError
 
@@ -190,14 +191,14 @@ def _parsed(line: bytes, where: Where) -> object:
     if start == 0 and line.startswith(BOM_UTF8):
         line, start = line[len(BOM_UTF8) :], len(BOM_UTF8)
     try:
-        return json.loads(line.decode())
+        return parse_json(line.decode())
     except UnicodeDecodeError as error:
         exact = where._replace(byte=start + error.start)
         raise BadRecordError(exact, f"not valid UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
         exact = where._replace(byte=start + len(error.doc[: error.pos].encode()))
         raise BadRecordError(exact, f"not valid JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRecordError(where, f"not valid JSON ({error})") from error
 
 

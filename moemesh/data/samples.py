@@ -13,6 +13,7 @@ Windows are numbered on from stream to stream. :mod:`moemesh.data.order` has the
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -340,6 +341,24 @@ class Samples(Windows):
         """Times that a run of `num_samples` reads the training samples of each source."""
         drawn = self.interleaving.drawn(num_samples).tolist()
         return [n / len(split.training) for n, split in zip(drawn, self.splits, strict=True)]
+
+    def steps(self, epochs: float, global_batch: int) -> int:
+        """Steps in which a run reads the training samples of all sources `epochs` times."""
+        return math.ceil(epochs * self.num_training / global_batch)
+
+    def reading(self, steps: int, global_batch: int) -> list[str]:
+        """Lines for the terminal: each source with its tokens, and the epochs of it that a run
+        reads."""
+        batch = f"{global_batch} x {self.seq_len} a step"
+        epochs = self.epochs(steps * global_batch)
+        shares = self.interleaving.counts / self.interleaving.period
+        lines: list[str] = []
+        for split, share, times in zip(self.splits, shares, epochs, strict=True):
+            text = f"{split.source.name}: {split.num_tokens:,} tokens"
+            if len(self.splits) == 1:
+                return [f"data     {text}, {batch}, {times:.3g} epochs"]
+            lines.append(f"         {share:6.2%}  {text}, {times:.3g} epochs")
+        return [f"data     {len(self.splits)} sources, {batch}", *lines]
 
     def unigram_loss(self) -> float:
         """Cross-entropy of validation, nats a token, of the training targets' unigram model: of

@@ -8,7 +8,6 @@ their ids.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -19,6 +18,7 @@ import numpy as np
 
 from moemesh.config.data import NUM_BYTES
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 
 FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -184,8 +184,8 @@ def settings_of(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_SETTINGS:
         raise DataError(f"{path} has {path.stat().st_size} bytes; {MAX_SETTINGS} are the most")
     try:
-        found = json.loads(read_whole(path))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(read_whole(path))
+    except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error})") from error
     return found if isinstance(found, dict) else {}
 

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from moemesh.config.data import BadRecords
+from moemesh.config.limits import parse_json
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.corpus import Document, between, check_ids, documents_of
 from moemesh.data.indexed import (
@@ -270,7 +271,7 @@ class TokenPart(NamedTuple):
     def facts(self) -> dict[str, Any] | None:
         """Those of a finished part whose file has not changed since."""
         try:
-            found = json.loads(beside(self.prefix, _DONE).read_bytes())
+            found = parse_json(beside(self.prefix, _DONE).read_bytes())
             if (found["size"], found["changed"]) != (self.size, self.changed):
                 return None
             if found["num_tokens"]:

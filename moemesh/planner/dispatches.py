@@ -3,9 +3,7 @@ cluster."""
 
 from __future__ import annotations
 
-import json
 import random
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.section import LARGEST_SIZE
@@ -258,12 +257,12 @@ def read_example(
         path = Path(source)
         try:
             text = path.read_text(encoding="utf-8-sig")
-            parsed = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+            parsed = parse_json(text) if path.suffix == ".json" else parse_toml(text)
         except OSError:
             message = "neither a packaged routing nor a readable JSON or TOML file"
             fix = nearest_choice(source, preset_names(ROUTINGS))
             raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
         if not isinstance(parsed, dict):
             message = "the file holds a table of keys, such as num_experts and experts"

@@ -6,7 +6,6 @@ And back: a layout as a Plan, and what of it `moemesh train` refuses.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil, prod
@@ -15,16 +14,16 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import aliases
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
+from moemesh.config.suggest import aliases, choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
@@ -326,12 +325,12 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     if "=" not in source:
         path = Path(source)
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            table = parse_toml(path.read_text(encoding="utf-8-sig"))
         except OSError:
             message = "neither key=value pairs, a packaged plan nor a readable TOML file"
             fix = nearest_choice(source, preset_names(PLANS))
             raise ConfigError([Problem.of("no-file", "plan", source, message, fix)]) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             message = unreadable(error)
             raise ConfigError([Problem.of("syntax", "plan", source, message)]) from None
         return dict(cast("dict[str, Any]", table.get("plan", table)))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 if TYPE_CHECKING:
     from moemesh.config.cluster import Cluster
     from moemesh.config.model import ModelConfig
-    from moemesh.planner.planned_layout import Precision
     from moemesh.planner.shapes.load_shape import Model
 
     ModelSource = str | Path | ModelConfig | Model
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
     Quantity = str | float
 else:  # as a command line has them
     ModelSource = ClusterSource = Quantity = str
-    Precision = Literal["bfloat16", "float8", "float4"]
+
+#: Precisions of products that differ in speed; float16 is as fast as bfloat16.
+ProductPrecision = Literal["bfloat16", "float8", "float4"]
 
 #: Help of options that several verbs have.
 MODEL_HELP = "Preset, folder of transformers or of a run, config.json or TOML file."
@@ -45,7 +46,7 @@ class PlanRequest:
     top: Annotated[
         int | None, "Number of layouts to show. [default: those with a role; of --json 5]", "K"
     ] = None
-    precision: Annotated[Precision, "Precision of the matrix products."] = "bfloat16"
+    precision: Annotated[ProductPrecision, "Precision of the matrix products."] = "bfloat16"
     anywhere: Annotated[bool, "Let tensor groups cross nodes, too."] = False
     trainable: Annotated[bool, "Only what `moemesh train` carries out."] = False
     tokens: Annotated[

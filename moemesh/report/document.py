@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from moemesh.config.limits import visible
 from moemesh.report import svg, timeline_picture
 from moemesh.trace.run import Run, state_of
 
@@ -94,6 +95,7 @@ class PageDocument:
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
+            finalize=lambda value: visible(value) if type(value) is str else value,
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,

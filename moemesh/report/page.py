@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.changes import compare
+from moemesh.config.load import following
 from moemesh.config.plan import DEGREES
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
@@ -210,18 +211,28 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not all(run.config for run in runs):
         return Chapter(missing="A run has no config.toml, so nothing can be compared.")
     found = compare(*(run.config_text for run in runs))
-    if not found:
+    follows = [following(run.config_text) for run in runs]
+    if not found and follows[0] == follows[1]:
         return Chapter(note="Every key has the same value.")
+    rows = [(one.key, [one.old, one.new]) for one in found]
+    equal = (follows[0] ^ follows[1]) - {one.key for one in found}  # and set in one run alone
+    rows += [(key, [run.section("train").get(key[6:]) for run in runs]) for key in sorted(equal)]
     table = Table(
-        caption="Keys whose values differ",
+        caption="Keys that differ",
         header=("Key", *names),
         rows=[
-            (svg.clip(one.key, 60), *(toml_text(value, _MAX_SHOWN) for value in (one.old, one.new)))
-            for one in found[:MAX_TABLE_ROWS]
+            (
+                svg.clip(key, 60),
+                *(
+                    toml_text(value, _MAX_SHOWN) + " (not set)" * (key in keys)
+                    for value, keys in zip(values, follows, strict=True)
+                ),
+            )
+            for key, values in rows[:MAX_TABLE_ROWS]
         ],
         num_names=3,
     )
-    return Chapter(tables=[table], note=left_out(len(found), "keys"))
+    return Chapter(tables=[table], note=left_out(len(rows), "keys"))
 
 
 #: Lines of the table of results: name, which value (:func:`_value`), its key in a row, its form.

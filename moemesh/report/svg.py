@@ -12,6 +12,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from moemesh.config.limits import visible
+
 INK = "#1a1f29"
 MUTED = "#4d5663"
 GRID = "#d5dae1"
@@ -47,15 +49,15 @@ DARK: dict[str, str] = {
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
 WIDTH = 880
 FONT_SIZE = 12
-#: Characters that XML forbids, or that it allows and should not be in a text.
-_FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+#: Characters that XML forbids besides those that a terminal does not get.
+_FORBIDDEN = re.compile(r"[\ud800-\udfff\ufffe\uffff]")
 #: Average advance of a character of a sans-serif font, in font sizes; for "does it fit".
 _ADVANCE = 0.58
 
 
 def escape(text: object) -> str:
     """Text for SVG and HTML: markup escaped, characters that XML forbids replaced."""
-    return html.escape(_FORBIDDEN.sub("\ufffd", str(text)), quote=True)
+    return html.escape(_FORBIDDEN.sub("\ufffd", visible(str(text))), quote=True)
 
 
 def clip(text: str, length: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from moemesh.config.limits import parse_json, parse_toml, visible
 from moemesh.trace.duration import duration, flop_rate
 from moemesh.trace.run import Event, MetricsRow
 
@@ -69,8 +68,8 @@ class Tail:
         found: list[dict[str, Any]] = []
         for line in data[:whole].splitlines():
             try:
-                row: Any = json.loads(line)
-            except (ValueError, RecursionError):
+                row: Any = parse_json(line)
+            except ValueError:
                 continue
             if isinstance(row, dict):
                 found.append(cast("dict[str, Any]", row))
@@ -172,9 +171,9 @@ class View:
             parts.append(table)
         for event in self.events:
             style = "bold red" if event.kind in ("alarm", "warning") else "dim"
-            text = f"{event.kind}: {' '.join(event.text.split())}"
+            text = visible(f"{event.kind}: {' '.join(event.text.split())}")
             parts.append(Text(text, style=style, overflow="ellipsis", no_wrap=True))
-        return Panel(Group(*parts), title=self.name, title_align="left", width=width)
+        return Panel(Group(*parts), title=Text(visible(self.name)), title_align="left", width=width)
 
     def _place(self) -> str:
         assert self.row is not None
@@ -277,7 +276,7 @@ class Watched:
         lives: bool | None = None
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
-            body: Any = json.loads(raw)
+            body: Any = parse_json(raw)
             counter, now = body.get("counter"), time.monotonic()
             if body.get("held") is False:
                 lives = False
@@ -300,7 +299,7 @@ class Watched:
 
     def _failure(self) -> str | None:
         try:
-            found: Any = json.loads((self.folder / "failure.json").read_text(encoding="utf-8"))
+            found: Any = parse_json((self.folder / "failure.json").read_text(encoding="utf-8"))
             return " ".join(str(found["message"]).split())
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -310,7 +309,7 @@ class Watched:
             return
         try:
             text = (self.folder / "config.toml").read_text(encoding="utf-8")
-            total = tomllib.loads(text)["train"]["steps"]
+            total = parse_toml(text)["train"]["steps"]
         except (OSError, ValueError, KeyError, TypeError):
             return
         self._has_read_config = True

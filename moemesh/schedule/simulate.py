@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
-from moemesh.config.errors import public
+from moemesh.config.errors import check_kind, public
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Schedule, successor
 from moemesh.schedule.costs import BoundCosts, Costs
@@ -144,8 +144,7 @@ def simulate(
     strict is the result. Raises :class:`moemesh.schedule.program.Deadlock` (a ValueError) showing
     the entry at which every rank waits, and ValueError for costs that do not fit the schedule.
     """
-    if transport not in get_args(Transport):
-        raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")
+    check_kind("schedule", schedule, Schedule, "schedules.zb_h1(4, 8), or another")
     program = lower(schedule, relax_wrap=relax_wrap)
     bound = (costs or Costs()).bind(schedule)
     starts, ends, seconds = entry_times(program, bound, transport)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import get_args
 
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.schedule.action import Entry, Kind, Op
@@ -99,7 +99,7 @@ def costs_of_run(folder: Path) -> tuple[Costs, int]:
     """
     path = folder / "timeline.json"
     try:
-        timeline = Timeline.from_json(json.loads(path.read_text(encoding="utf-8")))
+        timeline = Timeline.from_json(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): measured costs need the folder of a run "

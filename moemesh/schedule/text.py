@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import is_number
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
@@ -217,7 +218,7 @@ def _parse_value(text: str) -> int | float | str | None:
     if _BARE.fullmatch(text):
         return text
     try:
-        value: object = json.loads(text)
+        value: object = parse_json(text)
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -18,6 +18,7 @@ from functools import cached_property, reduce
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from moemesh.config.limits import parse_json
 from moemesh.trace.strict_json import read_fields
 
 #: Routing has collapsed where the entropy of a layer's loads was below this for so many steps.
@@ -206,7 +207,7 @@ def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield LayerLoads.from_json(json.loads(line))
+                yield LayerLoads.from_json(parse_json(line))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(f"line {number} holds no loads: {error!r}") from error
 

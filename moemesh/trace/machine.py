@@ -11,11 +11,13 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+#: The cgroups of a machine, and the file that names those of this process.
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 #: A folder in memory, where there is one, and what the driver of Nvidia shows of its GPUs.
 SHARED_MEMORY, NVIDIA_DRIVER = Path("/dev/shm"), Path("/proc/driver/nvidia")
 
@@ -33,10 +35,32 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; all of the machine's where they cannot be restricted."""
+    """Cores that this process may use, by its affinity and the CPU quota of its cgroups, at least
+    1; all of the machine's where nothing restricts them."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    return max(1, min([cores, *map(int, _cpu_quotas())]))
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """The limits of this process's cgroups and of those above them, in cores; versions 1 and 2."""
+    for line in _text(str(OWN_CGROUPS)).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / ("cpu" if controllers else "")
+        # In a container the path is that of the host: its part that exists counts, and the root.
+        below = root / path.lstrip("/")
+        for folder in {root, *(one for one in (below, *below.parents) if root in one.parents)}:
+            with suppress(ValueError, IndexError):
+                if controllers:
+                    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                    quota, period = (float(_text(str(folder / name))) for name in names)
+                else:
+                    quota, period = map(float, _text(str(folder / "cpu.max")).split())
+                if quota > 0 and period > 0:
+                    yield quota / period
 
 
 def processor() -> str:

@@ -6,12 +6,12 @@ threads stands a row with the phases of its steps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from moemesh.config.limits import parse_json
 from moemesh.trace.timeline import WorkRecord
 
 # Clocks of several machines, aligned by exchanges that no rank leaves before all have begun.
@@ -143,7 +143,7 @@ def read_profile(folder: Path) -> Profile:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    found: Any = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return cast("dict[str, Any]", found)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from moemesh.config.limits import parse_json
+
 FILE = "provenance.json"
 #: The form of the file, its key "schema".
 SCHEMA = 1
@@ -42,7 +44,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The records of a run's starts, the first one first; none where there is no such file, or it
     cannot be read."""
     try:
-        content: Any = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content: Any = parse_json((folder / FILE).read_text(encoding="utf-8"))
         return [cast("dict[str, Any]", dict(start)) for start in content["starts"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

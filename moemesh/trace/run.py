@@ -13,7 +13,6 @@ import json
 import math
 import os
 import statistics
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from moemesh.config.data import loss_unit
+from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.shown import Shown
 from moemesh.config.suggest import nearest_path
 from moemesh.trace.ledger import Ledger
@@ -250,7 +250,7 @@ class Run(Shown):
         last = self.metrics[-1].step if self.metrics else 0
         try:
             for start in parts_of(self.starts, last):
-                config = tomllib.loads(start.record["config"])
+                config = parse_toml(start.record["config"])
                 steps, data = start._replace(record=config["plan"]), config["data"]
                 sizes = data.get("seq_len"), data.get("global_batch"), config["train"].get("dtype")
                 kind = steps.record, sizes, start.record.get("devices")
@@ -312,7 +312,7 @@ class Run(Shown):
         return cls(
             folder=folder,
             config_text=config_text,
-            config=reader.parse("config.toml", config_text, tomllib.loads) or {},
+            config=reader.parse("config.toml", config_text, parse_toml) or {},
             plan=reader.json("plan.json", _object) or {},
             metrics=tuple(newest[step] for step in sorted(newest)),
             ledgers=ledgers,
@@ -365,7 +365,7 @@ class _Reader:
 
     def json(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
         """The file's JSON object as a trace type, None when missing or malformed."""
-        return self.parse(name, self.text(name), lambda text: parse(_object(json.loads(text))))
+        return self.parse(name, self.text(name), lambda text: parse(_object(parse_json(text))))
 
     def rows(self, name: str, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         """The objects of a JSONL file, one after the other; malformed lines are left out and
@@ -379,14 +379,14 @@ class _Reader:
             # Blocks of lines are read together, which is quicker; one with damage line by line.
             while block := list(itertools.islice(file, _BLOCK)):
                 try:
-                    rows = [parse(value) for value in json.loads(f"[{','.join(block)}]")]
+                    rows = [parse(value) for value in parse_json(f"[{','.join(block)}]")]
                 except _MALFORMED:
                     rows = []
                 if len(rows) != len(block):
                     rows = list[T]()
                     for number, line in enumerate(block, start=first):
                         try:
-                            rows += [parse(_object(json.loads(line)))] if line.strip() else []
+                            rows += [parse(_object(parse_json(line)))] if line.strip() else []
                         except _MALFORMED as error:
                             half = "" if line.endswith("\n") else " (the last one, half-written)"
                             bad.append(f"line {number}{half}: {_reason(error)}")

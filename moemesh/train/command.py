@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -220,7 +219,7 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
     if (epochs := config.train.epochs) is None:
         return config
     batch = config.data.global_batch
-    steps = math.ceil(epochs * samples.num_training / batch)
+    steps = samples.steps(epochs, batch)
     _say_once(
         f"steps    {steps}: {epochs:g} epoch(s) of {samples.num_training:,} samples, {batch} a step"
     )

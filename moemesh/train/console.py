@@ -13,6 +13,7 @@ import torch
 from rich.console import Console as RichConsole
 from rich.live import Live
 
+from moemesh.config.limits import drawn_on, visible
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
@@ -99,19 +100,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         trained = num_trained(config.tuning, model, plan)
         total = num_trained(FULL, model, plan)
         tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
-    # Each source with its tokens, and how often the run reads its training samples.
-    batch = f"{data.global_batch} x {data.seq_len} a step"
-    epochs = samples.epochs(train.steps * data.global_batch)
-    shares = samples.interleaving.counts / samples.interleaving.period
-    lines: list[str] = []
-    for split, share, times in zip(samples.splits, shares, epochs, strict=True):
-        source, read = split.source.name, f"{times:.3g} epochs"
-        if len(samples.splits) == 1:
-            lines.append(f"data     {source}: {split.num_tokens:,} tokens, {batch}, {read}")
-        else:
-            lines.append(f"         {share:6.2%}  {source}: {split.num_tokens:,} tokens, {read}")
-    if len(samples.splits) > 1:
-        lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
+    lines = samples.reading(train.steps, data.global_batch)
     if (learned := samples.num_learned) is not None:
         every = sum(split.num_tokens for split in samples.splits)
         lines.append(f"chat     conversations by the template of {data.tokenizer}")
@@ -144,7 +133,7 @@ class Console:
         self._silent, self._log_every = silent, log_every
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
-        self._rich = RichConsole(highlight=False)
+        self._rich = RichConsole(highlight=False, file=drawn_on(sys.stdout))
         self._live: Live | None = None
         self._view = View("")
         self._drawn_at = 0.0
@@ -212,7 +201,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._terminal:
-            self._safely(lambda: self._rich.print(text, markup=False))
+            self._safely(lambda: self._rich.print(visible(text), markup=False))
         else:
             self._safely(lambda: print(text, flush=True))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from moemesh.config.errors import public
+from moemesh.config.limits import parse_json
 from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
@@ -60,7 +60,7 @@ def train(
         raise KeyboardInterrupt
     if code:
         try:
-            found = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
+            found = parse_json((folder / "failure.json").read_text(encoding="utf-8"))
             reason = f"rank {found['rank']} failed: {found['message']}"
         except (OSError, ValueError, KeyError, TypeError):
             reason = "the run did not come to its end"

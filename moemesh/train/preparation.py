@@ -37,6 +37,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
 from moemesh.sharding.parameters import tuned_tensors
+from moemesh.trace.machine import usable_cores
 from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.rows import missing_package
@@ -356,7 +357,7 @@ def preflight_warnings(
                     f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks "
                     f"waiting for {rate:.0%} of a step: more microbatches wait less"
                 )
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if ranks_on_cpu > RANKS_PER_CORE * cores:
         yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
 

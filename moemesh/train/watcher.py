@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from moemesh.config.limits import parse_json
 from moemesh.train.records.failure import (
     advice_on,
     details,
@@ -69,7 +70,7 @@ class WatcherSpec:
     @staticmethod
     def of(text: str) -> WatcherSpec:
         """From the JSON of its fields, as the command line has it."""
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = parse_json(text)
         found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
         return WatcherSpec(**found)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.trace.machine import boot_name
 
 FILE = "lease"
@@ -212,7 +213,8 @@ class Lease:
 def read_epoch(folder: Path) -> int | None:
     """The epoch in the lease of `folder`; None where it cannot be read."""
     try:
-        return int(json.loads((folder / FILE).read_bytes())["epoch"])
+        with (folder / FILE).open("rb") as file:
+            return int(parse_json(file.read(_BYTES))["epoch"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -221,7 +223,8 @@ def read_claim(folder: Path) -> tuple[str, int] | None:
     """The identity of the run in `folder`, and its claim to a folder of checkpoints elsewhere; None
     where it has none."""
     try:
-        body = json.loads((folder / FILE).read_bytes())
+        with (folder / FILE).open("rb") as file:
+            body = parse_json(file.read(_BYTES))
         return str(body["run"]), int(body["claim"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -237,7 +240,7 @@ def _in_use(folder: Path, holder: str) -> RunFolderError:
 
 def _open(file: Path) -> int:
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be opened ({error.strerror})") from error
 
@@ -257,7 +260,7 @@ def _lock(handle: int, file: Path) -> bool:
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        found = parse_json(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

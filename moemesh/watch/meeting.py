@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.limits import parse_json
 from moemesh.trace.machine import SHARED_MEMORY, process_namespace, zombie_exit_code
 from moemesh.trace.run import is_locked
 from moemesh.watch.peers import ADDRESS, listen
@@ -106,7 +107,7 @@ def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
 def read_told(folder: Path, rank: int) -> Told | None:
     """The exception that a rank has told of, if it has."""
     try:
-        return Told(**json.loads((folder / f"told-{rank}.json").read_text()))
+        return Told(**parse_json((folder / f"told-{rank}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from moemesh.config.limits import parse_json
 from moemesh.watch.verdict import LostHost
 
 #: Files of the folder in which the ranks of a node meet: where its watcher listens, and the others.
@@ -78,7 +79,7 @@ def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) 
     address: Sequence[Any] = ("", 0)
     if folder is not None:
         with suppress(OSError, ValueError):
-            address = json.loads((folder / ADDRESS).read_text())
+            address = parse_json((folder / ADDRESS).read_text())
     own = {"first": first, "num_ranks": len(ranks), "host": socket.gethostname()}
     own |= {"address": address[0], "port": address[1]}
     if first:
@@ -86,7 +87,7 @@ def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) 
     else:
         nodes: list[dict[str, Any]] = [own]
         while (following := nodes[-1]["first"] + nodes[-1]["num_ranks"]) < world_size:
-            nodes.append(json.loads(store.get(f"watcher/{following}")))
+            nodes.append(parse_json(store.get(f"watcher/{following}")))
         store.set("watchers", json.dumps({"token": secrets.token_hex(32), "nodes": nodes}))
     found = store.get("watchers")
     if folder is not None:
@@ -171,7 +172,7 @@ class Peers:
     def _meet(self, listener: socket.socket) -> bool:
         """Read who the others are, once the first rank has been told."""
         try:
-            found: Mapping[str, Any] = json.loads(self._file.read_text())
+            found: Mapping[str, Any] = parse_json(self._file.read_text())
         except (OSError, ValueError):
             return False
         self._token = bytes.fromhex(found["token"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from moemesh.config.jobs import ClusterJob
+from moemesh.sharding.load_run import load_run
 from tests.test_cli import Invoke
 
 yaml = pytest.importorskip("yaml")
@@ -84,3 +87,50 @@ def test_one_machine_of_skypilot_has_the_configuration_and_a_bucket(
 def test_local_trains_here(invoke: Invoke) -> None:
     _, out, _ = invoke("launch", "--out", "/tmp/x", "--local", "--dry-run")
     assert out == "moemesh train --out /tmp/x\n"
+
+
+HOSTILE = [
+    "data.path=/a b/'quoted' \"twice\" $HOME `id` $(id) $$(id) # no comment",
+    "data.path=two\nlines\n  and: yaml\n- item",
+    "data.path=ü 漢字 \U0001f600 \u2028 \x85 \x1b]0;x\x07 \u202e",
+    "-x.y=--leading {dash: [a, b]}  two  blanks ",
+    "data.path=back\\slash\\n 'and\nboth' \udcff",
+]
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_every_word_arrives_as_it_was_given(word: str, tmp_path: Path) -> None:
+    out = Path(f"/shared/{word.partition('=')[2]}/no")
+    arguments = ("train", "--set", word, "--out", str(out))
+    directory = tmp_path / "a\nfolder's $x"
+    directory.mkdir()
+    stub = tmp_path / "stub"
+    stub.write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" > "$SEEN"\n')
+    stub.chmod(0o755)
+    for name in ("srun", "torchrun"):
+        (tmp_path / name).hardlink_to(stub)
+    job = ClusterJob.of(
+        load_run([], ["plan.dp=2"], {}).config, arguments, out, 2, directory=str(directory)
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SEEN": str(tmp_path / "seen")}
+    environment |= {"NODE_RANK": "0", "MASTER_ADDR": "host", "SKYPILOT_NODE_IPS": "host"}
+    for launcher in ("slurm", "torchrun", "k8s", "sky"):
+        text = job.text(launcher)
+        script = text
+        if launcher == "k8s":
+            (container,) = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"][
+                "containers"
+            ]
+            # As Kubernetes replaces variables in arguments.
+            script = re.sub(
+                r"\$(\$|\([^)]*\))", lambda m: "$" * (m[1] == "$"), container["args"][0]
+            )
+            assert container["volumeMounts"][0]["mountPath"] == str(out.parent)
+        elif launcher == "sky":
+            task = yaml.safe_load(text)
+            script = task["run"]
+            assert task["name"] == "no" and str(out.parent) in task["file_mounts"]
+        (tmp_path / "seen").unlink(missing_ok=True)
+        subprocess.run(["bash", "-c", script], env=environment, check=True, capture_output=True)
+        seen = (tmp_path / "seen").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+        assert seen[seen.index("moemesh") + 1 :] == list(arguments), launcher

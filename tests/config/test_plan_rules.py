@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.errors import ConfigError
 from moemesh.config.layout import SHARDED_AXES, Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.sharding.load_run import load_run
 
 
 def messages(problems: list) -> str:
@@ -84,3 +86,14 @@ def test_suggested_degrees_are_legal() -> None:
                 for value in re.findall(r"\d+", values):
                     again = Plan(**{**degrees, name: int(value)}).check(ModelConfig())
                     assert problem.message.split("(")[0] not in messages(again), (name, value)
+
+
+def test_interleaving_takes_two_stages_a_rank() -> None:
+    given = ["plan.schedule=interleaved_1f1b", "plan.pp=2", "plan.microbatches=2"]
+    found = load_run([], given, {})
+    assert found.config.plan.stages_per_rank == 2
+    assert found.origins["plan.stages_per_rank"] == "default by plan.schedule"
+    assert load_run([], [*given, "plan.stages_per_rank=1"], {}).config.plan.stages_per_rank == 1
+    assert load_run([], ["plan.pp=2"], {}).config.plan.stages_per_rank == 1
+    with pytest.raises(ConfigError, match=r"pp\*stages_per_rank \(2\*2 = 4\) stages"):
+        load_run([], [*given, "model.num_layers=3"], {})

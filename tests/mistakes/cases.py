@@ -96,7 +96,6 @@ FOREIGN: list[Mistake] = [
         "tokenize broken.jsonl out --tokenizer bytes", "broken.jsonl", "line 2", found_late=True
     ),
     foreign("tokenize text.txt text.txt/out --tokenizer bytes", "text.txt"),
-    foreign("config migrate damaged.json", "damaged.json", "not valid TOML"),
 ]
 #: Mistakes only where there is no GPU.
 if not signs_of_gpus():

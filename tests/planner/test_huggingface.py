@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import moemesh as mm
 from moemesh.config.errors import ConfigError
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.load_shape import load_model
@@ -215,3 +216,25 @@ def test_broken_json(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             load_model(str(file))
+
+
+def test_adapters_of_a_model_without_weights_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                "intermediate_size": 6144, "vocab_size": 151936, "norm_topk_prob": True,
+                "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+            }
+        )
+    )  # fmt: skip
+    asked = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 64, "top": 1}
+    settings = ["lora.rank=16"]
+    (folder,) = mm.plan(model=tmp_path, settings=settings, **asked)
+    (preset,) = mm.plan(model="qwen3-30b-a3b", settings=settings, **asked)
+    (full,) = mm.plan(model=tmp_path, **(asked | {"nodes": 8}))
+    assert folder.seconds == preset.seconds
+    assert folder.memory_bytes == preset.memory_bytes
+    assert folder.command is None and full.memory_bytes > 0

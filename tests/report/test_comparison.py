@@ -27,9 +27,9 @@ def words(table: str) -> str:
 
 def test_what_differs_comes_first(runs):
     found = tables(read(page.write_comparison(*runs)))
-    assert next(iter(found)) == "Keys whose values differ"
+    assert next(iter(found)) == "Keys that differ"
     # A key that one file does not have stands for its default: schedule is 1f1b in both.
-    rows = words(found["Keys whose values differ"])
+    rows = words(found["Keys that differ"])
     assert rows == "Key first second plan.tp 2 4 train.lr 0.001 0.002"
 
 

@@ -231,7 +231,7 @@ def test_transports() -> None:
     assert link.starts[1][0] == 1 + 6 + 2
     assert link.starts[1][2] == max(link.ends[1][1], 1 + 6 + 6 + 2)
     assert simulate(schedule, costs).starts[1][0] == 3
-    with pytest.raises(ValueError, match="transport 'pigeon'"):
+    with pytest.raises(ValueError, match="transport cannot be 'pigeon'"):
         simulate(schedule, costs, transport="pigeon")  # type: ignore[arg-type]
 
 

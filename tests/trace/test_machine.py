@@ -63,6 +63,38 @@ def test_linux_is_read() -> None:
     assert machine.return_freed_memory()
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 1),
+        ("0::/a/b", {"a/cpu.max": "900000 100000", "a/b/cpu.max": "300000 100000"}, 3),
+        # The path in a container is that of the host.
+        ("0::/kubepods/pod", {"cpu.max": "400000 100000"}, 4),
+        (
+            "4:cpu,cpuacct:/docker/1\n3:memory:/x",
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("0::/", {"cpu.max": "max 100000"}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_cores_within_the_quota_of_the_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert machine.usable_cores() == cores
+
+
 def test_sockets_that_others_reach_are_found() -> None:
     with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
         assert len(open_sockets([os.getpid()]) or ()) == 1

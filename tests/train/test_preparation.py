@@ -40,7 +40,8 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         "plan     2 rank(s)  pp=1  dp=2  cp=1  tp=1  ep=2  etp=1  edp=1",
         "steps    3 steps of 32 sequences of 32 tokens",
         "data     a.txt: 1 file(s), 0.0 MB",
-        "samples  237 for training, read 0.405 times; 12 for validation",
+        "data     a.txt: 8,000 tokens, 32 x 32 a step, 0.405 epochs",
+        "samples  237 for training, 12 for validation",
         "note: train.warmup_steps = 4 is no less than train.steps = 3",
         "resume   nothing there: a new run",
     ):
@@ -50,6 +51,21 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
     )
     assert "checkpoints/step-3\n" in done.stdout
     assert [path.name for path in here.iterdir()] == ["a.txt"]
+
+
+def test_a_dry_run_and_a_run_count_the_epochs_of_each_source_alike(
+    here: Path, invoke: Invoke
+) -> None:
+    (here / "b.txt").write_text("other words\n" * 9_000)
+    given = ["data.sources=[{path='a.txt', weight=0.5}, {path='b.txt', weight=0.5}]"]
+    given += ["data.seq_len=32", "train.epochs=1", "data.global_batch=64", "model.num_layers=2"]
+    code, out, _ = invoke("train", "--dry-run", *sets(*given))
+    assert code == 0
+    read = re.findall(r"50\.00%  .*, ([\d.]+) epochs", out)
+    # Half of as many samples as both have, over those of each: 237 and 3,206 of 95 in 100.
+    steps = -(-(237 + 3206) // 64)
+    assert read == [f"{steps * 32 / size:.3g}" for size in (237, 3206)]
+    assert "data     2 sources, 64 x 32 a step" in out
 
 
 def test_a_dry_run_of_a_run_that_goes_on(here: Path, invoke: Invoke) -> None:

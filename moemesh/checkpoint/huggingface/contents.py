@@ -18,7 +18,6 @@ is bounded and checked against the file, and index and headers must agree, befor
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from math import prod
@@ -30,6 +29,7 @@ from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
 from moemesh.config.huggingface.folder import INDEX, SINGLE, once
 from moemesh.config.huggingface.model import Quantization
+from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
@@ -93,6 +93,9 @@ class FolderContents:
             if not isinstance(index, dict) or not index:
                 raise CheckpointError(f"{path / INDEX}: has no weight_map")
             for name, file in index.items():
+                if one_line(name) != name:
+                    shown = one_line(name)[:80]
+                    raise CheckpointError(f"{path / INDEX}: control characters in a name: {shown}")
                 if not isinstance(file, str) or not _FILE.fullmatch(file):
                     raise CheckpointError(
                         f"{path / INDEX}: places {name} in {file!r}, which is no plain file name "
@@ -232,8 +235,8 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     if len(raw) > limit:
         raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
     try:
-        found = json.loads(raw, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(raw, object_pairs_hook=once)
+    except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, cast
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.model import model_values
+from moemesh.config.limits import parse_json
 from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.suggest import nearest_path
@@ -46,8 +46,8 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
     try:
-        found: object = json.loads(raw, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        found: object = parse_json(raw, object_pairs_hook=once)
+    except ValueError as error:
         raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
@@ -64,19 +64,19 @@ def _has_own_head(folder: Path) -> bool:
     try:
         index: dict[str, str] = {}
         if not (folder / SINGLE).exists():
-            index = json.loads((folder / INDEX).read_bytes())["weight_map"]
+            index = parse_json((folder / INDEX).read_bytes())["weight_map"]
         files = {name: folder / Path(index.get(name, SINGLE)).name for name in (EMBEDDING, HEAD)}
         if not all(file.is_file() for file in files.values()):
             return False
         return not _are_equal(*(_place(file, name) for name, file in files.items()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def _place(file: Path, name: str) -> _Place:
     with file.open("rb") as stream:
         length, status = int.from_bytes(stream.read(8), "little"), file.stat()
-        entry = json.loads(stream.read(min(length, _HEADER_LIMIT)))[name]
+        entry = parse_json(stream.read(min(length, _HEADER_LIMIT)))[name]
     begin, end = entry["data_offsets"]
     if not 0 <= begin <= end <= status.st_size:
         raise ValueError("the header does not describe the file")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.plan import ScheduleName
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.parameters import Convention, count_flops
@@ -282,7 +282,7 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     path = archs or table.with_name("model_archs.json")
     if archs is not None or path.exists():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the architectures {path}: {error}") from None
         if not isinstance(found, dict):

@@ -248,7 +248,7 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
     if problems or known is None or machine is None:
         raise ConfigError(problems)
     if request.settings:
-        if known.config is None:
+        if (config := known.config or known.sizes) is None:
             raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
         for setting in request.settings:
             key = setting.partition("=")[0].strip()
@@ -256,7 +256,7 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
                 message = "a search takes from --set what trains, and chooses the rest itself"
                 fix = "keys such as lora.rank, train.freeze or train.train_only"
                 raise ConfigError([Problem.of("conflict", key, None, message, fix)])
-        words = [*_words(_model_settings(known)), *request.settings]
+        words = [*_words(_model_settings(known._replace(config=config))), *request.settings]
         run = load_run([], words, environ={}).config
         known = known._replace(settings=tuple(request.settings), run=run)
     space = Space(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,12 +14,12 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.huggingface.sizes import alternating_windows
+from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
-from moemesh.config.schema import aliases
 from moemesh.config.sources import RUN_CONFIG, Leaf, preset_names, read_preset_table
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
 
@@ -159,6 +159,8 @@ class Model(NamedTuple):
     settings: tuple[str, ...] = ()
     run: RunConfig | None = None
     why_not: str = f"it is a shape, which is only planned: {TRAINED}"
+    #: The configuration of a model that is not trained because its weights are missing.
+    sizes: ModelConfig | None = None
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
@@ -203,12 +205,14 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         is_in_folder = path.name in (CONFIG, RUN_CONFIG)
         name, origin = path.resolve().parent.name if is_in_folder else path.stem, str(path)
         if path.suffix == ".json":
-            shape = from_huggingface(read_config(path, "model"), name)
-            why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
-            return Model(shape, None, why_not=why_not)
+            given = read_config(path, "model")
+            why_not, sizes = f"a {CONFIG} without weights is only planned: {TRAINED}", None
+            with suppress(ConfigError):
+                sizes = _config(model_values(given))
+            return Model(from_huggingface(given, name), None, why_not=why_not, sizes=sizes)
         try:
-            table = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
+            table = parse_toml(text)
+        except ValueError as error:
             raise _refused("syntax", source, unreadable(error)) from None
     try:
         return _from_table(table, name)

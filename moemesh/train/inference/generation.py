@@ -7,7 +7,6 @@ requests, no paged memory. For serving, convert the run and take a server.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from torch import Tensor
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.limits import parse_json
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
@@ -238,7 +238,7 @@ def prompts_of(file: Path) -> list[str]:
     if file.suffix == ".jsonl":
         for number, line in enumerate(lines):
             try:
-                lines[number] = json.loads(line)["prompt"]
+                lines[number] = parse_json(line)["prompt"]
                 assert isinstance(lines[number], str)
             except (ValueError, TypeError, KeyError, AssertionError) as error:
                 need = 'a line is an object such as {"prompt": "2 + 2 is"}'
@@ -331,7 +331,7 @@ def generate(
         if not file.is_file():
             continue
         try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a JSON object ({error})") from error
         if found is not None:

@@ -27,6 +27,7 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.limits import parse_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
@@ -103,7 +104,7 @@ def begin_bundle(
 def finish_bundle(folder: Path, found: NonfiniteOrigin, num_updates: int, mesh: Mesh) -> None:
     """Add what was found, and how many updates the weights had seen; all ranks call."""
     if mesh.rank == 0:
-        body = json.loads((folder / BODY).read_text(encoding="utf-8"))
+        body = parse_json((folder / BODY).read_text(encoding="utf-8"))
         body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
         (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     barrier(mesh.control)
@@ -116,7 +117,7 @@ class ReproBundle:
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         """Raises UserError when `folder` is no whole bundle."""
         try:
-            body: dict[str, Any] = json.loads((folder / BODY).read_text(encoding="utf-8"))
+            body: dict[str, Any] = parse_json((folder / BODY).read_text(encoding="utf-8"))
             if body["format"] != _FORMAT:
                 raise UserError(f"{folder}: a bundle of format {body['format']}, not {_FORMAT}")
             self._batch = load_file(folder / BATCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
+from moemesh.config.limits import parse_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.rows import RowLog
@@ -89,7 +89,7 @@ def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError, KeyError, TypeError, AttributeError):
-                loads = LayerLoads.from_json(json.loads(line))
+                loads = LayerLoads.from_json(parse_json(line))
                 if rows and rows[0].step != loads.step:
                     yield rows[0].step, rows
                     rows = []

@@ -19,6 +19,7 @@ from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
+from moemesh.config.limits import parse_json
 from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 from moemesh.watch.failures import cause_of
 from moemesh.watch.progress_words import Collective, Word, own_word
@@ -140,7 +141,7 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
 
 def _epoch_of(file: Path) -> int | None:
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["epoch"])
+        return int(parse_json(file.read_text(encoding="utf-8"))["epoch"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from moemesh.checkpoint.files import explain, replace_by
+from moemesh.config.limits import parse_json
 from moemesh.trace.run import MetricsRow
 
 Row = dict[str, Any]
 
+#: Flags of a file of rows, which is no link to another file.
+_APPENDS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 #: So many rows wait in memory while nothing can be written; of more the oldest are lost.
 MOST_WAITING = 4096
 
@@ -73,7 +76,7 @@ class RowLog:
         return not self._waiting or self.append(())
 
     def _write(self, data: bytes) -> None:
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(self.path, _APPENDS, 0o644)
         try:
             size = os.fstat(handle).st_size
             if not self._is_open and size and os.pread(handle, 1, size - 1) != b"\n":
@@ -141,8 +144,8 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
     with path.open("rb") as file:
         for line in file:
             found = None
-            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                row = cast("Row", json.loads(line))
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                row = cast("Row", parse_json(line))
                 step, steps = row["step"], row.get("steps", 1)
                 if type(step) is int and type(steps) is int:
                     found = step, steps

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
+from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
@@ -101,6 +101,7 @@ class RunFolder:
         """
         path = Path(path).expanduser()
         names = names_in(path)
+        _refuse_links(path)
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
         if str(checkpoints).startswith("memory://"):
             raise RunFolderError(
@@ -181,7 +182,7 @@ class RunFolder:
                 return Recorded(config, state.get("data"), whose)
             break
         try:
-            data = json.loads(self._read_text(DATA) or "null")
+            data = parse_json(self._read_text(DATA) or "null")
         except ValueError as error:
             raise RunFolderError(f"{self.path / DATA}: is no JSON ({error})") from error
         return Recorded(text, data, f"the run in {self.path}")
@@ -288,6 +289,20 @@ class RunFolder:
         return self.path / name
 
 
+def _refuse_links(path: Path) -> None:
+    """Raises RunFolderError for a link in the folder of a run: what the run writes under its name
+    would change another file. A device (/dev/null) is none, and checkpoints follow no links."""
+    for home, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            link = Path(home, name)
+            if link.is_symlink() and not link.is_char_device():
+                raise RunFolderError(
+                    f"{link} is a symbolic link, through which a run does not write: remove it, or "
+                    "choose another folder"
+                )
+        folders[:] = [name for name in folders if name != CHECKPOINTS]
+
+
 #: The name by which --allow-change accepts data that were changed in place.
 DATA_CHANGE = "data"
 
@@ -346,7 +361,7 @@ def checkpoints_of(run: Path) -> Place:
     """The place of the checkpoints of the run in a folder, as its config.toml says."""
     try:
         with (run / CONFIG).open("rb") as file:
-            kept_at = tomllib.load(file)["train"]["checkpoint_folder"]
+            kept_at = parse_toml(file.read().decode())["train"]["checkpoint_folder"]
     except (OSError, ValueError, KeyError, TypeError):
         kept_at = ""
     return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
@@ -406,7 +421,7 @@ def record_of_data(samples: Samples) -> dict[str, Any]:
 def was_tuned_on_conversations(run: Path) -> bool:
     """Whether some source of the run in this folder, if it is one, has conversations."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        sources = json.loads((run / DATA).read_text(encoding="utf-8"))["sources"]
+        sources = parse_json((run / DATA).read_text(encoding="utf-8"))["sources"]
         return any(one.get("loss_tokens") is not None for one in sources)
     return False
 

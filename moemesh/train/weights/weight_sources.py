@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -22,6 +21,7 @@ from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
 from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, quantization_of
+from moemesh.config.limits import parse_json
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
@@ -89,7 +89,7 @@ def check_folder(source: Path) -> None:
     if (source / SINGLE).exists():
         return
     try:
-        index: Any = json.loads((source / INDEX).read_text(encoding="utf-8"))
+        index: Any = parse_json((source / INDEX).read_text(encoding="utf-8"))
         files = sorted({str(file) for file in index["weight_map"].values()})
     except FileNotFoundError:
         return
@@ -163,7 +163,7 @@ def written_text(out: Path, kind: Written) -> str:
             held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
-        rank = json.loads((out / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
+        rank = parse_json((out / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
         names = {name: key for key, name in DTYPES.items()}
         found = read_header(file).values()
         held += [(names[entry.dtype], entry.num_bytes) for entry in found]

@@ -1,4 +1,4 @@
-"""The version of a file's keys: read, written by `migrate`, and refused where it is later."""
+"""The version of a file's keys: read, and refused where it is later; and `config diff`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,17 @@ def test_the_version_of_a_file(tmp_path: Path) -> None:
             load_run([path], [], {})
 
 
-def test_migrate_and_diff_as_verbs(
-    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diff_as_a_verb(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def config(*words: str) -> tuple[int, str]:
         return invoke("config", *words)[:2]
 
-    Path("a.toml").write_text("# mine\n[train]\nlr = 0.1  # fast\n")
-    wanted = "# mine\nschema_version = 1\n\n[train]\nlr = 0.1  # fast\n"
-    assert config("migrate", "a.toml", "--dry-run") == (0, wanted)
-    assert "schema_version" not in Path("a.toml").read_text()
-    assert config("migrate", "a.toml") == (0, "a.toml: schema_version = 1\n")
-    assert Path("a.toml").read_text() == wanted
-    assert config("migrate", "a.toml") == (0, "a.toml: nothing to change\n")
+    Path("a.toml").write_text("schema_version = 1\n\n[train]\nlr = 0.1  # fast\n")
     Path("b.toml").write_text("[plan]\ndp = 2\n[train]\nlr = 0.1\n")
     difference = "plan.dp   (layout)\n    a.toml: 1   # default\n    b.toml: 2   # b.toml:2\n"
     assert config("diff", "a.toml", "b.toml") == (0, difference)
     (one,) = json.loads(config("diff", "a.toml", "b.toml", "--json")[1])
     assert (one["key"], one["a"], one["b"], one["kind"]) == ("plan.dp", 1, 2, "layout")
     assert config("diff", "a.toml", "a.toml")[1].endswith("are the same configuration\n")
-    assert config("diff", "a.toml", "none.toml")[0] == config("migrate", "none.toml")[0] == 2
+    assert config("diff", "a.toml", "none.toml")[0] == 2

@@ -1,0 +1,81 @@
+"""Limits of what is read from files, and of the characters that a terminal gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from io import TextIOWrapper
+from typing import Any
+
+#: Characters of the longest JSON text that is read; files of runs and models are far below it.
+LARGEST_JSON = 1 << 29
+#: A key of a hundred parts; tomllib takes time with the square of their number.
+_LONG_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
+#: Characters that steer a terminal (C0, C1), end a line elsewhere, or turn its direction.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
+)
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value of a JSON text. Raises ValueError for what is no JSON, and for a text that is too
+    long or nested too deeply."""
+    if len(text) > LARGEST_JSON:
+        raise ValueError(f"longer than {LARGEST_JSON:,} characters")
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text. Raises ValueError for what is no TOML, and for a text that is
+    nested too deeply or has a key of too many parts."""
+    if match := _LONG_KEY.search(text):
+        line = text.count("\n", 0, match.start()) + 1
+        raise ValueError(f"a key has more than 100 parts (at line {line}, column 1)")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def visible(text: str) -> str:
+    """`text` with escapes in place of characters that would steer a terminal."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same without ends of lines."""
+    return visible(text).replace("\n", "\\n")
+
+
+class VisibleText(TextIOWrapper):
+    """A stream in place of `stream`, in whose text every control character is escaped: all that a
+    verb prints may come from a file. `stream` is for what the verbs draw themselves."""
+
+    def __init__(self, stream: TextIOWrapper) -> None:
+        super().__init__(
+            stream.buffer,
+            stream.encoding,
+            "backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return super().write(visible(text))
+
+
+def drawn_on(stream: Any) -> Any:
+    """The stream for text with colours and moves of the cursor, whose content is escaped
+    already."""
+    stream.flush()
+    return getattr(stream, "stream", stream)
