@@ -46,6 +46,7 @@ from moemesh.train.records.run_folder import (
 from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
 from moemesh.watch import progress_words
+from moemesh.watch.lease import LeaseLost
 from moemesh.watch.progress_words import FINISH, SETUP
 from moemesh.watch.supervisor import STOPPING, Ended, StopRequest, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
@@ -54,6 +55,9 @@ from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
 _CUDA_FLOOR_SECONDS = 180.0
 #: The ranks have ended: the question where to go on may take its time, but not forever.
 _STORE_SECONDS = 60.0
+
+#: Errors that break a run, though a user may have caused them.
+BROKE = (CheckpointError, LeaseLost)
 
 CAME_TWICE = "it came twice at the same place"
 
@@ -122,20 +126,28 @@ def train_supervised(
             logs=logs,
             limits=limits_of(config),
             answer=STOPPING,
-            still_ours=folder.is_ours,
+            check=folder.check_lease,
             notice=lambda slow: failure.tell_slow(slow, events),
         )
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        step, is_ours = failure.newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
+        if (reason := folder.why_lost()) is not None:
+            lost = folder.lease_lost(reason)
+            advice = str(lost.facts["advice"])
+            if (place := folder.present_path()) is not None:
+                action = "ended the run"
+                failure.write_verdict(
+                    place, ended, epoch=folder.epoch, action=action, advice=advice
+                )
+            failure.say(f"moemesh: {lost}\n{advice}")
+            return 1
+        step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
-        goes_on = is_ours and refused is None
+        goes_on = refused is None
         failure.say(
             describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if goes_on else logs)
         )
-        if not is_ours:
-            return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
         word = verdict.seen.word
         at = word.step if word is not None else None
@@ -180,7 +192,7 @@ def train(
         if problems := preparation.untrainable(request.readable, path):
             raise ConfigError(problems)
         if launch.launched():
-            folder = RunFolder.open(path, None, config.train.checkpoint_folder)
+            folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
             return _rank(request, config, folder)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config)
@@ -305,7 +317,7 @@ def _rank(
         folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
     except Exception as error:
-        is_told = isinstance(error, CheckpointError) or launch.launched() or launch.watched()
+        is_told = isinstance(error, BROKE) or launch.launched() or launch.watched()
         if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
             raise
         return _fail(error, rank, path, folder)
@@ -324,16 +336,19 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
         launch.await_verdict()
         if launch.launched() and rank > 0:
             traceback.print_exception(error)
-        return 1 if isinstance(error, CheckpointError) or not is_user_error(error) else 2
+        return 1 if isinstance(error, BROKE) or not is_user_error(error) else 2
     advice = str((getattr(error, "facts", None) or {}).get("advice", ""))
     if not advice and not is_final:
         advice = failure.go_on(path, ["moemesh", *sys.argv[1:]])
     advice = advice or "checkpoints are untouched; the same command would fail again"
-    if path.is_dir():
-        epoch = folder.epoch if folder is not None else None
-        failure.write_failure(path, error, rank, advice=advice, epoch=epoch)
-    text = f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"
-    print(f"{text}\n{failure.details(path)}\n{advice}", file=sys.stderr, flush=True)
+    lines = [f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"]
+    place = path if folder is None else folder.present_path()
+    if place is not None:
+        if place.is_dir():
+            epoch = folder.epoch if folder is not None else None
+            failure.write_failure(place, error, rank, advice=advice, epoch=epoch)
+        lines.append(failure.details(place))
+    print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
     return 1
 
 

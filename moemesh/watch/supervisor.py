@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from moemesh.trace.machine import process_state
 from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.lease import RunFolderError
 from moemesh.watch.meeting import STACK_SIGNAL, WORDS, meeting_place, read_told, stack_file
 from moemesh.watch.progress_words import RANK_BYTES, SETUP, Word, WordFile
 from moemesh.watch.verdict import Judge, Limits, Seen, Told, Verdict
@@ -375,16 +376,17 @@ class Supervisor:
         limits: Limits = _LIMITS,
         grace_seconds: float = 120,
         answer: str = STOPPING_SOON,
-        still_ours: Callable[[], bool] = lambda: True,
+        check: Callable[[], None] = lambda: None,
         notice: Callable[[SlowRank], None] = lambda slow: None,
     ) -> None:
         """`command`: of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is said at the first Ctrl-C.
-        `still_ours`: whether the run may go on; asked once a second. `notice` gets slow ranks.
+        `check` raises a RunFolderError where the run must end; called once a second. `notice` gets
+        slow ranks.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._limits, self._notice = limits, notice
-        self._grace, self._answer, self._still_ours = grace_seconds, answer, still_ours
+        self._grace, self._answer, self._check = grace_seconds, answer, check
         self._signals: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -454,11 +456,14 @@ class Supervisor:
             verdict = watcher.verdict(now, seen)
             if verdict is None and now - checked_at > 1.0:
                 checked_at = now
-                if not self._still_ours():
-                    text = "another run has taken over the folder"
-                    told = Told(kind="RunFolderError", message=text, at=now, is_final=True)
-                    one = Seen(rank=0, exit_code=2, word=seen[0].word, told=told)
-                    verdict = Verdict(kind="exception", rank=0, message=text, seen=one)
+                try:
+                    self._check()
+                except RunFolderError as error:
+                    content: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+                    facts = getattr(error, "facts", {})
+                    told = Told(**content, at=now, facts=facts, is_final=True)
+                    one = Seen(rank=0, exit_code=1, word=seen[0].word, told=told)
+                    verdict = Verdict(kind="exception", rank=0, message=str(error), seen=one)
             if verdict is not None:
                 return watcher.failed(verdict, seen, self._logs)
             if all(one.has_left(now) for one in seen) and not watcher.judge.is_deciding:

@@ -31,7 +31,7 @@ from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import meeting, supervisor
 from moemesh.watch.failures import cause_of
-from moemesh.watch.lease import read_epoch
+from moemesh.watch.lease import read_start
 from moemesh.watch.meeting import (
     WORDS,
     Guests,
@@ -406,7 +406,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
 ) -> None:
     """It may be behind the network that is cut."""
     monkeypatch.setattr(watcher, "_REPORT_SECONDS", 0.2)
-    monkeypatch.setattr(watcher, "read_epoch", lambda path: threading.Event().wait())
+    monkeypatch.setattr(watcher, "read_start", lambda path: threading.Event().wait())
     run = tmp_path / "run"
     run.mkdir()
     assert watch(node, run, "wait", "kill") == [-9, -9]
@@ -484,7 +484,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "failures/1/failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
-    assert f"moemesh: {report['action']}" in done.stderr and read_epoch(out) == 2
+    assert f"moemesh: {report['action']}" in done.stderr and read_start(out)[1] == 2
     # Of what rank 0 met because of it nobody speaks, and torchrun holds the same rank to be first.
     assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
     assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr
