@@ -109,8 +109,9 @@ def load_checkpoint(
         for path, leaf in leaves.items():
             if store.is_tensor(leaf) != (path in tensor_names):
                 what = "a tensor" if path in tensor_names else f"the value {saved[path]!r}"
+                kind = type(leaf).__name__
                 raise CheckpointError(
-                    f"{checkpoint.path}: {path} is {what}, the state has the type {type(leaf).__name__}"
+                    f"{checkpoint.path}: {path} is {what}, the state has the type {kind}"
                 )
         shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
         checkpoint.check(shards)

@@ -126,13 +126,13 @@ def flatten(tree: Any) -> dict[str, Any]:
     def take(path: str, leaf: Any) -> None:
         if not path and (is_tensor(leaf) or not isinstance(leaf, (Mapping, list, tuple))):
             raise CheckpointError(
-                f"the state is of type {type(leaf).__name__}: it must be a dict or list of tensors, "
-                "numbers, texts, modules and optimizers, or a module"
+                f"the state is of type {type(leaf).__name__}: it must be a dict or list of "
+                "tensors, numbers, texts, modules and optimizers, or a module"
             )
         if not is_tensor(leaf) and not isinstance(leaf, _VALUES):
             raise CheckpointError(
-                f"{path}: the type {type(leaf).__name__} is not supported; a state has tensors, numbers, "
-                "texts, None, and dicts and lists of them"
+                f"{path}: the type {type(leaf).__name__} is not supported; a state has tensors, "
+                "numbers, texts, None, and dicts and lists of them"
             )
         found[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
 
