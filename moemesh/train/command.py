@@ -18,6 +18,7 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.slurm import RankError
 from moemesh.config.errors import ConfigError, UserError, is_user_error
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
@@ -100,7 +101,7 @@ def _place(verdict: Verdict) -> tuple[object, ...] | None:
 
 def limits_of(config: RunConfig) -> Limits:
     """The seconds that ranks of a run may be without progress."""
-    on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = _on_cpu(config)
     floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds
     return Limits(patience=patience, floor=floor, aborts_follow=not on_cpu)
@@ -172,6 +173,10 @@ def train_supervised(
             return ended.code
 
 
+def _on_cpu(config: RunConfig) -> bool:
+    return config.train.device == "cpu" or not torch.cuda.is_available()
+
+
 class WorldSizeError(UserError):
     """The number of ranks that were started is not the number that the plan needs."""
 
@@ -188,6 +193,8 @@ def train(
     """
     launch.attach()
     config, path = request.config, request.path
+    if config.plan.world_size > 1 and _on_cpu(config):
+        launch.refuse_interfaces()
     if launch.joined():
         if problems := preparation.untrainable(request.readable, path):
             raise ConfigError(problems)
@@ -276,7 +283,12 @@ def _rank(
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress_words.phase(SETUP)
     try:
-        ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
+        ranks = launch.start(
+            config.train.device,
+            config.train.timeout_seconds,
+            config.train.dtype,
+            lambda: stop.exit_code if stop.requested else None,
+        )
         check_world_size(config, ranks.world_size)
         alone = ranks.world_size == 1
         layout = config.plan.layout
@@ -316,6 +328,9 @@ def _rank(
         launch.stop(code)
         folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
+    except RankError:  # before there was a run
+        launch.stop(2)
+        raise
     except Exception as error:
         is_told = isinstance(error, BROKE) or launch.launched() or launch.watched()
         if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, BinaryIO, Protocol
 
 from moemesh.trace.machine import process_state
-from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.devices import FOLDER_VARIABLE, settings_for_gpus
 from moemesh.watch.lease import RunFolderError
 from moemesh.watch.meeting import STACK_SIGNAL, WORDS, meeting_place, read_told, stack_file
 from moemesh.watch.progress_words import RANK_BYTES, SETUP, Word, WordFile
@@ -331,8 +331,6 @@ def _text(file: Path) -> str:
         return ""
 
 
-#: Set for every rank: the folder in which it meets the others and its supervisor.
-FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _TAIL_LINES = 30
 #: Of ranks of which the caller knows nothing.
 _LIMITS = Limits(patience=1200.0)
