@@ -113,9 +113,11 @@ def train_supervised(
     arguments: Sequence[str],
     *,
     run: Callable[..., Ended] = launch.run_ranks,
+    is_last: bool = False,
 ) -> int:
     """Run the ranks of `config` until they have ended well, were asked to stop, or failed for good;
-    returns the exit code. `arguments`: those of ``moemesh`` for every rank."""
+    returns the exit code. `arguments`: those of ``moemesh`` for every rank; `is_last` as of
+    :class:`~moemesh.watch.supervisor.Supervisor`."""
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
@@ -129,6 +131,7 @@ def train_supervised(
             answer=STOPPING,
             check=folder.check_lease,
             notice=lambda slow: failure.tell_slow(slow, events),
+            is_last=is_last,
         )
         verdict = ended.verdict
         if verdict is None:
@@ -200,9 +203,9 @@ def train(
             raise ConfigError(problems)
         if launch.launched():
             folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
-            return _rank(request, config, folder)
+            return _rank(request, config, folder, is_last=in_this_process)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
-        return _rank(request, config)
+        return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
@@ -216,8 +219,8 @@ def train(
     try:
         if config.plan.world_size == 1 and in_this_process:
             keep_freed_memory()
-            return _rank(request, config, folder, samples)
-        return train_supervised(config, folder, request.arguments())
+            return _rank(request, config, folder, samples, is_last=True)
+        return train_supervised(config, folder, request.arguments(), is_last=in_this_process)
     finally:
         folder.release()
 
@@ -277,8 +280,10 @@ def _rank(
     config: RunConfig,
     folder: RunFolder | None = None,
     samples: Samples | None = None,
+    *,
+    is_last: bool,
 ) -> int:
-    """Be one rank, from the process group to the exit code."""
+    """Be one rank, from the process group to the exit code; `is_last`: then the process ends."""
     path, rank = request.path, launch.own_rank()
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress_words.phase(SETUP)
@@ -323,6 +328,8 @@ def _rank(
             stop=stop,
             profile_steps=request.profile_steps,
         )
+        if is_last and not code:
+            stop.ignore()  # there is nothing left to stop
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)
         launch.stop(code)

@@ -158,6 +158,9 @@ def say(text: str) -> None:
 SAME_REQUEST_SECONDS = 2.0
 
 
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class StopRequest:
     """Set by SIGINT, SIGTERM, SIGHUP and SIGUSR1. Only a second Ctrl-C stops at once.
 
@@ -172,8 +175,13 @@ class StopRequest:
         self._same_seconds = SAME_KEY_SECONDS if alone else SAME_REQUEST_SECONDS
         self._signal: int | None = None
         self._since = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in _REQUESTS:
             signal.signal(number, self._receive)
+
+    def ignore(self) -> None:
+        """Ignore all of them until the process ends, the end of the interpreter included."""
+        for number in _REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -376,16 +384,19 @@ class Supervisor:
         answer: str = STOPPING_SOON,
         check: Callable[[], None] = lambda: None,
         notice: Callable[[SlowRank], None] = lambda slow: None,
+        is_last: bool = False,
     ) -> None:
         """`command`: of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is said at the first Ctrl-C.
         `check` raises a RunFolderError where the run must end; called once a second. `notice` gets
-        slow ranks.
+        slow ranks. `is_last`: this process exits after the ranks, so that signals are ignored once
+        all of them have finished.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._limits, self._notice = limits, notice
         self._grace, self._answer, self._check = grace_seconds, answer, check
         self._signals: list[int] = []
+        self._is_last, self._has_finished = is_last, False
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> Ended:
@@ -470,8 +481,13 @@ class Supervisor:
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""
-        if number is None:
-            return Ended(code=max((one.code or 0 for one in seen), default=0))
+        # A rank that has finished has said its code: a signal may still end its interpreter.
+        codes = [one.word.code if one.is_done and one.word else one.code for one in seen]
+        code = max((one or 0 for one in codes), default=0)
+        # A signal after the last step stops nothing.
+        self._has_finished = not is_cut and not code and len(seen) == self._num_ranks
+        if number is None or self._has_finished:
+            return Ended(code=code)
         return Ended(
             code=128 + (signal.SIGTERM if number == signal.SIGUSR1 else number),
             stopped_by=signal.Signals(number),
@@ -515,8 +531,9 @@ class Supervisor:
         try:
             yield
         finally:
+            ignores = self._is_last and self._has_finished
             for number, handler in handlers.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if ignores else handler or signal.SIG_DFL)
 
 
 def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:

@@ -143,6 +143,24 @@ def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ra
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_step_is_saved_stops_nothing(
+    tmp_path: Path, ranks: int, number: int
+) -> None:
+    given = {"plan__dp": ranks, "data__global_batch": 4}
+    for delay in (0.0, 1.0):
+        out = tmp_path / f"run{delay}"
+        process = start(*arguments(out, **given))
+        until(lambda out=out: (out / "checkpoints/step-4").exists(), process)
+        time.sleep(delay)
+        process.send_signal(number)
+        said, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0 and "stopped by" not in err, said + err
+        assert "validation loss" in said and (out / "report.html").exists()
+
+
+@pytest.mark.slow
 def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(*arguments(out, plan__dp=2, train__steps=100_000))
