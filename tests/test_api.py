@@ -379,7 +379,7 @@ def test_any_tree_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"a": object()}, "a: object cannot be saved"),
+        ({"a": object()}, "a: the type object is not supported"),
         ({"a/b": 1}, "keys are integers, or texts"),
         ({"a": {True: 1}}, "the key True cannot be saved"),
         ({"a": float("nan")}, "a is nan"),
@@ -399,9 +399,22 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         ({"w": torch.zeros(4)}, "also holds 1 of the names: n"),
         ({"w": torch.zeros(5), "n": 0}, r"w has shape \[4\], the model has \[5\]"),
         ({"w": torch.zeros(4, dtype=torch.float64), "n": 0}, "dtypes are not cast"),
+        ({"w": 0, "n": 0}, "w is a tensor, the state has the type int"),
+        (
+            {"w": torch.zeros(4), "n": torch.zeros(1)},
+            "n is the value 1, the state has the type Tensor",
+        ),
+        (torch.zeros(4), "the state is of type Tensor: it must be a dict or list"),
+        ("w", "the state is of type str: it must be a dict or list"),
+        ({"w": object(), "n": 0}, "w: the type object is not supported"),
     ):
         with pytest.raises(CheckpointError, match=words):
             mm.load_checkpoint(tmp_path, state)
+    for step in (-1, 1.5, "0", True):
+        with pytest.raises(CheckpointError, match="step must be an integer of at least 0, not"):
+            mm.load_checkpoint(tmp_path, step=step)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(CheckpointError, match="step must be an integer of at least 0, not"):
+            mm.save_checkpoint(tmp_path, {}, step=step)  # pyright: ignore[reportArgumentType]
     file = next(path.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -414,6 +427,45 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     ):
         mm.load_checkpoint(tmp_path)
     assert json.loads((path / "manifest.json").read_text())["step"] == 0
+
+
+def mistake_on_rank_1(rank: int, folder: str) -> None:
+    weights = torch.arange(4.0)
+    good = {"w": weights, "n": 1}
+    mm.save_checkpoint(folder, good)
+    asked = {"w": torch.zeros(4), "n": 0}
+    for wrong, words in (
+        ({"w": torch.zeros(5), "n": 0}, r"rank 1: .*w has shape \[4\], the model has \[5\]"),
+        ({"w": torch.zeros(4).double(), "n": 0}, "rank 1: .*w is float32, asked for as float64"),
+        ({"w": torch.zeros(4), "v": 0}, "rank 1: .* does not hold 1 of the names: v"),
+        ({"w": 3, "n": 0}, "rank 1: .*w is a tensor, the state has the type int"),
+        (3, "rank 1: the state is of type int"),
+        ({"w": torch.optim.SGD(nn.Linear(2, 2).parameters()), "n": 0}, "rank 1: w: a parameter"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            mm.load_checkpoint(folder, wrong if rank else asked)
+        assert not asked["w"].any()  # nothing was changed
+    # A whole state on one rank, the parts of it on another one: which rank loads what is free.
+    with pytest.raises(CheckpointError, match="different whole, in rank order: False, True"):
+        mm.load_checkpoint(folder, None if rank else asked)
+    for wrong, words in (
+        ({"w": object()}, "rank 1: w: the type object is not supported"),
+        ({"w": weights, "n": float("inf")}, "rank 1: n is inf"),
+        ({"a/b": weights}, "rank 1: .*keys are integers"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            mm.save_checkpoint(folder, wrong if rank else good, step=1)
+    with pytest.raises(CheckpointError, match="different step, in rank order: 1, 2"):
+        mm.save_checkpoint(folder, good, step=1 + rank)
+    with pytest.raises(CheckpointError, match="different check_replicas, in rank order: False, T"):
+        mm.save_checkpoint(folder, good, step=1, check_replicas=bool(rank))
+    assert mm.load_checkpoint(folder, asked) == {"w": asked["w"], "n": 1}
+    assert torch.equal(asked["w"], weights)
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    run_on_ranks(2, mistake_on_rank_1, str(tmp_path))
+    assert not (tmp_path / "step-1").exists()
 
 
 def save_different(rank: int, folder: str) -> None:

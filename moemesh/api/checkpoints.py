@@ -6,8 +6,10 @@ the state of an optimizer by the names of parameters. So any number of ranks can
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,17 +51,16 @@ def save_checkpoint(
     steps are as they were. A step is never overwritten.
     """
     axis = _axis(group)
-    leaves, problem = dict[str, Any](), None
-    try:
+    _refuse_different(axis, step=step, check_replicas=check_replicas)
+    with _on_all(axis):
+        place, number = place_of(folder), _step_number(step)
         leaves = _ProgramState(state).leaves()
-    except CheckpointError as error:
-        problem = str(error)
-    store.agree(problem, axis)
-    shards = [store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)]
-    values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
+        shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
+        values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
+        store.refuse_nonfinite(values)
     own = store.own_shards(shards, axis, check_replicas=check_replicas)
     values = store.merged_values(values, axis)
-    return store.save_together(place_of(folder), step, own, {"values": values}, axis)
+    return store.save_together(place, number, own, {"values": values}, axis)
 
 
 @public
@@ -79,36 +80,90 @@ def load_checkpoint(
     reading only its parts, and it is returned with the saved numbers and texts. `strict`: both hold
     the same names; else those of only one side are left alone.
 
-    Raises CheckpointError, before anything is changed, for a checkpoint that is damaged or missing,
-    for names that differ, and for tensors of another shape or dtype.
+    Raises CheckpointError on every rank, before anything is changed, for a checkpoint that is
+    damaged or missing, for names that differ, and for tensors of another shape or dtype.
     """
     axis = _axis(group)
-    checkpoint, skipped = store.open_together(place_of(folder), axis, step)
+    _refuse_different(axis, step=step, strict=strict, whole=state is None)
+    with _on_all(axis):
+        place = place_of(folder)
+        number = None if step is None else _step_number(step)
+    checkpoint, skipped = store.open_together(place, axis, number)
     for number, why in skipped if axis.index == 0 else ():
         warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
     saved = cast("dict[str, Any]", checkpoint.state.get("values", {}))
     if state is None:
-        tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
+        with _on_all(axis):
+            tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
         return store.unflatten(saved | tensors)
-    walk = _ProgramState(state)
-    leaves = walk.leaves(checkpoint)
-    known = saved.keys() | set(checkpoint.names())
-    if strict:
-        asked = set[str]().union(*gather_json(sorted(leaves), axis))
-        for names, words in ((asked - known, "does not hold"), (known - asked, "also holds")):
-            if names:
-                first = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+    tensor_names = set(checkpoint.names())
+    known = saved.keys() | tensor_names
+    with _on_all(axis):
+        walk = _ProgramState(state)
+        leaves = walk.leaves(checkpoint)
+        if strict:
+            _refuse_names(leaves.keys() - known, f"{checkpoint.path} does not hold")
+        leaves = {path: leaf for path, leaf in leaves.items() if path in known}
+        for path, leaf in leaves.items():
+            if store.is_tensor(leaf) != (path in tensor_names):
+                what = "a tensor" if path in tensor_names else f"the value {saved[path]!r}"
+                kind = type(leaf).__name__
                 raise CheckpointError(
-                    f"{checkpoint.path} {words} {len(names)} of the names: {first}; strict=False "
-                    "leaves them alone"
+                    f"{checkpoint.path}: {path} is {what}, the state has the type {kind}"
                 )
-    leaves = {path: leaf for path, leaf in leaves.items() if strict or path in known}
-    checkpoint.load_into(
-        [store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)]
-    )
-    return walk.filled(leaves | saved)
+        shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
+        checkpoint.check(shards)
+    if strict:
+        every = set[str]().union(*gather_json(sorted(leaves), axis))
+        _refuse_names(known - every, f"{checkpoint.path} also holds")
+    with _on_all(axis):
+        checkpoint.load_into(shards)
+        filled = walk.filled(leaves | saved)
+    return filled
+
+
+@contextmanager
+def _on_all(axis: Axis) -> Iterator[None]:
+    """Raises CheckpointError on every rank of `axis` where the block raises on one of them."""
+    problem, cause = None, None
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        problem, cause = f"{kind}{error}", error
+    try:
+        store.agree(problem, axis)
+    except CheckpointError as error:
+        raise error from cause
+
+
+def _refuse_different(axis: Axis, **arguments: object) -> None:
+    """Raises CheckpointError on every rank where the arguments of a call differ between them."""
+    every = gather_json({name: repr(value) for name, value in arguments.items()}, axis)
+    for name in arguments:
+        if len({theirs[name] for theirs in every}) > 1:
+            values = ", ".join(theirs[name] for theirs in every)
+            raise CheckpointError(f"the ranks call with different {name}, in rank order: {values}")
+
+
+def _step_number(step: object) -> int:
+    try:
+        number = operator.index(cast("Any", step))
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or number < 0:
+        raise CheckpointError(f"step must be an integer of at least 0, not {step!r}")
+    return number
+
+
+def _refuse_names(names: Set[str], words: str) -> None:
+    if names:
+        first = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+        raise CheckpointError(
+            f"{words} {len(names)} of the names: {first}; strict=False leaves them alone"
+        )
 
 
 def _axis(group: ProcessGroup | None) -> Axis:

@@ -107,10 +107,15 @@ class Checkpoint(StoredCheckpoint):
         return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Copies the saved values into every shard's tensor, in place, whatever its device.
+        """Copies the saved values into every shard's tensor, in place, whatever its device; all of
+        them are checked first."""
+        self.check(shards)
+        with torch.no_grad():
+            for shard in shards:
+                shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
 
-        All names, shapes and dtypes are checked before the first byte is copied.
-        """
+    def check(self, shards: Sequence[Shard]) -> None:
+        """Raises CheckpointError for a shard whose name, shape or dtype is not what was saved."""
         for shard in shards:
             saved = self.shape(shard.name)
             if saved != tuple(shard.shape):
@@ -125,9 +130,6 @@ class Checkpoint(StoredCheckpoint):
                     "loading"
                 )
             self.check_rectangle(shard.name, shard.offset, shard.tensor.shape)
-        with torch.no_grad():
-            for shard in shards:
-                shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
 
 
 def open_checkpoint(

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint import files
@@ -55,10 +56,11 @@ class Claim:
     def lost(self) -> str | None:
         """Why this run may neither commit nor delete any more; None while it is the owner. Raises
         OSError or CheckpointError where the folder does not answer."""
-        number, body = _highest(self.folder)
-        if number > self.number or (
-            number == self.number and body.get("run", self.run) != self.run
-        ):
+        is_gone = isinstance(self.folder, Path) and not self.folder.exists()
+        number, body = (0, {}) if is_gone else _highest(self.folder)
+        if number < self.number:
+            return f"{self.folder} was renamed, deleted or replaced"
+        if number > self.number or body.get("run", self.run) != self.run:
             who = describe_holder(body)
             return f"{self.folder} was taken over by another run or another start of this ({who})"
         return None

@@ -311,6 +311,7 @@ class SaveJob:
                 break
             except (CheckpointError, OSError) as error:
                 folder = self._temporary(number)
+                self._check_owner()
                 problem = str(files.explain(error, folder) if isinstance(error, OSError) else error)
                 files.remove_folder(folder)
                 self._num_failed = number + 1

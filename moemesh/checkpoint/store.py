@@ -124,9 +124,14 @@ def flatten(tree: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def take(path: str, leaf: Any) -> None:
+        if not path and (is_tensor(leaf) or not isinstance(leaf, (Mapping, list, tuple))):
+            raise CheckpointError(
+                f"the state is of type {type(leaf).__name__}: it must be a dict or list of "
+                "tensors, numbers, texts, modules and optimizers, or a module"
+            )
         if not is_tensor(leaf) and not isinstance(leaf, _VALUES):
             raise CheckpointError(
-                f"{path or 'the state'}: {type(leaf).__name__} cannot be saved; it takes tensors, "
+                f"{path}: the type {type(leaf).__name__} is not supported; a state has tensors, "
                 "numbers, texts, None, and dicts and lists of them"
             )
         found[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
@@ -219,12 +224,16 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
     return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
 
 
-def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
-    """The values of all ranks by path; the lowest rank that has one decides."""
-    merged: dict[str, Any] = {}
+def refuse_nonfinite(values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a number that JSON does not hold."""
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{path} is {value}: save it as a tensor")
+
+
+def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
+    """The values of all ranks by path; the lowest rank that has one decides."""
+    merged: dict[str, Any] = {}
     for theirs in reversed(gather_json(dict(values), axis)):
         merged |= theirs
     return merged

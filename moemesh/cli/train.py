@@ -76,7 +76,7 @@ def train(options: TrainOptions) -> None:
 
         moemesh train runs/first --set train.steps=400
     """
-    from moemesh.comm.slurm import ranks_of_slurm
+    from moemesh.comm.slurm import ranks_of
 
     config, overrides = options.config, options.overrides or []
     # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
@@ -108,7 +108,7 @@ def train(options: TrainOptions) -> None:
         profile_steps=options.profile,
     )
     dry_run, prepared = options.dry_run, None
-    if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
+    if dry_run or not ranks_of(os.environ):
         quiet = dry_run or options.allow_change or options.profile is not None
         if not quiet and (text := finished(request)) is not None:
             typer.echo(text)

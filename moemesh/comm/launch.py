@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
-from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.comm.slurm import RankError, ranks_of
 from moemesh.config.errors import is_user_error
 from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
 from moemesh.watch import progress_words
-from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.devices import FOLDER_VARIABLE, settings_for_gpus
 from moemesh.watch.meeting import (
     LOCK,
     STACK_SIGNAL,
@@ -49,7 +49,6 @@ from moemesh.watch.meeting import (
 from moemesh.watch.peers import introduce
 from moemesh.watch.progress_words import RANK_BYTES
 from moemesh.watch.supervisor import (
-    FOLDER_VARIABLE,
     Ended,
     Supervisor,
     describe,
@@ -58,8 +57,8 @@ from moemesh.watch.supervisor import (
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.
 MODULE = ("moemesh",)
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+#: Seconds after which a rank that waits for others prints that, and between two such lines.
+_FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
 _WATCHDOG_SECONDS = 60.0
 #: Longer than a watcher takes to tell a cause from what followed.
 _VERDICT_SECONDS = 6.0
@@ -82,12 +81,11 @@ class Ranks:
 
 
 def joined() -> bool:
-    """Whether this process was started as a rank, by torchrun, by srun or by :func:`launch`."""
-    if "RANK" not in os.environ:
-        os.environ.update(ranks_of_slurm(os.environ))
-    if any(name not in os.environ for name in _NEEDED):
-        return False
-    return FOLDER_VARIABLE in os.environ or all(name in os.environ for name in _MEETING)
+    """Whether this process was started as a rank, by torchrun, by srun, by an operator or by
+    :func:`launch`. Raises RankError for variables that are incomplete or wrong."""
+    ranks = ranks_of(os.environ)
+    os.environ.update(ranks)
+    return bool(ranks)
 
 
 def num_joined() -> int:
@@ -199,13 +197,30 @@ def await_verdict() -> None:
         time.sleep(0.05)
 
 
-def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ranks:
+def refuse_interfaces() -> None:
+    """Raises RankError where GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
+    known = [name for _, name in socket.if_nameindex()]
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if wrong := [name for name in filter(None, names) if name not in known]:
+        raise RankError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(wrong)}, but {socket.gethostname()} has only the "
+            f"interfaces {', '.join(known)}"
+        )
+
+
+def start(
+    device: Device,
+    timeout_seconds: float,
+    dtype: str = "float32",
+    stopping: Callable[[], int | None] = lambda: None,
+) -> Ranks:
     """Initialise the process group of this rank: gloo on the CPU, NCCL on CUDA.
 
     A process that was not started as a rank is a world of one without a process group. Collectives
     that take longer than `timeout_seconds` fail. Each rank computes with its share of the cores.
+    While it waits for the others, `stopping` returns the code with which it must exit, or None.
     Raises DeviceError when the device asked for is not there, cannot compute in `dtype`, or does
-    not go with those of the other ranks.
+    not go with those of the other ranks; RankError where the ranks cannot meet.
     """
     os.environ.update(settings_for_gpus(os.environ))
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
@@ -237,11 +252,7 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
         store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
         store.set_timeout(timeout)
     else:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # After a restart the store still holds the addresses of the dead ranks: one prefix an
-        # attempt.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"moemesh/attempt{attempt}", store)
+        store = _meet(rank, world_size, timeout, stopping)
     if _node is not None and rank == _node.first:
         introduce(store, _watched, _node.ranks, world_size)
     cuda.agree(store, rank, chosen, timeout)
@@ -258,6 +269,77 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     )
     progress_words.left()
     return ranks
+
+
+def _meet(
+    rank: int, world_size: int, timeout: timedelta, stopping: Callable[[], int | None]
+) -> dist.Store:
+    """The store of ranks that others have started, once all of them have come. Waits in Python, so
+    that signals end it; prints now and then whom it waits for."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    since = time.monotonic()
+    next_note = since + _FIRST_NOTE_SECONDS
+
+    def wait(missing: Callable[[], str]) -> None:
+        nonlocal next_note
+        if (code := stopping()) is not None:
+            stop(code)
+            raise SystemExit(code)
+        now = time.monotonic()
+        if now - since > timeout.total_seconds():
+            raise RankError(
+                f"rank {rank} has waited {now - since:.0f} s (train.timeout_seconds) at {host}:"
+                f"{port} (MASTER_ADDR, MASTER_PORT) for {missing()}"
+            )
+        if now > next_note:
+            next_note = now + _NOTE_SECONDS
+            text = f"moemesh: rank {rank} waits at {host}:{port} for {missing()}"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(0.1)
+
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not is_agents
+    while not is_master:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            break
+        except (OSError, UnicodeError) as error:
+            reason = f"rank 0 of {world_size} ranks, which does not answer ({error})"
+            wait(lambda reason=reason: reason)
+    try:
+        store: dist.Store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RankError(
+            f"port {port} of {host} (MASTER_PORT) is in use: set MASTER_PORT to a free one, the "
+            "same for all ranks"
+        ) from None
+    # After a restart the store still holds the addresses of the dead ranks: one prefix an attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"moemesh/attempt{attempt}", store)
+    store.set_timeout(timeout)
+    store.set(f"come/{rank}", "")
+
+    def missing() -> str:
+        absent = [str(one) for one in range(world_size) if not store.check([f"come/{one}"])]
+        names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
+        return f"{len(absent)} of {world_size} ranks ({names})"
+
+    try:
+        while not store.check([f"come/{one}" for one in range(world_size)]):
+            wait(missing)
+    except dist.DistNetworkError:
+        raise RankError(f"rank 0 at {host}:{port} left while rank {rank} waited there") from None
+    return store
 
 
 def stop(code: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that Slurm's srun started: its variables in the words of torchrun."""
+"""The environment of a rank: torchrun's variables, and those of Slurm's srun in their words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,62 @@ import re
 from collections.abc import Mapping
 
 from moemesh.config.errors import UserError
+from moemesh.watch.devices import FOLDER_VARIABLE
 
-#: Ports of the first rank, one for each step of each job.
-FIRST_PORT, NUM_PORTS = 20_000, 20_000
+#: Ports of the first rank, below those that the system gives to outgoing connections: 64 steps of
+#: each of 355 jobs with successive numbers have ports of their own.
+FIRST_PORT, NUM_JOBS, NUM_STEPS = 10_000, 355, 64
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class RankError(UserError):
+    """The variables of a rank are incomplete, or have values that no rank can have."""
+
+
+def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a process that
+    torchrun, srun or an operator started as a rank; empty for any other process. Ranks of our own
+    launcher have no address.
+
+    A rank without LOCAL_RANK and LOCAL_WORLD_SIZE is the only one of its node. Raises RankError for
+    variables that are missing or impossible.
+    """
+    if slurm := ranks_of_slurm(environment):
+        return slurm
+    if not any(environment.get(name) for name in _RANK):
+        return {}
+    ranks = {"LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", "")}
+    if "LOCAL_RANK" not in environment and ranks["LOCAL_WORLD_SIZE"] in ("", "1"):
+        ranks |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = () if FOLDER_VARIABLE in environment else ("MASTER_ADDR", "MASTER_PORT")
+    names = (*_RANK, *address)
+    given = [name for name in names if environment.get(name)]
+    for name in names:
+        if not ranks.setdefault(name, environment.get(name, "")):
+            state = "empty" if name in environment else "missing"
+            raise RankError(
+                f"{name} is {state}, but {', '.join(given)} are set as for a rank: set it, or "
+                "unset them all"
+            )
+    ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_WORLD_SIZE"] or ranks["WORLD_SIZE"]
+    lowest = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+    numbers = dict[str, int]()
+    for name in ranks.keys() - {"MASTER_ADDR"}:
+        least, text = lowest.get(name, 0), ranks[name]
+        if not (text.isascii() and text.isdecimal() and int(text) >= least):
+            raise RankError(f"{name} is {text!r}: it must be a whole number of at least {least}")
+        numbers[name] = int(text)
+    for name, bound in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[name] >= numbers[bound]:
+            raise RankError(f"{name} {numbers[name]} must be below {bound} {numbers[bound]}")
+    if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
+        raise RankError(
+            f"LOCAL_WORLD_SIZE {numbers['LOCAL_WORLD_SIZE']} must not exceed WORLD_SIZE "
+            f"{numbers['WORLD_SIZE']}"
+        )
+    if numbers.get("MASTER_PORT", 0) > 65_535:
+        raise RankError(f"MASTER_PORT is {numbers['MASTER_PORT']}: ports end at 65535")
+    return ranks
 
 
 class SlurmError(UserError):
@@ -36,21 +89,26 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             "must follow each other: srun --distribution=block"
         )
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    number = int(environment.get("SLURM_JOB_ID", 0)) + int(environment.get("SLURM_STEP_ID", 0))
+    job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
+    # Where Slurm reserves ports for a step (srun --resv-ports), no other step has them.
+    reserved = re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", ""))
+    port = FIRST_PORT + job % NUM_JOBS * NUM_STEPS + step % NUM_STEPS
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_tasks),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(tasks[node]),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + number % NUM_PORTS),
+        "MASTER_PORT": environment.get("MASTER_PORT") or (reserved[0] if reserved else str(port)),
     }
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
-    """The rank that `environment` gives its process, whoever started it; 0 for one that is none."""
+    """The rank that `environment` gives its process, whoever started it; 0 for one that is none,
+    or whose variables are wrong (:func:`ranks_of`)."""
     is_task = int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-    return int(environment.get("RANK") or (environment.get("SLURM_PROCID", 0) if is_task else 0))
+    rank = environment.get("RANK") or (environment.get("SLURM_PROCID", "0") if is_task else "0")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def tasks_per_node(text: str) -> list[int]:

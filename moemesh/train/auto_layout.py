@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.comm.slurm import ranks_of
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.plan import DEGREES, Plan
@@ -80,12 +80,12 @@ def _changes(fitted: Fitted) -> dict[str, object]:
 def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str]) -> Fitted:
     """:func:`fit` for the ranks that torchrun or Slurm started, for `ranks` to be started here, or
     (None) for one on each GPU of this machine. Raises NoLayout where nothing says how many."""
-    joined = {**environment, **ranks_of_slurm(environment)}
+    joined = ranks_of(environment)
     gpus = num_visible_gpus(environment) if config.train.device != "cpu" else 0
     on_gpus = gpus > 0
-    if "RANK" in joined:
-        world, per_node = int(joined.get("WORLD_SIZE", 1)), int(joined.get("LOCAL_WORLD_SIZE", 0))
-        found = fit(config, world, per_node or None, on_gpus=on_gpus)
+    if joined:
+        world, per_node = int(joined["WORLD_SIZE"]), int(joined["LOCAL_WORLD_SIZE"])
+        found = fit(config, world, per_node, on_gpus=on_gpus)
         return replace(found, is_told=int(joined["RANK"]) == 0)
     if ranks is None and not on_gpus:
         raise NoLayout("without GPUs nothing says how many ranks shall run here: give --ranks N")

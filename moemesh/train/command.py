@@ -17,6 +17,7 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.slurm import RankError
 from moemesh.config.errors import ConfigError, UserError, is_user_error
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
@@ -45,6 +46,7 @@ from moemesh.train.records.run_folder import (
 from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
 from moemesh.watch import progress_words
+from moemesh.watch.lease import LeaseLost
 from moemesh.watch.progress_words import FINISH, SETUP
 from moemesh.watch.supervisor import STOPPING, Ended, StopRequest, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
@@ -53,6 +55,9 @@ from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
 _CUDA_FLOOR_SECONDS = 180.0
 #: The ranks have ended: the question where to go on may take its time, but not forever.
 _STORE_SECONDS = 60.0
+
+#: Errors that break a run, though a user may have caused them.
+BROKE = (CheckpointError, LeaseLost)
 
 CAME_TWICE = "it came twice at the same place"
 
@@ -95,7 +100,7 @@ def _place(verdict: Verdict) -> tuple[object, ...] | None:
 
 def limits_of(config: RunConfig) -> Limits:
     """The seconds that ranks of a run may be without progress."""
-    on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = _on_cpu(config)
     floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds
     return Limits(patience=patience, floor=floor, aborts_follow=not on_cpu)
@@ -107,9 +112,11 @@ def train_supervised(
     arguments: Sequence[str],
     *,
     run: Callable[..., Ended] = launch.run_ranks,
+    is_last: bool = False,
 ) -> int:
     """Run the ranks of `config` until they have ended well, were asked to stop, or failed for good;
-    returns the exit code. `arguments`: those of ``moemesh`` for every rank."""
+    returns the exit code. `arguments`: those of ``moemesh`` for every rank; `is_last` as of
+    :class:`~moemesh.watch.supervisor.Supervisor`."""
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
@@ -121,20 +128,29 @@ def train_supervised(
             logs=logs,
             limits=limits_of(config),
             answer=STOPPING,
-            still_ours=folder.is_ours,
+            check=folder.check_lease,
             notice=lambda slow: failure.tell_slow(slow, events),
+            is_last=is_last,
         )
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        step, is_ours = failure.newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
+        if (reason := folder.why_lost()) is not None:
+            lost = folder.lease_lost(reason)
+            advice = str(lost.facts["advice"])
+            if (place := folder.present_path()) is not None:
+                action = "ended the run"
+                failure.write_verdict(
+                    place, ended, epoch=folder.epoch, action=action, advice=advice
+                )
+            failure.say(f"moemesh: {lost}\n{advice}")
+            return 1
+        step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
-        goes_on = is_ours and refused is None
+        goes_on = refused is None
         failure.say(
             describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if goes_on else logs)
         )
-        if not is_ours:
-            return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
         word = verdict.seen.word
         at = word.step if word is not None else None
@@ -159,6 +175,10 @@ def train_supervised(
             return ended.code
 
 
+def _on_cpu(config: RunConfig) -> bool:
+    return config.train.device == "cpu" or not torch.cuda.is_available()
+
+
 class WorldSizeError(UserError):
     """The number of ranks that were started is not the number that the plan needs."""
 
@@ -175,14 +195,16 @@ def train(
     """
     launch.attach()
     config, path = request.config, request.path
+    if config.plan.world_size > 1 and _on_cpu(config):
+        launch.refuse_interfaces()
     if launch.joined():
         if problems := preparation.untrainable(request.readable, path):
             raise ConfigError(problems)
         if launch.launched():
-            folder = RunFolder.open(path, None, config.train.checkpoint_folder)
-            return _rank(request, config, folder)
+            folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
+            return _rank(request, config, folder, is_last=in_this_process)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
-        return _rank(request, config)
+        return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
@@ -196,8 +218,8 @@ def train(
     try:
         if config.plan.world_size == 1 and in_this_process:
             keep_freed_memory()
-            return _rank(request, config, folder, samples)
-        return train_supervised(config, folder, request.arguments())
+            return _rank(request, config, folder, samples, is_last=True)
+        return train_supervised(config, folder, request.arguments(), is_last=in_this_process)
     finally:
         folder.release()
 
@@ -257,13 +279,20 @@ def _rank(
     config: RunConfig,
     folder: RunFolder | None = None,
     samples: Samples | None = None,
+    *,
+    is_last: bool,
 ) -> int:
-    """Be one rank, from the process group to the exit code."""
+    """Be one rank, from the process group to the exit code; `is_last`: then the process ends."""
     path, rank = request.path, launch.own_rank()
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress_words.phase(SETUP)
     try:
-        ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
+        ranks = launch.start(
+            config.train.device,
+            config.train.timeout_seconds,
+            config.train.dtype,
+            lambda: stop.exit_code if stop.requested else None,
+        )
         check_world_size(config, ranks.world_size)
         alone = ranks.world_size == 1
         layout = config.plan.layout
@@ -298,13 +327,18 @@ def _rank(
             stop=stop,
             profile_steps=request.profile_steps,
         )
+        if is_last and not code:
+            stop.ignore()  # there is nothing left to stop
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)
         launch.stop(code)
         folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
+    except RankError:  # before there was a run
+        launch.stop(2)
+        raise
     except Exception as error:
-        is_told = isinstance(error, CheckpointError) or launch.launched() or launch.watched()
+        is_told = isinstance(error, BROKE) or launch.launched() or launch.watched()
         if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
             raise
         return _fail(error, rank, path, folder)
@@ -323,16 +357,19 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
         launch.await_verdict()
         if launch.launched() and rank > 0:
             traceback.print_exception(error)
-        return 1 if isinstance(error, CheckpointError) or not is_user_error(error) else 2
+        return 1 if isinstance(error, BROKE) or not is_user_error(error) else 2
     advice = str((getattr(error, "facts", None) or {}).get("advice", ""))
     if not advice and not is_final:
         advice = failure.go_on(path, ["moemesh", *sys.argv[1:]])
     advice = advice or "checkpoints are untouched; the same command would fail again"
-    if path.is_dir():
-        epoch = folder.epoch if folder is not None else None
-        failure.write_failure(path, error, rank, advice=advice, epoch=epoch)
-    text = f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"
-    print(f"{text}\n{failure.details(path)}\n{advice}", file=sys.stderr, flush=True)
+    lines = [f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"]
+    place = path if folder is None else folder.present_path()
+    if place is not None:
+        if place.is_dir():
+            epoch = folder.epoch if folder is not None else None
+            failure.write_failure(place, error, rank, advice=advice, epoch=epoch)
+        lines.append(failure.details(place))
+    print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
     return 1
 
 

@@ -32,7 +32,7 @@ from moemesh.train.records.failure import (
     write_verdict,
 )
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder
-from moemesh.watch.lease import read_epoch
+from moemesh.watch.lease import read_start
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
 from moemesh.watch.progress_words import WordFile
@@ -103,7 +103,7 @@ class Watcher:
             node.ranks,
             self._guests,
             limits,
-            lambda slow: tell_slow(slow, self._events()),
+            lambda slow: tell_slow(slow, Events(RunFolder(self._path, has_run=True))),
         )
         handle = lock(self._folder)
         try:
@@ -147,11 +147,12 @@ class Watcher:
                 return None
             self._guests.wait(watcher.pause)
 
-    def _events(self) -> Events:
-        return Events(RunFolder(self._path, has_run=True))
-
     def _report(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        path, node, logs = self._path, self._spec.node, self._path / LOGS
+        node, told = self._spec.node, verdict.seen.told
+        # A run that has lost its folder names its present one, or None.
+        facts = {} if told is None else told.facts
+        path = Path(facts.get("run_folder", self._path) or os.devnull)
+        logs = path / LOGS
         ended = watcher.failed(verdict, seen, logs)
         with suppress(OSError):
             logs.mkdir(exist_ok=True)
@@ -165,7 +166,7 @@ class Watcher:
             is_first = write_verdict(
                 path,
                 ended,
-                epoch=read_epoch(path),
+                epoch=read_start(path)[1],
                 action=action,
                 advice=advice,
                 first_rank=node.first,
@@ -173,7 +174,9 @@ class Watcher:
             )
             if is_first:
                 word = verdict.seen.word
-                self._events().add("failed", verdict.message, word.step if word else None)
+                Events(RunFolder(path, has_run=True)).add(
+                    "failed", verdict.message, word.step if word else None
+                )
             lines.append(f"moemesh: {action}; {details(path)}")
         # The message that torchrun's own report shows of the rank at fault.
         with suppress(OSError):

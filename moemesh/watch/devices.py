@@ -1,4 +1,4 @@
-"""GPUs of this machine, looked for without torch."""
+"""GPUs of this machine and settings of ranks, without torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moemesh.trace.machine import NVIDIA_DRIVER
 #: What the drivers of Nvidia (also under Windows) and AMD show of themselves.
 _SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _TOOLS = ("nvidia-smi", "rocm-smi")
+#: Set for every rank of our own launcher: the folder in which it meets the others.
+FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Each rank reads them before its first use of CUDA. A stream for each group of ranks: with fewer
 #: queues, unrelated streams wait for one another. Numbers of rows change with the routing: blocks

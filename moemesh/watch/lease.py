@@ -19,7 +19,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
@@ -33,6 +33,8 @@ _OBSERVE_SECONDS = 7.0
 _TAKEOVER_SECONDS = 30.0
 #: Every body has this size: it is replaced by one write.
 _BYTES = 512
+#: Seconds before each read of a lease that may be half written.
+_PAUSES = (0.0, 0.1, 0.3)
 
 
 class RunFolderError(UserError):
@@ -45,13 +47,12 @@ class RunFolderError(UserError):
 
 
 class LeaseLost(RunFolderError):
-    """Another run has taken over the folder; nothing more may be written there. `facts`: keys of
-    failure.json."""
+    """The folder was taken over by another run, renamed, deleted or replaced; nothing more may be
+    written there. `facts`: keys of failure.json, among them the present folder of this run."""
 
-    facts: ClassVar[dict[str, str]] = {
-        "advice": "the other run goes on from the newest checkpoint; to train beside it, choose "
-        "folders of its own for this one (--out, train.checkpoint_folder)"
-    }
+    def __init__(self, message: str, advice: str, folder: Path | None) -> None:
+        super().__init__(message)
+        self.facts = {"advice": advice, "run_folder": folder and str(folder)}
 
 
 class Lease:
@@ -59,8 +60,8 @@ class Lease:
 
     def __init__(self, handle: int, file: Path, epoch: int) -> None:
         """Use :meth:`take`."""
-        self.file, self.epoch = file, epoch
-        self._handle, self._beats = handle, 0
+        self.file, self.epoch, self.handle = file, epoch, handle
+        self._beats = 0
         #: The identity of the run, the same for all its starts.
         run = _read(handle).get("run")
         self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
@@ -165,10 +166,6 @@ class Lease:
             self.epoch += 1
             self._claim_epoch()
 
-    def is_ours(self) -> bool:
-        """Whether nobody has taken the folder over."""
-        return read_epoch(self.file.parent) in (self.epoch, None)
-
     def release(self) -> None:
         """Give it back; nothing happens when that was done already."""
         if self._ended.is_set():
@@ -176,14 +173,15 @@ class Lease:
         self._ended.set()
         self._thread.join()
         with suppress(OSError):  # where nothing can be written, the lock is free all the same
-            if self.is_ours():
+            if _read(self.handle).get("epoch") == self.epoch:  # also in a folder that was renamed
                 self._write(held=False)
-        os.close(self._handle)
+        os.close(self.handle)
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_SECONDS):
             with self._lock, suppress(OSError):
-                if self.is_ours():  # else the new holder's body would be overwritten
+                # Else the new holder's body would be overwritten.
+                if why_lost(self.file.parent, self.run, self.epoch) is None:
                     self._beats += 1
                     self._write(held=True)
 
@@ -207,16 +205,45 @@ class Lease:
         }
         if self._claim is not None:
             body["claim"] = self._claim
-        os.pwrite(self._handle, json.dumps(body).encode().ljust(_BYTES), 0)
+        os.pwrite(self.handle, json.dumps(body).encode().ljust(_BYTES), 0)
 
 
-def read_epoch(folder: Path) -> int | None:
-    """The epoch in the lease of `folder`; None where it cannot be read."""
+def read_start(folder: Path) -> tuple[str | None, int | None]:
+    """The identity of the run in the lease of `folder`, and the epoch of its newest start; None
+    where they cannot be read."""
     try:
-        with (folder / FILE).open("rb") as file:
-            return int(parse_json(file.read(_BYTES))["epoch"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        body = parse_json((folder / FILE).read_bytes())
+        return body.get("run"), int(body["epoch"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, None
+
+
+def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
+    """Why the start `epoch` of `run` may no longer write into `folder`; None where it may, or where
+    the file system does not answer."""
+    for pause in _PAUSES:
+        time.sleep(pause)
+        try:
+            body = parse_json((folder / FILE).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{folder} was renamed, deleted or replaced"
+        except OSError:
+            return None
+        except ValueError:
+            continue
+        if isinstance(body, dict) and body.get("run") == run:
+            return None if body.get("epoch") == epoch else f"another run has taken over {folder}"
+    return f"{folder} was replaced: its lease is not that of this run"
+
+
+def file_of(handle: int) -> Path | None:
+    """The present path of an open file that may have been renamed; None where it was deleted, or
+    where the system has no /proc."""
+    with suppress(OSError):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if os.path.samestat(os.stat(path), os.fstat(handle)):
+            return Path(path)
+    return None
 
 
 def read_claim(folder: Path) -> tuple[str, int] | None:

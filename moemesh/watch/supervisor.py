@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from moemesh.trace.machine import process_state
-from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.devices import FOLDER_VARIABLE, settings_for_gpus
+from moemesh.watch.lease import RunFolderError
 from moemesh.watch.meeting import STACK_SIGNAL, WORDS, meeting_place, read_told, stack_file
 from moemesh.watch.progress_words import RANK_BYTES, SETUP, Word, WordFile
 from moemesh.watch.verdict import Judge, Limits, Seen, Told, Verdict
@@ -157,6 +158,9 @@ def say(text: str) -> None:
 SAME_REQUEST_SECONDS = 2.0
 
 
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class StopRequest:
     """Set by SIGINT, SIGTERM, SIGHUP and SIGUSR1. Only a second Ctrl-C stops at once.
 
@@ -171,8 +175,13 @@ class StopRequest:
         self._same_seconds = SAME_KEY_SECONDS if alone else SAME_REQUEST_SECONDS
         self._signal: int | None = None
         self._since = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in _REQUESTS:
             signal.signal(number, self._receive)
+
+    def ignore(self) -> None:
+        """Ignore all of them until the process ends, the end of the interpreter included."""
+        for number in _REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -330,8 +339,6 @@ def _text(file: Path) -> str:
         return ""
 
 
-#: Set for every rank: the folder in which it meets the others and its supervisor.
-FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _TAIL_LINES = 30
 #: Of ranks of which the caller knows nothing.
 _LIMITS = Limits(patience=1200.0)
@@ -375,17 +382,21 @@ class Supervisor:
         limits: Limits = _LIMITS,
         grace_seconds: float = 120,
         answer: str = STOPPING_SOON,
-        still_ours: Callable[[], bool] = lambda: True,
+        check: Callable[[], None] = lambda: None,
         notice: Callable[[SlowRank], None] = lambda slow: None,
+        is_last: bool = False,
     ) -> None:
         """`command`: of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is said at the first Ctrl-C.
-        `still_ours`: whether the run may go on; asked once a second. `notice` gets slow ranks.
+        `check` raises a RunFolderError where the run must end; called once a second. `notice` gets
+        slow ranks. `is_last`: this process exits after the ranks, so that signals are ignored once
+        all of them have finished.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._limits, self._notice = limits, notice
-        self._grace, self._answer, self._still_ours = grace_seconds, answer, still_ours
+        self._grace, self._answer, self._check = grace_seconds, answer, check
         self._signals: list[int] = []
+        self._is_last, self._has_finished = is_last, False
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> Ended:
@@ -454,11 +465,14 @@ class Supervisor:
             verdict = watcher.verdict(now, seen)
             if verdict is None and now - checked_at > 1.0:
                 checked_at = now
-                if not self._still_ours():
-                    text = "another run has taken over the folder"
-                    told = Told(kind="RunFolderError", message=text, at=now, is_final=True)
-                    one = Seen(rank=0, exit_code=2, word=seen[0].word, told=told)
-                    verdict = Verdict(kind="exception", rank=0, message=text, seen=one)
+                try:
+                    self._check()
+                except RunFolderError as error:
+                    content: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+                    facts = getattr(error, "facts", {})
+                    told = Told(**content, at=now, facts=facts, is_final=True)
+                    one = Seen(rank=0, exit_code=1, word=seen[0].word, told=told)
+                    verdict = Verdict(kind="exception", rank=0, message=str(error), seen=one)
             if verdict is not None:
                 return watcher.failed(verdict, seen, self._logs)
             if all(one.has_left(now) for one in seen) and not watcher.judge.is_deciding:
@@ -467,8 +481,13 @@ class Supervisor:
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""
-        if number is None:
-            return Ended(code=max((one.code or 0 for one in seen), default=0))
+        # A rank that has finished has said its code: a signal may still end its interpreter.
+        codes = [one.word.code if one.is_done and one.word else one.code for one in seen]
+        code = max((one or 0 for one in codes), default=0)
+        # A signal after the last step stops nothing.
+        self._has_finished = not is_cut and not code and len(seen) == self._num_ranks
+        if number is None or self._has_finished:
+            return Ended(code=code)
         return Ended(
             code=128 + (signal.SIGTERM if number == signal.SIGUSR1 else number),
             stopped_by=signal.Signals(number),
@@ -512,8 +531,9 @@ class Supervisor:
         try:
             yield
         finally:
+            ignores = self._is_last and self._has_finished
             for number, handler in handlers.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if ignores else handler or signal.SIG_DFL)
 
 
 def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:

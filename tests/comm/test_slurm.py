@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -11,9 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.comm.slurm import SlurmError, first_host, rank_of, ranks_of_slurm, tasks_per_node
+from moemesh.comm.slurm import (
+    RankError,
+    SlurmError,
+    first_host,
+    rank_of,
+    ranks_of,
+    ranks_of_slurm,
+    tasks_per_node,
+)
 from moemesh.config.jobs import ClusterJob
-from tests.train.runs import arguments, metrics
+from tests.train.runs import arguments, metrics, moemesh, start
 from tests.waiting import PATIENCE, until
 
 STEP = {
@@ -35,7 +45,7 @@ def test_a_task_is_a_rank() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": "20042",
+        "MASTER_PORT": "12625",
     }
     assert rank_of(STEP) == 9
 
@@ -58,6 +68,122 @@ def test_other_processes_are_no_tasks(environment: dict[str, str]) -> None:
 def test_tasks_that_are_dealt_out_in_turn_are_refused() -> None:
     with pytest.raises(SlurmError, match="--distribution=block"):
         ranks_of_slurm(STEP | {"SLURM_PROCID": "3"})
+
+
+def test_neighbouring_jobs_and_steps_have_ports_of_their_own() -> None:
+    steps = [(job, step) for job in range(9_900, 10_200) for step in range(60)]
+    ports = [
+        int(ranks_of(STEP | {"SLURM_JOB_ID": str(j), "SLURM_STEP_ID": str(s)})["MASTER_PORT"])
+        for j, s in steps
+    ]
+    assert len(set(ports)) == len(steps) and min(ports) >= 10_000 and max(ports) < 32_768
+    assert ranks_of(STEP | {"SLURM_STEP_RESV_PORTS": "12001-12004"})["MASTER_PORT"] == "12001"
+    assert ranks_of(STEP | {"MASTER_PORT": "7"})["MASTER_PORT"] == "7"
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+         "MASTER_ADDR": "a", "MASTER_PORT": "29500"}  # fmt: skip
+
+
+def without(*names: str, **given: str) -> dict[str, str]:
+    return {name: value for name, value in WHOLE.items() if name not in names} | given
+
+
+def test_the_variables_of_a_rank() -> None:
+    assert ranks_of(WHOLE) == WHOLE and ranks_of({"MASTER_PORT": "1"}) == {}
+    assert ranks_of({"RANK": "", "WORLD_SIZE": ""}) == {}
+    # A pod of one process.
+    alone = WHOLE | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert ranks_of(without("LOCAL_RANK", "LOCAL_WORLD_SIZE")) == alone
+    assert ranks_of(without("LOCAL_RANK", LOCAL_WORLD_SIZE="1")) == alone
+    assert ranks_of(without("LOCAL_WORLD_SIZE")) == WHOLE | {"LOCAL_WORLD_SIZE": "4"}
+    launched = without("MASTER_ADDR", "MASTER_PORT")
+    assert ranks_of(launched | {"MOEMESH_LAUNCHER": "/x"}) == launched
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        *((without(name), f"^{name} is missing, but ") for name in WHOLE if "LOCAL" not in name),
+        (without("LOCAL_RANK"), "^LOCAL_RANK is missing, but RANK, WORLD_SIZE, MASTER_ADDR"),
+        (without(WORLD_SIZE=""), "^WORLD_SIZE is empty, but "),
+        (without(LOCAL_RANK=""), "^LOCAL_RANK is empty, but "),
+        (without(WORLD_SIZE="two"), "^WORLD_SIZE is 'two': it must be a whole number of at least"),
+        (without(WORLD_SIZE="0"), "WORLD_SIZE is '0': .* at least 1"),
+        (without(RANK="-1"), "RANK is '-1': .* at least 0"),
+        (without(RANK="4"), "^RANK 4 must be below WORLD_SIZE 4"),
+        (without(LOCAL_RANK="2"), "^LOCAL_RANK 2 must be below LOCAL_WORLD_SIZE 2"),
+        (without(LOCAL_WORLD_SIZE="8"), "^LOCAL_WORLD_SIZE 8 must not exceed WORLD_SIZE 4"),
+        (without(MASTER_PORT="http"), "^MASTER_PORT is 'http': it must be a whole number"),
+        (without(MASTER_PORT="65536"), "^MASTER_PORT is 65536: ports end at 65535"),
+    ],
+)
+def test_wrong_variables_of_a_rank_are_named(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        ranks_of(environment)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT is missing"),
+        (WHOLE | {"RANK": "9"}, "RANK 9 must be below WORLD_SIZE 4"),
+        ({"GLOO_SOCKET_IFNAME": "nope7"}, "GLOO_SOCKET_IFNAME names nope7, but .* interfaces .*lo"),
+    ],
+)
+def test_a_wrong_environment_ends_in_one_sentence(
+    tmp_path: Path, given: dict[str, str], words: str
+) -> None:
+    out = tmp_path / "run"
+    done = moemesh(*arguments(out, plan__dp=2), env=os.environ | given)
+    assert done.returncode == 2 and not out.exists()
+    assert re.fullmatch(rf"moemesh: .*{words}.*\n", done.stderr), done.stderr
+
+
+def waiting(tmp_path: Path, port: int, rank: int = 1) -> subprocess.Popen[str]:
+    given = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    return start(
+        *arguments(tmp_path / "run", plan__dp=3),
+        env=os.environ | given | {"MASTER_PORT": str(port)},
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_that_wait_for_others_name_them_and_can_be_stopped(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    first, second = waiting(tmp_path, port), waiting(tmp_path, port, 2)
+    assert first.stderr is not None and second.stderr is not None
+    here = rf"moemesh: rank 1 waits at localhost:{port} for "
+    line = first.stderr.readline()
+    assert re.match(here + "rank 0 of 3 ranks, which does not answer", line), line
+    first.send_signal(number)
+    _, rest = first.communicate(timeout=20)
+    assert first.returncode == code and "frame" not in rest, rest
+    # With rank 0 there, rank 1 is missing.
+    zero = waiting(tmp_path, port, 0)
+    assert zero.stderr is not None
+    line = zero.stderr.readline()
+    assert line == f"moemesh: rank 0 waits at localhost:{port} for 1 of 3 ranks (1)\n"
+    second.send_signal(number)
+    zero.send_signal(number)
+    for process in (second, zero):
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == code and "frame" not in rest, rest
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        process = waiting(tmp_path, port := taken.getsockname()[1], 0)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2, err
+    words = "MASTER_PORT) is in use: set MASTER_PORT to a free one, the same for all ranks"
+    assert err == f"moemesh: port {port} of localhost ({words}\n"
 
 
 def test_short_forms() -> None:

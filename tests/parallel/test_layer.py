@@ -221,6 +221,23 @@ def odd_calls(rank: int) -> None:
     layer.update_selection_bias(counts)
     bias = layer.router.selection_bias
     assert bias is not None and bias[0] == bias[1] < bias[2]
+    before = bias.clone()
+    for wrong, words in (
+        (counts.tolist(), "not the type list"),
+        (torch.tensor(3), r"not torch.int64 of the shape \[\]"),
+        (counts[:-1], rf"not torch.int64 of the shape \[{EXPERTS - 1}\]"),
+        (counts[None], rf"of the shape \[1, {EXPERTS}\]"),
+        (counts.bool(), "not torch.bool"),
+        (counts.to(torch.complex64), "not torch.complex64"),
+        (torch.full((EXPERTS,), torch.nan), "all finite and not negative"),
+        (torch.full((EXPERTS,), torch.inf), "all finite"),
+        (counts - 1, "not negative"),
+    ):
+        with pytest.raises(LayerError, match=rf"tokens of {EXPERTS} experts, .*{words}"):
+            layer.update_selection_bias(wrong)
+    assert torch.equal(bias, before)
+    layer.update_selection_bias(counts.int() if rank else counts.float())
+    assert bias[0] == bias[1] < bias[2]
     bad = x.clone()
     bad[0, 0, 0] = torch.nan
     assert not layer(bad)[1].finite

@@ -34,6 +34,7 @@ from moemesh.train.records.run_folder import (
     refuse_changes,
     refuse_other_data,
 )
+from moemesh.watch.lease import LeaseLost
 from tests.checkpoint.simulate import save_one, whole
 from tests.data.texts import stream
 from tests.train import runs
@@ -202,7 +203,7 @@ def test_two_runs_with_one_folder_of_checkpoints(
     assert one.lost() is None and rank.lost() is None
     two.lock(takeover=True)  # the lease of its own run folder was given back
     for lost in (one, rank):
-        assert lost.is_ours() and "was taken over by another run" in str(lost.lost())
+        assert lost.why_lost() is None and "was taken over by another run" in str(lost.lost())
     assert two.lost() is None
     one.release()
     two.release()
@@ -536,3 +537,97 @@ def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cut_after(file, 6) == Cut(rows=2, lost=range(5, 7))
     assert rows_of(file) == [4]
+
+
+# --- a folder that is lost while a run works in it ----------------------------------------------
+
+
+def _lose(out: Path, how: str) -> Path | None:
+    """The folder of the run afterwards."""
+    if how == "deleted":
+        while out.exists():  # the run may be writing
+            shutil.rmtree(out, ignore_errors=True)
+        return None
+    moved = out.rename(out.with_name("moved"))
+    if how == "replaced":
+        out.mkdir()
+    elif how == "replaced by a run":
+        other = RunFolder.open(out)
+        other.lock()
+        other.release()
+    return moved
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "replaced by a run"])
+def test_a_lost_folder_takes_nothing_more(tmp_path: Path, how: str) -> None:
+    out = tmp_path / "run"
+    holder = RunFolder.open(out)
+    holder.lock()
+    rank = RunFolder.inspect(out, None)
+    rank.join()
+    save_one(out / "checkpoints", 3, [whole("w", torch.zeros(2))])
+    log = rank.row_log("metrics.jsonl")
+    assert log.append([{"step": 1}]) and holder.why_lost() is None
+    moved = _lose(out, how)
+    before = sorted(out.rglob("*"))
+    for folder in (holder, rank):
+        with pytest.raises(LeaseLost, match=r"renamed, deleted|replaced") as lost:
+            folder.check_lease()
+        assert folder.present_path() == moved and folder.lost() is not None
+        with pytest.raises(LeaseLost):
+            folder.write_text("summary.json", "{}")
+        if moved is None:
+            assert "no checkpoint of this run is left" in lost.value.facts["advice"]
+        else:
+            assert f"it is {moved} now" in str(lost.value)
+            assert f"is {moved}/checkpoints/step-3; --out {moved}" in lost.value.facts["advice"]
+    log.append([{"step": 2}])
+    Events(rank).add("note", "text")
+    with pytest.raises(LeaseLost):
+        holder.raise_epoch()
+    if moved is not None:  # as long as the run lives, no other one enters there
+        with pytest.raises(RunFolderError, match="in use"):
+            RunFolder.open(moved).lock()
+    holder.release()
+    assert sorted(out.rglob("*")) == before
+    if moved is not None:
+        assert not json.loads((moved / "lease").read_text())["held"]
+
+
+def test_a_lost_folder_of_checkpoints_elsewhere(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    run = RunFolder.open(tmp_path / "run", checkpoint_folder=str(shared))
+    run.lock()
+    save_one(shared, 7, [whole("w", torch.zeros(2))])
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(LeaseLost) as lost:
+        run.check_lease()
+    assert f"the last checkpoint of this run is {shared}/step-7" in lost.value.facts["advice"]
+    (tmp_path / "moved").rename(tmp_path / "run")
+    assert run.lost() is None
+    shared.rename(tmp_path / "away")
+    assert run.why_lost() is None and "shared was renamed, deleted or replaced" in str(run.lost())
+    run.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced by a run"])
+def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) -> None:
+    out = tmp_path / "run"
+    keys = {"plan__dp": ranks, "train__steps": 100_000, "train__checkpoint_every": 5}
+    process = runs.start(*runs.arguments(out, **keys))
+    runs.until(lambda: (out / "checkpoints/step-10").exists(), process)
+    moved = _lose(out, how)
+    before = sorted(out.rglob("*"))
+    told, err = process.communicate(timeout=runs.PATIENCE)
+    assert process.returncode == 1 and "Traceback" not in err, told + err
+    assert "renamed, deleted" in err or "replaced" in err
+    assert sorted(out.rglob("*")) == before
+    if moved is None:
+        assert "no checkpoint of this run is left" in err
+        return
+    step = max(int(path.name[5:]) for path in moved.glob("checkpoints/step-*[0-9]"))
+    assert f"the last checkpoint of this run is {moved}/checkpoints/step-{step}" in err, err
+    assert json.loads((moved / "failure.json").read_text())["run_folder"] == str(moved)
+    runs.said(*runs.arguments(moved, **keys), "--stop-after", step + 5)

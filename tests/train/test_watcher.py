@@ -31,7 +31,7 @@ from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import meeting, supervisor
 from moemesh.watch.failures import cause_of
-from moemesh.watch.lease import read_epoch
+from moemesh.watch.lease import read_start
 from moemesh.watch.meeting import (
     WORDS,
     Guests,
@@ -140,6 +140,24 @@ def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ra
     steps = [row["step"] for row in metrics(out)]
     assert steps == list(range(1, len(steps) + 1))
     assert sum(one["kind"] == "resumed" for one in rows_of(events)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_step_is_saved_stops_nothing(
+    tmp_path: Path, ranks: int, number: int
+) -> None:
+    given = {"plan__dp": ranks, "data__global_batch": 4}
+    for delay in (0.0, 1.0):
+        out = tmp_path / f"run{delay}"
+        process = start(*arguments(out, **given))
+        until(lambda out=out: (out / "checkpoints/step-4").exists(), process)
+        time.sleep(delay)
+        process.send_signal(number)
+        said, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0 and "stopped by" not in err, said + err
+        assert "validation loss" in said and (out / "report.html").exists()
 
 
 @pytest.mark.slow
@@ -406,7 +424,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
 ) -> None:
     """It may be behind the network that is cut."""
     monkeypatch.setattr(watcher, "_REPORT_SECONDS", 0.2)
-    monkeypatch.setattr(watcher, "read_epoch", lambda path: threading.Event().wait())
+    monkeypatch.setattr(watcher, "read_start", lambda path: threading.Event().wait())
     run = tmp_path / "run"
     run.mkdir()
     assert watch(node, run, "wait", "kill") == [-9, -9]
@@ -484,7 +502,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "failures/1/failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
-    assert f"moemesh: {report['action']}" in done.stderr and read_epoch(out) == 2
+    assert f"moemesh: {report['action']}" in done.stderr and read_start(out)[1] == 2
     # Of what rank 0 met because of it nobody speaks, and torchrun holds the same rank to be first.
     assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
     assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr

@@ -453,11 +453,21 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor) -> None:
-        """Balance without a loss, once per optimizer step: `counts` int64 [E] are those of this
-        rank's forwards of the step; they are summed over group and replicas, which all call."""
-        if self.router.selection_bias is None:
+        """Balance without a loss, once per optimizer step: `counts` [E], integers or finite
+        floats, are those of this rank's forwards of the step; they are summed over group and
+        replicas, which all call."""
+        bias_E = self.router.selection_bias
+        if bias_E is None:
             raise LayerError("update_selection_bias needs router_selection_bias=True")
-        counts = counts.clone()
+        wanted = f"update_selection_bias needs a tensor of the tokens of {len(bias_E)} experts"
+        if not isinstance(counts, Tensor):
+            raise LayerError(f"{wanted}, not the type {type(counts).__name__}")
+        is_number = counts.dtype != torch.bool and not counts.is_complex()
+        if not is_number or counts.shape != bias_E.shape:
+            raise LayerError(f"{wanted}, not {counts.dtype} of the shape {list(counts.shape)}")
+        counts = counts.to(bias_E.device, torch.float64, copy=True)
+        if not bool((counts.isfinite() & (counts >= 0)).all()):
+            raise LayerError(f"{wanted}, all finite and not negative: {counts.tolist()}")
         for axis in (self.ranks, self.replicas):
             all_reduce_(counts, axis, caller="moe.bias", phase="backward")
         self.router.update_selection_bias(counts)

@@ -40,9 +40,15 @@ class RowLog:
     What cannot be written waits in memory and is written with the next rows that can be.
     """
 
-    def __init__(self, path: Path, say: Callable[[str, str], None] | None = None) -> None:
-        """``say(text, "disk")`` tells once that writing fails and once that it goes on."""
-        self.path, self._say = path, say
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str, str], None] | None = None,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``say(text, "disk")`` reports once that writing fails and once that it works. Rows are
+        dropped where not `may_write`: the folder is no longer that of the run."""
+        self.path, self._say, self._may_write = path, say, may_write
         self._waiting: deque[str] = deque()
         self._num_lost = 0
         self._fails = self._is_open = False
@@ -51,7 +57,7 @@ class RowLog:
         """Write `rows`; returns whether that went well. ``waits=False``: what cannot be written is
         not kept, since the caller does."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        if lines or self._waiting:
+        if (lines or self._waiting) and self._may_write():
             try:
                 self._write("".join((*self._waiting, *lines)).encode())
             except OSError as error:

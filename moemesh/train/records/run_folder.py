@@ -37,7 +37,15 @@ from moemesh.data.samples import Samples
 from moemesh.trace.run import Run
 from moemesh.train.records.rows import RowLog
 from moemesh.watch.lease import FILE as LEASE
-from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
+from moemesh.watch.lease import (
+    Lease,
+    LeaseLost,
+    RunFolderError,
+    file_of,
+    read_claim,
+    read_start,
+    why_lost,
+)
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.
@@ -67,6 +75,8 @@ class RunFolder:
         self.path, self.has_run = path, has_run
         self.checkpoints = checkpoints or path / CHECKPOINTS
         self.epoch: int | None = None
+        self._run: str | None = None
+        self._handle: int | None = None  # of the lease, which shows where a renamed folder is
         self._lease: Lease | None = None
         self._claim: Claim | None = None  # to checkpoints that are not in the run folder
 
@@ -143,7 +153,7 @@ class RunFolder:
 
     def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
         """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
-        return RowLog(self._file(name), say)
+        return RowLog(self._file(name), say, lambda: self.why_lost() is None)
 
     def set_rows_aside(self) -> list[str]:
         """Renames the files of rows that are not empty, to a number that is free; their names."""
@@ -225,7 +235,8 @@ class RunFolder:
         """
         assert self._lease is None, "locked already"
         self._lease = Lease.take(self.path, takeover=takeover)
-        self.epoch = self._lease.epoch
+        self.epoch, self._run = self._lease.epoch, self._lease.run
+        self._handle = self._lease.handle
         if self.checkpoints == self.path / CHECKPOINTS:
             return
         try:
@@ -238,35 +249,66 @@ class RunFolder:
 
     def join(self) -> None:
         """Write under the lease of another process of this run, which holds it now."""
-        self.epoch = read_epoch(self.path)
+        self._run, self.epoch = read_start(self.path)
+        with suppress(OSError):
+            self._handle = os.open(self.path / LEASE, os.O_RDONLY | os.O_CLOEXEC)
         if self.checkpoints != self.path / CHECKPOINTS and (found := read_claim(self.path)):
             run, number = found
             self._claim = Claim(self.checkpoints, run, number)
 
     def raise_epoch(self) -> None:
-        """Begin a new epoch: the same run starts its ranks anew."""
+        """Begin the epoch of a restart of the ranks; raises RunFolderError where the folder is no
+        longer that of this run."""
         assert self._lease is not None
+        self.check_lease()
         self._lease.raise_epoch()
         self.epoch = self._lease.epoch
 
-    def is_ours(self) -> bool:
-        """Whether no other run has taken the folder over."""
-        return self.epoch is None or read_epoch(self.path) in (self.epoch, None)
+    def why_lost(self) -> str | None:
+        """Why this run may no longer write into the folder; None where it may."""
+        return None if self.epoch is None else why_lost(self.path, self._run, self.epoch)
 
     def check_lease(self) -> None:
-        """Raises LeaseLost where another run has taken the folder over."""
-        if not self.is_ours():
-            raise LeaseLost(self._taken_over())
+        """Raises LeaseLost where the folder is no longer that of this run."""
+        if (reason := self.why_lost()) is not None:
+            raise self.lease_lost(reason)
 
     def lost(self) -> str | None:
-        """Why this run may not change its checkpoints any more; None where it may. Raises OSError
+        """Why this run may no longer change its checkpoints; None where it may. Raises OSError
         or CheckpointError where a folder elsewhere does not answer."""
-        if not self.is_ours():
-            return self._taken_over()
-        return None if self._claim is None else self._claim.lost()
+        return self.why_lost() or (None if self._claim is None else self._claim.lost())
 
-    def _taken_over(self) -> str:
-        return f"another run has taken over {self.path}: this one stops and writes nothing more"
+    def present_path(self) -> Path | None:
+        """The folder of this run, also after it was renamed; None where that is unknown."""
+        if self.why_lost() is None:
+            return self.path
+        lease = None if self._handle is None else file_of(self._handle)
+        run = None if lease is None else lease.parent
+        is_own = run is not None and read_start(run) == (self._run, self.epoch)
+        return run if is_own else None
+
+    def lease_lost(self, reason: str) -> LeaseLost:
+        """The error that ends this run because of `reason`, with the place of its last
+        checkpoint."""
+        path, checkpoints = self.present_path(), self.checkpoints
+        if checkpoints == self.path / CHECKPOINTS:
+            checkpoints = None if path is None else path / CHECKPOINTS
+        steps = list[int]()
+        with suppress(RunFolderError):
+            steps = [] if checkpoints is None else _steps(checkpoints)
+        if "taken over" in reason:
+            advice = (
+                "the other run resumes from the newest checkpoint; to train both, give this run "
+                "folders of its own (--out, train.checkpoint_folder)"
+            )
+        elif steps:
+            advice = f"the last checkpoint of this run is {checkpoints / f'step-{steps[0]}'}"
+            advice += "" if path is None else f"; --out {path} resumes from it"
+        else:
+            advice = "no checkpoint of this run is left: the same command starts from the beginning"
+        if path not in (None, self.path):
+            reason += f": it is {path} now"
+        return LeaseLost(f"{reason}: this run stops and writes nothing more", advice, path)
 
     def release(self) -> None:
         """Gives lease and claim back; nothing happens when they are not held."""
@@ -274,10 +316,12 @@ class RunFolder:
             self._claim.release()
         if self._lease is not None:
             self._lease.release()
-            self._lease = None
+            self._lease = self._handle = None
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes a file whole: readers and crashes meet the old or the new content, never half."""
+        """Writes a file whole: readers and crashes meet the old or the new content, never half.
+        Raises LeaseLost where the folder is no longer that of this run."""
+        self.check_lease()
         replace_by(self._file(name), [text.encode()])
 
     def write_json(self, name: str, value: object) -> None:

@@ -30,7 +30,6 @@ from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.watch.lease import LeaseLost
 
 
 def contents(
@@ -70,7 +69,7 @@ def newest(
     for number, why in skipped if mesh.rank == 0 else ():
         on_skip(number, why)
         if (reason := folder.lost()) is not None:
-            raise LeaseLost(reason)
+            raise folder.lease_lost(reason)
         # Out of the way, not away: the run will write this step again.
         put_aside(folder.checkpoints / f"step-{number}")
     return found
@@ -174,7 +173,7 @@ class Checkpoints:
     ) -> None:
         """`console`: of rank 0 it gets what is to be known."""
         mesh = parallel.mesh
-        self._parallel, self._optimizer, self._path = parallel, optimizer, folder.path
+        self._parallel, self._optimizer, self._folder = parallel, optimizer, folder
         self._console = console
         self._tells = mesh.rank == 0
         self._saver = Saver(
@@ -226,13 +225,13 @@ class Checkpoints:
         if outcome is None:
             return None
         if outcome.is_lost:
-            raise LeaseLost(
-                f"checkpoint of step {outcome.step} not saved: {outcome.problem}: this run stops"
+            raise self._folder.lease_lost(
+                f"checkpoint of step {outcome.step} not saved: {outcome.problem}"
             )
         if outcome.problem is not None:
             if raises:
                 advice = "mend what the message names (a full disk: make room); "
-                advice += go_on(self._path, ["moemesh", *sys.argv[1:]])
+                advice += go_on(self._folder.path, ["moemesh", *sys.argv[1:]])
                 raise CheckpointError(
                     f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
                 )
