@@ -179,6 +179,7 @@ def calibrate(request: CalibrateRequest) -> None:
     from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import fit, measured_runs
     from moemesh.planner.accuracy.calibration_file import (
+        beaten,
         calibration_toml,
         fitted_cluster,
         runs_of_cluster,
@@ -213,6 +214,7 @@ def calibrate(request: CalibrateRequest) -> None:
     sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]
+    doubts += beaten(chosen, learned.calibration, learned.runs)
     lines = [report(summarize(predict(chosen, learned.calibration))), "", *doubts]
     lines += [""] * bool(doubts)
     typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))

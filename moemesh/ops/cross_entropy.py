@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.fusion import fused
+from moemesh.ops.saved import Held
 from moemesh.ops.weight_gradient import deferring, weight_gradient
-
-#: Vocabulary rows of one chunk: bounds the logits alive to tokens x CHUNK numbers.
-CHUNK = 8192
+from moemesh.trace.memory_profile import LOGITS, LOSS_ROWS
 
 #: (log-sum-exp, target logit) over the rows held here -> the same over the whole vocabulary.
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -73,8 +72,8 @@ class _CrossEntropy(torch.autograd.Function):
         target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
         for start, weight_CH in _chunks(weight_VH, chunk):
             column_T, here_T = _columns(targets_T - first_row - start, weight_CH.shape[0])
-            logits_TC = x_TH @ weight_CH.t()
-            lse_T, target_T = _with_chunk(logits_TC, lse_T, target_T, column_T, here_T)
+            logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
+            lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, column_T, here_T)
         lse_T, target_T = combine(lse_T, target_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
         ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
@@ -90,9 +89,11 @@ class _CrossEntropy(torch.autograd.Function):
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
             for start, weight_CH in _chunks(weight_VH, ctx.chunk):
                 column_T, here_T = _columns(targets_T - ctx.first_row - start, len(weight_CH))
-                logits_TC = x_TH @ weight_CH.t()
-                grad_TC = _chunk_gradient(logits_TC, lse_T, grad_T, column_T, here_T)
-                yield slice(start, start + len(weight_CH)), grad_TC
+                logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
+                grad_TC = Held(
+                    _chunk_gradient(logits_TC.tensor, lse_T, grad_T, column_T, here_T), LOGITS
+                )
+                yield slice(start, start + len(weight_CH)), grad_TC.tensor
 
         def weight_half() -> Tensor:
             # Computes the logits once more: keeping them would hold tokens x vocabulary numbers.
@@ -131,7 +132,7 @@ def cross_entropy(
     *,
     first_row: int = 0,
     combine: Combine = _alone,
-    chunk: int = CHUNK,
+    chunk: int = LOSS_ROWS,
 ) -> Tensor:
     """Negative log-likelihood per token [T] in nats, fp32 (fp64 for fp64 input).
 

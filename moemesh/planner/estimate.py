@@ -40,7 +40,7 @@ from moemesh.planner.speed import Speed, device_balance, layer_intensities
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_activations, predict_states
+from moemesh.planner.traffic.own_memory import predict_activations, predict_memory
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.sharding.dispatchers import rows_at_once
@@ -134,10 +134,7 @@ def of_own_run(
 
     Raises ValueError when the plan's schedule cannot be made.
     """
-    share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
-    if plan.microbatches > _ENOUGH * plan.pp and plan.update_window is None:
-        plan = plan.model_copy(update={"microbatches": _ENOUGH * plan.pp})
-        global_batch = share * plan.dp * plan.microbatches
+    plan, global_batch = _shortened(plan, global_batch)
     placement, layout = StagePlacement(model, plan, seq_len), plan.layout
     element = ELEMENT_BYTES[dtype]
     tokens = plan.tokens_per_rank(seq_len, global_batch)
@@ -183,6 +180,16 @@ def of_own_run(
         activation_bytes=most,
         more_bytes=most - uniform,
     )
+
+
+def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
+    """A plan with fewer microbatches of the same size, and its batch, that hold as much at the
+    fullest moment."""
+    share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
+    if plan.microbatches <= _ENOUGH * plan.pp or plan.update_window is not None:
+        return plan, global_batch
+    plan = plan.model_copy(update={"microbatches": _ENOUGH * plan.pp})
+    return plan, share * plan.dp * plan.microbatches
 
 
 # Traffic of one rank by axis: how many transfers, how large one is, and its share of all bytes.
@@ -514,26 +521,43 @@ def estimate_run(
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
-    if config.tuning.is_full:
-        return found
-    # Model states and traffic of the weights that train.
-    layout, plan = found.layout, exact_plan(config.model, config.plan)
+    layout, is_full = found.layout, config.tuning.is_full
+    plan = exact_plan(config.model, config.plan)
     if isinstance(plan, str):
         note = f"memory and traffic are those of training every weight: {plan}"
-        return replace(found, notes=(*found.notes, note))
-    placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
-    ranks: list[RankMemory] = []
-    for memory in found.memory.ranks:
-        first, element = memory.rank * layout.stage_ranks, ELEMENT_BYTES[train.dtype]
-        optimizer: dict[str, Any] = {"optimizer": train.optimizer, "momentum": train.momentum}
-        states = predict_states(placement, element=element, **optimizer, rank=first)
-        own = {name: getattr(states, name) for name in ("expert_weights", "gradients", "optimizer")}
-        dense = states.dense_weights + states.gathered_weights
-        ranks.append(replace(memory, dense_weights=dense, **own))
-    tuned = MemoryEstimate(ranks=tuple(ranks))
-    less = found.memory.worst.total - tuned.worst.total
-    allocated, needed = found.peak.allocated - less, found.peak.needed - less
-    peak = replace(found.peak, allocated=allocated, needed=needed)
+        return found if is_full else replace(found, notes=(*found.notes, note))
+    # The prediction that the run itself writes.
+    short, batch = _shortened(plan, data.global_batch)
+    of_rank = partial(
+        predict_memory,
+        *(config.model, short),
+        seq_len=data.seq_len,
+        global_batch=batch,
+        dtype=train.dtype,
+        optimizer=train.optimizer,
+        momentum=train.momentum,
+        tuning=config.tuning,
+    )
+    numbers = sorted({0, found.memory.worst.rank, layout.pp - 1})
+    ranks = (RankMemory.of(of_rank(rank=one * layout.stage_ranks), one) for one in numbers)
+    memory = MemoryEstimate(ranks=tuple(ranks))
+    held, peak = memory.worst.total, found.peak
+    closed_form = peak.needed
+    less = 0.0 if is_full else found.memory.worst.states - memory.worst.states
+    allocated, needed = max(peak.allocated - less, held), max(peak.needed - less, held)
+    peak = replace(peak, allocated=allocated, needed=needed)
+    found = replace(found, memory=memory, peak=peak)
+    if found.fits(needed):
+        found = replace(found, instead=None)
+    elif found.instead is None:
+        from moemesh.planner.search.rival import instead
+
+        # The search's closed forms hold less: the difference is no room for its layouts.
+        room = machine.memory_bytes - round(max(held - closed_form, 0.0))
+        smaller = machine.model_copy(update={"memory_bytes": max(room, 1)})
+        found = replace(found, instead=instead(found.shape, smaller, layout))
+    if is_full:
+        return found
     ledger = predict_ledger(
         config.model,
         plan,
@@ -543,16 +567,10 @@ def estimate_run(
         on_accelerator=bool(found.cluster.accelerator),
     )
     trained = num_trained(config.tuning, config.model, plan)
-    note = (
-        f"{trained:,} parameters train: weights, gradients, optimizer and traffic are those of "
-        "this choice, activations "
-        + ("" if layout.adapters else "and seconds ")
-        + "those of training everything"
-    )
-    instead = None if found.fits(needed) else found.instead
-    return replace(
-        found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
-    )
+    note = f"{trained:,} parameters train: memory and traffic are those of this choice"
+    if not layout.adapters:
+        note += ", seconds those of training everything"
+    return replace(found, traffic=ledger, notes=(*found.notes, note))
 
 
 def planned_step(config: RunConfig, cluster: str) -> PlannedStep:

@@ -57,7 +57,8 @@ def from_plan(
     global_batch: int,
     dtype: Precision = "bfloat16",
 ) -> PlannedLayout:
-    """The layout of `moemesh train` under `plan`: fp32 gradients, flash attention, fused loss.
+    """The layout of `moemesh train` under `plan`: fp32 gradients, flash attention, a loss
+    in chunks.
 
     With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be, and
     for a plan whose schedule has no name: closed forms are those of names.

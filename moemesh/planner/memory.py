@@ -35,12 +35,13 @@ import numpy as np
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
-from moemesh.planner.arithmetic import Number, maximum, where
+from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import alive, weight_copies
+from moemesh.trace.memory_profile import LOGITS, MemoryProfile, logits_per_token
 
 # Bytes that a layer keeps for its backward, per token and per microbatch of a rank.
 #
@@ -159,9 +160,14 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
     return ActivationBytes(**found)
 
 
-#: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
-FUSED_LOSS_BYTES = 6.0
-LOSS_BYTES = 14.0
+#: Bytes per logit at a loss that holds all logits: the logits, their fp32 softmax, its gradient.
+WHOLE_LOGIT_BYTES = {"fused": 6.0, "plain": 14.0}
+
+
+def chunk_bytes(shape: ModelShape, layout: PlannedLayout) -> Number:
+    """Bytes of logits that the loss of `moemesh train` holds at one time."""
+    per_token = logits_per_token(shape.vocab_size / layout.tp, minimum)
+    return layout.element_bytes * layout.tokens * per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +192,22 @@ class RankMemory:
     @property
     def total(self) -> float:
         return self.states + self.activations + self.logits + self.buffers + self.workspace
+
+    @classmethod
+    def of(cls, profile: MemoryProfile, rank: int) -> RankMemory:
+        """The profile of a rank of our own runs; copies of its weights are weights, and what a
+        step gathers or could take back is in buffers."""
+        logits = profile.activation_kinds.get(LOGITS, 0)
+        return cls(
+            rank=rank,
+            dense_weights=profile.dense_weights + profile.weight_versions,
+            expert_weights=profile.expert_weights,
+            gradients=profile.gradients,
+            optimizer=profile.optimizer,
+            activations=profile.activations - logits,
+            logits=logits,
+            buffers=profile.gathered_weights + profile.buffers + profile.snapshots,
+        )
 
     def to_json(self) -> dict[str, float]:
         return {**asdict(self), "total": self.total}
@@ -319,10 +341,13 @@ def rank_memory(
     weights, state_bytes = states or _rank_states(shape, layout, rank)
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
     w = layout.element_bytes
-    logits = 0.0
+    logits: Number = 0.0
     if content.has_head:
-        per_logit = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
-        logits = layout.tokens * shape.vocab_size / layout.tp * per_logit
+        if layout.loss == "chunked":
+            logits = chunk_bytes(shape, layout)
+        else:
+            numbers = layout.tokens * shape.vocab_size / layout.tp
+            logits = numbers * WHOLE_LOGIT_BYTES[layout.loss]
         logits = logits + 2 * w * layout.token_shard * shape.hidden_size
     limit = layout.recompute_layers
     share = None if limit is None else limit / len(content.chunks)
@@ -517,10 +542,13 @@ def _peaks(
                 working = working + allocation.layer_gradient_bytes * matrix
             logits: Number = 0.0
             if content.has_head:
-                numbers = layout.tokens * shape.vocab_size
-                logits = allocation.logit_bytes * numbers / layout.tp
-                gathered_logits = allocation.gathered_logit_bytes * numbers
-                logits = logits + where(layout.tp > 1, gathered_logits, 0.0)
+                if layout.loss == "chunked":
+                    logits = chunk_bytes(shape, layout)
+                else:
+                    numbers = layout.tokens * shape.vocab_size
+                    gathered_logits = allocation.gathered_logit_bytes * numbers
+                    logits = allocation.logit_bytes * numbers / layout.tp
+                    logits = logits + where(layout.tp > 1, gathered_logits, 0.0)
                 head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
                 logits = logits + allocation.head_gradient_bytes * head
             activations = held(layout, rank, kept)

@@ -139,7 +139,9 @@ class PlannedLayout(Shown):
     attention_kernel: AttentionKernel = "flash"
     fused_norm: bool = True
     fused_activation: bool = True
-    fused_loss: bool = True
+    #: Logits in chunks of the vocabulary, as in `moemesh train`, or all of them, with a fused
+    #: softmax or a plain one, as other trainers hold.
+    loss: Literal["chunked", "fused", "plain"] = "chunked"
     dropout: bool | None = None
 
     #: Of the matrix products; and of weights and activations as they are stored.

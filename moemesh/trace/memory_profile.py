@@ -7,20 +7,20 @@ which is counted at its own largest, or more, by what no part explains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moemesh.trace.strict_json import read_fields
 
 #: What activations are made of: the residual stream at the ends of the model and before layers that
-#: are computed again, the parts of layers, head and loss, and what only deferred weight gradients
-#: keep.
+#: are computed again, the parts of layers, head and loss, logits of the chunks that the loss works
+#: on, and what only deferred weight gradients keep.
 ACTIVATION_KINDS: tuple[str, ...] = (
     *("stream", "norms", "attention", "mlp", "router", "dispatch", "experts", "head"),
-    *("deferred", "other"),
+    *("logits", "deferred", "other"),
 )
-DEFERRED, OTHER = ACTIVATION_KINDS[-2:]
+LOGITS, DEFERRED, OTHER = ACTIVATION_KINDS[-3:]
 
 #: Figures of memory, in the words of every verb and page. What is *held* is counted part by part:
 #: weights, gradients, optimizer, activations, buffers. The peak of a *device* is what is held and
@@ -37,6 +37,9 @@ MEASURED_PEAKS = {
 #: On a CPU a function of at least so many numbers runs in one compiled pass, which keeps its input
 #: and nothing else (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
 ONE_PASS_NUMBERS = 1 << 16
+
+#: Vocabulary rows of one chunk of our loss (:mod:`moemesh.ops.cross_entropy`).
+LOSS_ROWS = 8192
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -154,6 +157,18 @@ class MemoryProfiles:
             for profiles in (data["ranks"], data.get("predicted", ()))
         )
         return cls(ranks=ranks, predicted=predicted)
+
+
+def logits_per_token(rows: Any, least: Callable[[Any, int], Any] = min) -> Any:
+    """The most logits and gradients of logits that our loss holds for a token at one time, with
+    `rows` rows of the vocabulary on a rank (`least` is the minimum of columns of them).
+
+    While a chunk's logits are computed, those of the chunk before and their gradient still exist.
+
+    >>> logits_per_token(5_000), logits_per_token(10_000), logits_per_token(150_000)
+    (10000, 18192, 24576)
+    """
+    return least(rows, LOSS_ROWS) + least(rows, 2 * LOSS_ROWS)
 
 
 def format_bytes(size: float) -> str:

@@ -266,7 +266,31 @@ def test_bad_runs_are_named_and_cost_little(tmp_path, capsys):
     rows = [llama(index, tp, pp, mbs, 30.0) for index, (tp, pp, mbs) in enumerate(LAYOUTS[:6])]
     rows[2]["step_time_s"] = "nan"
     calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "c.toml")
-    assert "run 2 is left out: step_time_s is `nan`, no number above 0" in capsys.readouterr().out
+    assert "run 2 is left out: step_time_s is `nan`: a run shows" in capsys.readouterr().out
+
+
+def test_no_efficiency_is_written_above_one(tmp_path, capsys):
+    """Runs that beat the data sheet: what is too low is named, and the file can be planned with."""
+    found = generated(shipped_calibration())[:8]
+    rows = [
+        llama(index, tp, pp, mbs, one.seconds / 4, src="mine")
+        for index, ((tp, pp, mbs), one) in enumerate(zip(LAYOUTS, found, strict=False))
+    ]
+    out = tmp_path / "fast.toml"
+    calibrate(runs=[write_table(tmp_path, rows)], out=out)
+    said, known = capsys.readouterr().out, load_cluster(out)
+    efficiencies = {name: x for name, x in known.constants.items() if "efficiency" in name}
+    assert max(efficiencies.values()) == 1.0 == efficiencies["gemm_efficiency"]
+    assert "peak_flops.bfloat16 of A100-80G is too low" in said
+    assert "inter_node_bandwidth of A100-80G is too low" in said
+    assert known.inter_node_bandwidth > 3.2e9
+    pricing(known)
+
+
+def test_an_efficiency_above_one_is_refused():
+    cluster = load_cluster("dgx_h100").model_copy(update={"constants": {"memory_efficiency": 1.2}})
+    with pytest.raises(ConfigError, match="memory_efficiency is a share of memory_bandwidth"):
+        pricing(cluster)
 
 
 def test_errors_after_own_runs_fall(tmp_path):

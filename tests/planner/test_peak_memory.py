@@ -26,7 +26,9 @@ LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
 
 
 def layout(**values) -> PlannedLayout:
-    return PlannedLayout(**{"seq_len": 4096, "global_batch": 16, "zero": 1} | values)
+    return PlannedLayout(
+        **{"seq_len": 4096, "global_batch": 16, "zero": 1, "loss": "fused"} | values
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def test_rows_are_different_answers() -> None:
     rows = choose(all_of_it, 5, 0.7 * all_of_it.cluster.memory_bytes)
     keys = ("pp", "tp", "ep", "etp", "schedule", "stages_per_rank", "recompute")
     others = [row.layout for row in rows.values() if not row.roles]
-    assert len({tuple(getattr(one, key) for key in keys) for one in others}) == len(others)
+    answers = {(one.zero > 1, *(getattr(one, key) for key in keys)) for one in others}
+    assert len(answers) == len(others)
     assert sum(row.alike for row in rows.values()) > 0
 
 

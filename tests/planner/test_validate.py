@@ -99,6 +99,20 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert len(read_runs(table)) == len(ROWS)
 
 
+@pytest.mark.parametrize("text", ["1e-320", "0", "-3", "inf", "nan", "1e300"])
+@pytest.mark.parametrize("column", ["step_time_s", "mem_gib"])
+def test_a_time_that_no_run_shows_is_named(tmp_path, monkeypatch, capsys, column, text):
+    rows = [{**ROWS[0], "id": "7", column: text, "mem_kind": "peak"}, *ROWS[1:]]
+    table, out = write_table(tmp_path, rows), tmp_path / "answer.json"
+    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(table), "--json", str(out)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (0, None)
+    assert f"{column} is `{text}`: a run shows" in capsys.readouterr().out
+    row = next(row for row in json.loads(out.read_text())["rows"] if row["id"] == 7)
+    assert row["seconds"] is None and column in row["reason"]
+
+
 def test_command_tells_mistakes_without_a_traceback(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(tmp_path / "none.csv")])
     with pytest.raises(SystemExit) as stop:

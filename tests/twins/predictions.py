@@ -25,6 +25,7 @@ from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.terapipe import slice_lengths
 from moemesh.sharding.context import context_runs
+from moemesh.trace.memory_profile import LOGITS
 
 
 @contextlib.contextmanager
@@ -141,5 +142,7 @@ def assert_predicted(
             most = 1.02 * memory["activations"] + 1024
             assert kept <= most, f"rank {rank}: activations"
         elif activations:
+            kinds = memory["activation_kinds"], found["memory"]["kinds"]
+            assert kinds[0].get(LOGITS) == kinds[1].get(LOGITS), f"rank {rank}: logits"
             error = memory["activations"] / found["memory"]["activations"] - 1
             assert abs(error) <= 0.02, f"rank {rank}: activations {error:+.1%}"

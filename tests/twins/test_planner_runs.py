@@ -277,6 +277,18 @@ dense num_layers=2 qk_norm=True | dp=2 | 8 bfloat16
 latent num_layers=2 | dp=2 | 8 float32
 """
 
+#: Vocabularies of one chunk of the loss, two and more, on whole ranks and on shards; the last one
+#: with the full moment elsewhere than in the loss.
+LOSS = f"""
+*num_layers=1 vocab_size=20001 | recompute=full | 1 bfloat16
+num_layers=1 vocab_size=9000 | | 2 float64
+*num_layers=2 vocab_size=40000 | tp=2 ep=2 recompute=selective | 1 float32
+num_layers=2 vocab_size=70000 | {HALVES} tp=2 | 4 bfloat16
+num_layers=2 vocab_size=20000 | {HALVES} schedule=zb_h1 | 4 float32
+num_layers=1 num_mtp_layers=1 vocab_size=20000 | dp=2 | 2 float32
+num_layers=8 vocab_size=300 | | 2 float32
+"""
+
 
 def cases(table: str) -> list[Any]:
     """(model, keys of the plan, data) of each line, as it is; default are those with a star."""
@@ -325,6 +337,11 @@ def test_predicted_is_measured(model: str, plan: dict[str, Any], data: str) -> N
 @pytest.mark.parametrize(("model", "plan", "data"), cases(LONG))
 def test_forms_in_one_pass(model: str, plan: dict[str, Any], data: str) -> None:
     check(model, plan, data, seq_len=1024)
+
+
+@pytest.mark.parametrize(("model", "plan", "data"), cases(LOSS))
+def test_logits_are_those_of_chunks(model: str, plan: dict[str, Any], data: str) -> None:
+    check(model, plan, data, seq_len=64)
 
 
 @pytest.mark.parametrize(("model", "plan", "data"), cases(TRAFFIC_ONLY))

@@ -13,7 +13,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
 from moemesh.planner.accuracy.calibrate import NO_RUN
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.timing.calibration import NAMES, Calibration
+from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Calibration
 from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.own_runs import OwnRuns
 
@@ -114,7 +114,8 @@ def fitted_cluster(
     runs: Sequence[PublishedRun], calibration: Calibration, own: Sequence[OwnRun] = ()
 ) -> Cluster:
     """The Cluster of some runs: the data sheet of their device, their calibrated constants, and
-    what those do not say."""
+    what those do not say. No efficiency is above 1: links that the runs beat have the bandwidth
+    that was used (:func:`beaten`)."""
     first = runs[0]
     device = first.device
     assert device is not None
@@ -122,6 +123,12 @@ def fitted_cluster(
     nodes = max(math.ceil(int(float(run.row["gpus"])) / device.node_size) for run in runs)
     latency = float(constants.collective_latency_us) * 1e-6
     half, eight, four = device.peak_flops
+    efficiencies = {name: float(getattr(constants, name)) for name in EFFICIENCIES}
+    links = {
+        f"{place}_node_bandwidth": getattr(device, f"{place}_node_bandwidth")
+        * max(efficiencies[f"{place}_node_efficiency"], 1.0)
+        for place in ("intra", "inter")
+    }
     peaks = {"bfloat16": half}
     if eight > half:
         peaks["float8"] = eight
@@ -135,10 +142,34 @@ def fitted_cluster(
         memory_bytes=int(device.memory_bytes),
         memory_bandwidth=device.memory_bandwidth,
         peak_flops=peaks,
-        intra_node_bandwidth=device.intra_node_bandwidth,
+        **links,
         intra_node_latency=latency,
-        inter_node_bandwidth=device.inter_node_bandwidth,
         inter_node_latency=latency,
-        constants={name: float(f"{getattr(constants, name):.6g}") for name in NAMES},
+        constants={
+            name: float(f"{min(getattr(constants, name), most):.6g}")
+            for name in NAMES
+            for most in (1.0 if name in EFFICIENCIES else math.inf,)
+        },
         own_runs=tuple(own),
     )
+
+
+def beaten(
+    runs: Sequence[PublishedRun], calibration: Calibration, own: Sequence[OwnRun] = ()
+) -> list[str]:
+    """A sentence for each number of the data sheet that is lower than the runs imply."""
+    first = runs[0]
+    device, constants = first.device, calibration.constants(first.cluster, newest_release(own))
+    assert device is not None
+    said: list[str] = []
+    for name, peak in EFFICIENCIES.items():
+        if (value := float(getattr(constants, name))) <= 1:
+            continue
+        written = f"{name} = 1 is written"
+        if peak.endswith("_node_bandwidth"):
+            stated = getattr(device, peak)
+            written = f"{peak} = {value * stated:.4g} is written in place of {stated:.4g} bytes/s"
+        said.append(
+            f"{peak} of {device.name} is too low: the runs imply {value:.3f} of it; {written}"
+        )
+    return said

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +192,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         recompute=recompute_from_words(row.get("recompute", "")),
         attention_kernel=kernels.get(row.get("kernel", ""), "flash"),
         fused_norm=row.get("fused_norm") != "0",
+        loss="fused",
         precision=precision,
         dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
     )
@@ -309,9 +309,6 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
     release = _RELEASE.match(row.get("notes", ""))
-    memory = _number(row, "mem_gib")
-    if row.get("mem_kind", "").strip().lower() not in _MEASURED_MEMORY:
-        memory = None
     run = PublishedRun(
         id=row.get("id", ""),
         source=row.get("src", ""),
@@ -320,7 +317,6 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         tier=row.get("tier", ""),
         ended=row.get("status", "") or "ok",
         device=device,
-        memory_bytes=None if memory is None else memory * GIB,
         microbatch_printed=bool(row.get("mbs", "")),
         recompute_printed=bool(row.get("recompute", "")),
         metric=row.get("metric_reported", ""),
@@ -338,6 +334,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         )
         layout = from_run(row)
         _check(row, shape, layout)
+        seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
     except ConfigError as error:
         first = error.problems[0]
         return replace(run, reason=f"{first.key}: {first.message}")
@@ -348,6 +345,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
     if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
         layout = layout.changed(etp=layout.tp)
+    is_measured = row.get("mem_kind", "").strip().lower() in _MEASURED_MEMORY
     if layout.pp > 1:
         cut = even_cut
         if software.balanced_stages and layout.stages_per_rank == 1:
@@ -360,7 +358,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         shape=shape,
         layout=layout,
         software=software,
-        seconds=_measured_seconds(row, shape, layout, device),
+        seconds=seconds,
+        memory_bytes=GIB * memory if memory and is_measured else None,
     )
 
 
@@ -424,12 +423,28 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
     )
 
 
+#: Measured columns, with the least and the largest number that a run can show.
+_MEASURED = {
+    "step_time_s": (1e-6, 1e8),
+    "tokens_s_gpu": (1e-6, 1e12),
+    "tflops_gpu": (1e-9, 1e9),
+    "mfu_pct": (1e-9, 1e3),
+    "mem_gib": (1e-6, 1e6),
+}
+
+
 def _number(row: Mapping[str, str], name: str) -> float | None:
+    """The number of a measured column; None where it has none. Raises ValueError for one that no
+    run can show."""
+    text = row.get(name, "")
     try:
-        found = float(row.get(name, "") or "nan")
+        found = float(text)
     except ValueError:
         return None
-    return found if isfinite(found) and found > 0 else None
+    least, most = _MEASURED[name]
+    if not least <= found <= most:
+        raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")
+    return found
 
 
 def _measured_seconds(

@@ -11,7 +11,7 @@ an assumption (tensor groups stay inside a node) is listed and can be switched o
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -279,18 +279,30 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candida
     simplest = next(index for index in firsts if found.seconds(index) <= nearly)
     is_simple = found.mechanisms[best] == found.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
-    rows = list(roles)[:top]
-    count = top
-    while True:
-        pool, copies = found.fitting(found.capacity, count), dict.fromkeys(rows, 0)
+    copies = dict.fromkeys(list(roles)[:top], 0)
+    #: Answers by what their near-copies share.
+    answers: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in copies:
+        for key in _likeness(found.layout(index)):
+            answers[key].append(index)
+    looked_at, count = set(roles), top
+    while count <= top * _MOST_LOOKED_AT:
+        pool = found.fitting(found.capacity, count)
         for index in pool:
-            if index not in roles:
-                like = next((one for one in copies if _alike(found, one, index)), None)
-                if like is not None:
-                    copies[like] += 1
-                elif len(copies) < top:
-                    copies[index] = 0
-        if len(copies) == top or len(pool) < count or count >= top * _MOST_LOOKED_AT:
+            if index in looked_at:
+                continue
+            looked_at.add(index)
+            same, near = _likeness(found.layout(index))
+            limit = found.seconds(index) / (1 + COPY)
+            as_fast = (one for one in answers[near] if found.seconds(one) >= limit)
+            like = next(chain(answers[same], as_fast), None)
+            if like is not None:
+                copies[like] += 1
+            elif len(copies) < top:
+                copies[index] = 0
+                answers[same].append(index)
+                answers[near].append(index)
+        if len(copies) == top or len(pool) < count:
             break
         count *= 2
     others = sorted((one for one in copies if one != best), key=found.seconds)
@@ -300,22 +312,16 @@ def choose(found: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candida
     }
 
 
-def _alike(found: SearchSpace, one: int, other: int) -> bool:
-    """Whether two layouts have the same mechanisms and are as fast, or cut the weights alike and
-    only the batch otherwise (dp, cp and what follows from them)."""
-    first, second = found.layout(one), found.layout(other)
-    # The mechanisms besides the axes.
-    words = [
-        (x.schedule, x.stages_per_rank > 1, x.recompute, x.zero > 1, x.dispatcher)
-        for x in (first, second)
-    ]
-    if words[0] != words[1]:
-        return False
-    if all(getattr(first, axis) == getattr(second, axis) for axis in _WEIGHTS):
-        return True
-    is_as_fast = abs(found.seconds(other) / found.seconds(one) - 1) <= COPY
-    axes, others = ([getattr(one, axis) > 1 for axis in DEGREES] for one in (first, second))
-    return is_as_fast and axes == others
+def _likeness(layout: PlannedLayout) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """What near-copies share: the mechanisms and the cuts of the weights (only the batch is cut
+    otherwise: dp, cp and what follows from them); of layouts that are as fast, the mechanisms."""
+    mechanisms = (
+        *(layout.schedule, layout.stages_per_rank > 1, layout.recompute),
+        *(layout.zero > 1, layout.dispatcher),
+    )
+    weights = tuple(getattr(layout, axis) for axis in _WEIGHTS)
+    axes = tuple(getattr(layout, axis) > 1 for axis in DEGREES)
+    return ("weights", *mechanisms, *weights), ("axes", *mechanisms, *axes)
 
 
 #: More memory a device that sensitivity is asked for, in GiB.
@@ -395,9 +401,8 @@ def _word(value: Any) -> str:
 def what_would_fit(found: SearchSpace) -> str:
     """The layout that needs least memory when nothing fits, and what it lacks."""
     index = found.smallest()
-    layout, smallest = found.layout(index), float(found.needed[index])
-    lacking = smallest - found.capacity
-    needed = smallest / found.pricing.usable_share
+    layout, needed = found.layout(index), float(found.needed[index]) / found.pricing.usable_share
+    lacking = needed - found.cluster.memory_bytes
     shown = replace(layout, ranks_per_node=0).key
     return (
         f"the smallest, {shown}, needs {format_bytes(round(needed))} a device, "

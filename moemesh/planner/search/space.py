@@ -69,8 +69,8 @@ class Space:
     fixed: Mapping[str, int] = field(default_factory=dict[str, int])
     #: Only what `moemesh train` carries out.
     trainable: bool = False
-    #: What trains, as fields of a layout.
-    trained: Mapping[str, float | bool] = field(default_factory=dict[str, "float | bool"])
+    #: What trains, and its loss, as fields of a layout.
+    trained: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def allows(self, **values: int) -> bool:
         """Whether none of the values is fixed at another one."""

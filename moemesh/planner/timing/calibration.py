@@ -96,6 +96,18 @@ class Constants:
     startup_microbatches: Annotated[Number, 0.5] = 6.0
 
 
+#: Constants that are shares of a number of the cluster file, at most 1 there.
+EFFICIENCIES = {
+    "gemm_efficiency": "peak_flops.bfloat16",
+    "gemm_efficiency_8bit": "peak_flops.float8",
+    "gemm_efficiency_4bit": "peak_flops.float4",
+    "attention_efficiency": "peak_flops.bfloat16",
+    "memory_efficiency": "memory_bandwidth",
+    "intra_node_efficiency": "intra_node_bandwidth",
+    "inter_node_efficiency": "inter_node_bandwidth",
+}
+
+
 #: What a software stack may set for itself, and how far (of the logarithm); one of its clusters
 #: deviates from it by a share of that. The few fitted scalars of a cluster.
 OWN: dict[str, float] = {

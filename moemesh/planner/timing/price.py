@@ -16,7 +16,7 @@ from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import NAMES, Constants, shipped_calibration
+from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Constants, shipped_calibration
 from moemesh.planner.timing.columns import (
     LayoutColumns,
     Software,
@@ -149,13 +149,18 @@ def software_of(layout: PlannedLayout) -> Software:
 
 def pricing(cluster: Cluster) -> Pricing:
     """Constants that the cluster names win over those that ship for its device. Raises ConfigError
-    for names that the time model lacks."""
+    for names that the time model lacks, and for efficiencies above 1."""
     problems: list[Problem] = []
     for name, value in cluster.constants.items():
         if name not in NAMES:
             key, message = f"cluster.constants.{name}", f"the time model has no constant `{name}`"
             fix = nearest_choice(name, NAMES)
             problems.append(Problem.of("unknown-key", key, value, message, fix))
+        elif name in EFFICIENCIES and value > 1:
+            key, peak = f"cluster.constants.{name}", EFFICIENCIES[name]
+            message = f"{name} is a share of {peak}: at most 1, not {value:g}"
+            fix = f"{name} = 1.0, and {value:.4g} times {peak} if that was measured"
+            problems.append(Problem.of("out-of-range", key, value, message, fix))
     if problems:
         raise ConfigError(problems)
     device = accelerator_of_cluster(cluster)

@@ -30,7 +30,13 @@ from moemesh.planner.traffic.tensors import (
 from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
-from moemesh.trace.memory_profile import DEFERRED, ONE_PASS_NUMBERS, MemoryProfile
+from moemesh.trace.memory_profile import (
+    DEFERRED,
+    LOGITS,
+    ONE_PASS_NUMBERS,
+    MemoryProfile,
+    logits_per_token,
+)
 
 # Model states: weights to snapshots.
 #
@@ -127,7 +133,8 @@ class Saved(NamedTuple):
 
     `held` of them stay until the weight gradients of a split backward, which besides keep
     `gradient` bytes from then on. `is_again`: kept by a computation that is done again in the
-    backward, just before it. `is_shared`: one storage for all layers of a forward.
+    backward, just before it. `is_shared`: one storage for all layers of a forward. `working` bytes
+    exist only while the operation runs, forward or backward.
     """
 
     kind: str
@@ -136,6 +143,7 @@ class Saved(NamedTuple):
     gradient: float = 0.0
     is_again: bool = False
     is_shared: bool = False
+    working: float = 0.0
 
 
 class SavedTensors(NamedTuple):
@@ -193,7 +201,10 @@ class LayerMemory(RankStep):
             return found
         # Input, a target and a log-sum-exp of each token.
         size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
-        head = SavedTensors([norm, Saved("head", size, held=size, gradient=whole * self.wide)])
+        rows = len(shard_range(self.model.vocab_size, self.plan.tp, self.here["tp"]))
+        logits = Saved(LOGITS, 0.0, working=whole * self.w * logits_per_token(rows))
+        kept_head = Saved("head", size, held=size, gradient=whole * self.wide)
+        head = SavedTensors([norm, kept_head, logits])
         if kept("head"):
             found.append(head)
         for layer in (index for index in layers if index >= self.model.num_layers):
@@ -488,6 +499,10 @@ def predict_activations(
         if total > most:
             most, peak = total, dict(kept)
 
+    def work(saved: Saved) -> None:
+        add(saved.kind, saved.working)
+        add(saved.kind, -saved.working)
+
     # In a block the forward counts before anything is given back.
     entries = schedule.orders[memory.here["pp"]]
     orders = (sorted(entry, key=lambda op: op.kind != "F") for entry in entries)
@@ -508,11 +523,13 @@ def predict_activations(
                 for saved in layer.saved:
                     if not saved.is_again and not (saved.is_shared and saved.kind in seen):
                         add(saved.kind, saved.size)
+                    work(saved)
                     if saved.is_shared:
                         seen.add(saved.kind)
             continue
         if op.kind == "W":
             for saved in chain.from_iterable(layer.saved for layer in layers):
+                work(saved)
                 add(saved.kind, -saved.held)
                 add(DEFERRED, -saved.gradient)
             continue
@@ -526,6 +543,7 @@ def predict_activations(
                     add(saved.kind, saved.size)
             made = whole is not None
             for saved in reversed(layer.saved):
+                work(saved)
                 if saved.is_again and not made:
                     made = True
                     for other in layer.saved:
