@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.moe import PlainExchange, Runner
-from moemesh.model.seams import Tokens
+from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.permute import count_ids, permute
@@ -114,6 +114,14 @@ class HeldExperts:
         return y_RH * rows.weights_R[:, None].to(y_RH.dtype)
 
 
+class _WithResults(Flow):
+    """A flow in which a recomputation has the experts' results, too: unlike ours, the code behind
+    them may multiply or normalize, and its backward reads them."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.once, self.start, self.cut, self.pause = flow.once, flow.start, flow.cut, flow.pause
+
+
 class HubMoE:
     """The experts of one layer between the module of transformers and the dispatcher: in the place
     of :class:`~moemesh.model.moe.MoE`, but the router is the family's own."""
@@ -140,7 +148,7 @@ class HubMoE:
         experts_TK = torch.where(has_row_TK, experts_TK, -1)
         context.flow.once(self._count, experts_TK)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        exchange = self.runner(self.dispatcher, context.flow)
+        exchange = self.runner(self.dispatcher, _WithResults(context.flow))
         rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)
         return exchange.combine(exchange.compute(cast("Any", self.experts), rows)).to(x_TH.dtype)
 
