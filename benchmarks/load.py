@@ -132,7 +132,7 @@ def _measured(path: Path, model: ModelConfig, mesh: Mesh, settings: LoadSettings
 def shards_of(model: ModelConfig, plan: Plan, mesh: Mesh) -> list[Shard]:
     """The weights that this rank holds under `plan`, bf16, as parts of logical tensors."""
     shards: list[Shard] = []
-    for name, where in placements(Transformer(model), plan).items():
+    for name, where in placements(model, plan).items():
         slices = where.slices(mesh)
         if not where.is_expert:
             shards.append(_shard(name, where, slices))

@@ -182,7 +182,7 @@ def placement_table(old: str) -> str:
     rows: dict[str, str] = {}
     config = ModelConfig(qk_norm=True)
     for attention_exit in ("reduce_scatter", "all_to_all"):
-        found = placements(Transformer(config), Plan(attention_exit=attention_exit))
+        found = placements(config, Plan(attention_exit=attention_exit))
         for where in found.values():
             name = re.sub(r"\.\d+\.", ".*.", where.name)
             if name.endswith(".output"):

@@ -15,7 +15,8 @@ from pydantic_core import ErrorDetails
 from moemesh.config.data import DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
-from moemesh.config.huggingface.folder import read_folder
+from moemesh.config.huggingface.architecture import read_architecture
+from moemesh.config.huggingface.folder import read_config, read_folder
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import DEFAULT_PRESET, RunCheck, RunConfig
 from moemesh.config.schema import (
@@ -65,6 +66,7 @@ _FOLLOWS = "  # follows from other keys"
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
+IMPLEMENTATION_KEY = "model.implementation"
 #: (the folder of ``model.path``, given keys, broken keys) -> problems of keys beside the folder.
 FolderCheck = Callable[[ConfigSource, Mapping[str, Leaf], Collection[str]], Iterable[Problem]]
 S = TypeVar("S", bound=Section)
@@ -115,7 +117,10 @@ def resolve(
     if path is None or PRESET_KEY in broken:
         base = read_preset(preset)
     else:
-        base = read_folder(Path(path))
+        wanted = chosen.get(IMPLEMENTATION_KEY)
+        base = read_folder(Path(path), "auto" if wanted is None else wanted.value)
+        if wanted is not None and wanted.value == "auto":
+            del chosen[IMPLEMENTATION_KEY]  # the folder's reader has chosen
     problems += base.problems
     leaves = {**base.leaves, **chosen}
     # Of train.steps and train.epochs a stronger source overrules one by giving the other, so that
@@ -137,6 +142,8 @@ def resolve(
         found = [one for check in folder_checks for one in check(base, chosen, broken)]
         problems += found
         broken |= {problem.key for problem in found}
+    if not base.problems:
+        sections["model"] = _with_architecture(sections["model"], path)
     config = RunConfig(**sections, model_preset=preset, model_path=path)
     config = config.with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
@@ -175,10 +182,19 @@ def read_recorded(
     names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
     preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
     built, wrong = _sections(leaves)
+    built["model"] = _with_architecture(built["model"], folder)
     config = RunConfig(**built, model_preset=preset or DEFAULT_PRESET, model_path=folder)
     if problems := [*problems, *wrong] or config.check(run_checks):
         raise ConfigError(problems)
     return config
+
+
+def _with_architecture(model: ModelConfig, path: str | None) -> ModelConfig:
+    """`model` with its record, where the code of transformers computes it: its ``config.json`` is
+    in the folder `path`."""
+    if model.implementation != "transformers" or path is None:
+        return model
+    return model.with_architecture(read_architecture(read_config(Path(path))))
 
 
 def with_recorded(config: RunConfig, folder: Path) -> RunConfig:

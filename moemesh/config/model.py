@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
+from moemesh.config.architecture import Architecture
 from moemesh.config.attention_keys import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
@@ -17,6 +18,9 @@ from moemesh.config.section import LARGEST_SIZE, Positive, Range, Size
 class ModelConfig(ExpertConfig, AttentionConfig):
     """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
 
+    #: Whose code computes: ours, or that of transformers with our experts' exchange. "auto": ours
+    #: where it reads the family of `model.path`, else that of transformers.
+    implementation: Literal["auto", "moemesh", "transformers"] = "auto"
     vocab_size: Annotated[int, Range(2, LARGEST_SIZE)] = 256
     hidden_size: Size = 128
     tied_embeddings: bool = False
@@ -32,6 +36,7 @@ class ModelConfig(ExpertConfig, AttentionConfig):
     #: The adapters beside the weights: no key of [model], and no part of what the model computes
     #: before training.
     _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
+    _architecture: Architecture | None = PrivateAttr(default=None)
 
     @property
     def lora(self) -> LoraConfig:
@@ -45,6 +50,17 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         adapted = self.model_copy()
         adapted._lora = lora
         return adapted
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The record of a model that the code of transformers computes; None: ours does."""
+        return self._architecture
+
+    def with_architecture(self, architecture: Architecture | None) -> ModelConfig:
+        """The same with the record `architecture`."""
+        built = self.model_copy()
+        built._architecture = architecture
+        return built
 
     @property
     def sizes(self) -> CutSizes:
@@ -89,7 +105,7 @@ class ModelConfig(ExpertConfig, AttentionConfig):
             return ranges  # rules go through the layers, one by one
         rules = [
             *self.unused_problems(),
-            *self.attention_rules(self.num_layers),
+            *(self.attention_rules(self.num_layers) if self.architecture is None else ()),
             *self.expert_rules(),
         ]
         return ranges + independent(rules, {problem.key for problem in ranges})

@@ -27,6 +27,7 @@ DEFERRING_SCHEDULES = {
 def refusals(config: RunConfig) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
     return [
+        *_code_of_transformers(config),
         *_sharded_states(config),
         *_experts_that_move(config),
         *_slices(config),
@@ -34,6 +35,41 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_frozen(config),
         *_spikes(config),
     ]
+
+
+#: Of a model that the code of transformers computes: section and key -> the values that train.
+_OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
+    ("plan", "pp"): (1,),
+    ("plan", "tp"): (1,),
+    ("plan", "cp"): (1,),
+    ("plan", "etp"): (1,),
+    ("plan", "recompute"): ("none", "full"),
+    ("plan", "combine"): ("fast",),
+    ("plan", "spare_slots"): (0,),
+    ("train", "rebalance_every"): (0,),
+    ("train", "esft"): (None,),
+    ("lora", "rank"): (0,),
+}
+
+
+def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
+    """Keys that reach into a model whose code is that of transformers."""
+    if config.model.implementation == "transformers" and config.model_path is None:
+        message = "implementation = transformers reads a folder, and model.path names none"
+        fix = "model.path = FOLDER, or implementation = auto"
+        yield config.model.problem("missing", "implementation", message, fix, "model.path")
+    architecture = config.model.architecture
+    for (name, key), values in _OF_HUB.items() if architecture else ():
+        section = getattr(config, name)
+        if (value := getattr(section, key)) in values:
+            continue
+        message = (
+            f"{key} = {format_value(value)} cannot be carried out for {architecture.model_type}, "
+            "whose layers are computed by the code of transformers; dp, ep, microbatches, "
+            "plan.data and recompute = full can"
+        )
+        fix = f"leave {key} out" if None in values else f"{key} = {' or '.join(map(str, values))}"
+        yield section.problem("not-available", key, message, fix, "model.implementation")
 
 
 def _clash(

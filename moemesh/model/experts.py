@@ -47,6 +47,8 @@ class Experts(AdaptedModule):
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.add_adapters(lora, "gate_up", "down", is_stack=True)
+        #: Weight gradients can be left to a :class:`~moemesh.ops.expert_mlp.DeferredProducts`.
+        self.can_defer = True
         #: Experts behind these: those of the layer that do not train where these do.
         self.rest: Experts | None = None
         self.form, self.column = form, 0

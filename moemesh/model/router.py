@@ -312,13 +312,17 @@ class Router(nn.Module):
 
         `counts_E` (int64): tokens per expert of the whole step, all ranks and microbatches.
         """
-        if not self.config.router_bias_rate:
-            return
-        counts = counts_E.double()
-        self.selection_bias += self.config.router_bias_rate * torch.sign(counts.mean() - counts).to(
-            self.selection_bias
-        )
-        self.selection_bias -= self.selection_bias.mean()  # or it drifts as a whole
+        move_bias_(self.selection_bias, counts_E, self.config.router_bias_rate)
+
+
+@torch.no_grad()
+def move_bias_(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
+    """Raise the bias of experts with fewer tokens than the mean by `rate`, lower the others'."""
+    if not rate:
+        return
+    counts = counts_E.double()
+    bias_E += rate * torch.sign(counts.mean() - counts).to(bias_E)
+    bias_E -= bias_E.mean()  # or it drifts as a whole
 
 
 def score(logits: Tensor, config: ModelConfig) -> Tensor:

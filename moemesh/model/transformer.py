@@ -98,6 +98,13 @@ class ModelPart(NamedTuple):
     first: bool = True
     last: bool = True
 
+    def units(self, *, tied: bool) -> frozenset[str]:
+        """The units of :mod:`moemesh.sharding.buckets` that it reads; `tied`: the head reads the
+        embedding."""
+        layers = {f"layers.{index}" for index in self.layers}
+        ends = {"embedding": self.first or (self.last and tied), "head": self.last}
+        return frozenset(layers | {unit for unit, is_read in ends.items() if is_read})
+
 
 class Output(NamedTuple):
     """Results of a forward of a part. ``x_TH``: the residual stream behind its last layer, None
@@ -275,6 +282,27 @@ class Transformer(nn.Module):
             is_last = depth == self.config.num_mtp_layers
             found.append(losses_T if is_last else context.flow.cut(losses_T))
         return tuple(found)
+
+    def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
+        """The parameters of this part of the model."""
+        ahead = self.config.mtp_layers if part.last else range(0)
+        modules: list[nn.Module | None] = [
+            self.layers[str(index)] for index in (*part.layers, *ahead)
+        ]
+        if part.first or ahead or (part.last and self.head is None):
+            modules.append(self.embedding)
+        if part.last:
+            modules += [self.norm, self.ahead_norms, self.head]
+        return [p for module in modules if module is not None for p in module.parameters()]
+
+    def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
+        """Global layer index -> name and values of the bias that steers its router's choice alone,
+        of the layers held here that have one."""
+        return {
+            layer: (f"layers.{layer}.feed_forward.router.selection_bias", moe.router.selection_bias)
+            for layer, moe in self.moe_layers().items()
+            if moe.router.selection_bias is not None
+        }
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -26,7 +26,7 @@ from moemesh.config.tuning import FULL, STACKS, Tuning
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
-from moemesh.model.transformer import Transformer
+from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.context import CONTEXTS
 from moemesh.parallel.data.buckets import GatheredBucket, GatheredWeights
 from moemesh.parallel.data.reducer import GradientReducer
@@ -161,19 +161,13 @@ def parallelize(
     ends_at = first_stage(begin, [part.layers for part in parts])
     schedule = replace(schedule, first_trained_stage=ends_at)
     held = parts_of(schedule, parts, mesh["pp"].index)
-    model = Transformer(config, list(held.values()))
+    model = make_model(config, list(held.values()), dtype)
     model.without_backward = units_without_backward(begin, config)
     set_seams(model, plan, mesh)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     set_recompute(model, plan, mesh.ledger)
-    where = placements(Transformer(config), plan, holders(config, schedule, parts), tuning)
-    initialize(
-        model,
-        seed=seed,
-        dtype=dtype,
-        device=mesh.device,
-        slices=lambda name, shape: where[name].slices(mesh),
-    )
+    where = placements(config, plan, holders(config, schedule, parts), tuning)
+    fill(model, where, mesh, seed=seed, dtype=dtype)
     split_experts(model, where, plan, tuning, mesh)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(where[name].trains)
@@ -220,6 +214,40 @@ def parallelize(
         has_replicas=spreads_replicas(plan),
         tuning=tuning,
     )
+
+
+def make_model(config: ModelConfig, parts: Sequence[ModelPart], dtype: torch.dtype) -> Transformer:
+    """The parts of the model on the meta device: ours, or that of transformers' code."""
+    if config.architecture is None:
+        return Transformer(config, parts)
+    # Late: transformers takes seconds to import.
+    from moemesh.model.hub.model import HubModel
+
+    return HubModel(config, parts, dtype)
+
+
+def fill(
+    model: Transformer,
+    where: Mapping[str, Placement],
+    mesh: Mesh,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Memory and initial values of what this rank holds. The weights of a model of transformers
+    always come from a folder or a checkpoint: they are zero until then."""
+
+    def slices(name: str, shape: tuple[int, ...]) -> Sequence[range]:
+        return where[name].slices(mesh)
+
+    if model.config.architecture is None:
+        initialize(model, seed=seed, dtype=dtype, device=mesh.device, slices=slices)
+        return
+    from moemesh.model.hub.build import allocate
+    from moemesh.model.hub.model import HubModel
+
+    assert isinstance(model, HubModel)
+    allocate(model.net, dtype=dtype, device=mesh.device, slices=slices)
 
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:

@@ -30,12 +30,14 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import EXPERT_AXES, shard_range
 from moemesh.config.lora import factors_of
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, AdaptedModule, VocabularyRows
 from moemesh.model.transformer import Transformer
+from moemesh.sharding.parameters import tensors
 
 # Ownership: which numbers of a parameter a rank updates, counts in the norm, and saves.
 #
@@ -108,7 +110,8 @@ class Placement:
     """A parameter's logical shape, which axis shards which dim, where gradients sum,
     which pipeline ranks hold it (ascending), and whether it trains. ``places``: of a stack of
     experts, the logical id of the one in each place; None: they are in order. ``per_rank``: of a
-    stack that holds some experts of a layer only, how many each rank of ep has."""
+    stack that holds some experts of a layer only, how many each rank of ep has. ``unit``: the part
+    of the forward that reads it, where its name does not say so."""
 
     name: str
     shape: tuple[int, ...]
@@ -118,6 +121,7 @@ class Placement:
     trains: bool = True
     places: tuple[int, ...] | None = None
     per_rank: tuple[int, ...] | None = None
+    unit: str = ""
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
         """The part of each dim that this rank holds; of experts, the places."""
@@ -172,18 +176,30 @@ class Placement:
 
 
 def placements(
-    model: Transformer,
+    config: ModelConfig,
     plan: Plan,
     holders: Mapping[str, tuple[int, ...]] | None = None,
     tuning: Tuning = FULL,
 ) -> dict[str, Placement]:
-    """Placements of all parameters of `model`, which has its logical shapes (on the meta device).
+    """Placements of all parameters of the model of `config`.
 
     `holders`: parameter name -> pipeline ranks that hold it; None: there is one. `tuning`: which of
     them train.
     """
     found: dict[str, Placement] = {}
-    for prefix, module in model.named_modules():
+    if config.architecture is not None:
+        for tensor in tensors(config, plan):
+            found[tensor.name] = Placement(
+                name=tensor.name,
+                shape=tensor.shape,
+                shards=tensor.shards,
+                summed_over=tensor.summed_over,
+                holders=(0,) if holders is None else holders[tensor.name],
+                trains=bool(tensor.trained_rows(tuning)),
+                unit=tensor.unit,
+            )
+        return found
+    for prefix, module in Transformer(config).named_modules():
         rules: dict[str, tuple[dict[str, int], str]] = {}
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}"

@@ -42,7 +42,7 @@ MOST_UNDER_WAY = 2
 class Member:
     """One parameter on one rank: its local `numbers`, bytes of a number as a weight, the axis over
     which its gradient is summed, whether another pipeline rank holds it too, the pipeline `stages`
-    of this rank that use it, and whether it trains."""
+    of this rank that use it, whether it trains, and its `unit` where the name does not say it."""
 
     name: str
     numbers: int
@@ -51,6 +51,11 @@ class Member:
     mirrored: bool = False
     stages: tuple[int, ...] = (0,)
     trains: bool = True
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.unit:
+            object.__setattr__(self, "unit", unit_of(self.name))
 
     @property
     def gradient_bytes(self) -> int:
@@ -144,7 +149,7 @@ def buckets(
             member.mirrored,
             member.trains,
             member.stages if stages else None,
-            unit_of(member.name) if units else None,
+            member.unit if units else None,
         )
         bucket = unfinished.get(key)
         if bucket is not None and not units:
@@ -159,7 +164,7 @@ def buckets(
     return tuple(
         Bucket(
             members=tuple(member for _, member in bucket),
-            unit=unit_of(bucket[0][1].name) if units else None,
+            unit=bucket[0][1].unit if units else None,
         )
         for bucket in found
     )

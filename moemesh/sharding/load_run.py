@@ -62,6 +62,9 @@ def contradictions(
         for key, leaf in folder.leaves.items()
         if key.startswith("model.")
     }
+    if values.get("implementation") == "transformers":
+        yield from _not_of_hub(values, chosen, broken)
+        return
     shapes = _shapes(values)
     if shapes is None:
         return
@@ -78,6 +81,29 @@ def contradictions(
         given = f"{name} = {format_value(there)} ({origin})"
         message = f"the weights of model.path have {given}, and fit no other"
         yield leaf.problem("conflict", key, message, f"leave {key} out, or choose another folder")
+
+
+#: Keys of [model] that count for a model of transformers: how its experts are balanced.
+_BALANCING = frozenset(
+    {"aux_loss_coefficient", "aux_loss_layers", "aux_loss_scope", "z_loss_coefficient"}
+    | {"router_bias_rate", "implementation"}
+)
+
+
+def _not_of_hub(
+    values: Mapping[str, object], chosen: Mapping[str, Leaf], broken: Collection[str]
+) -> Iterator[Problem]:
+    """A problem for each key that the code of transformers takes from config.json alone."""
+    for key, leaf in chosen.items():
+        section, _, name = key.partition(".")
+        if section != "model" or key in broken or name not in ModelConfig.model_fields:
+            continue
+        default = ModelConfig.model_fields[name].default
+        if name in _BALANCING or leaf.value == values.get(name, default):
+            continue
+        message = f"the code of transformers reads config.json, and {name} is none of its keys"
+        fix = f"leave {key} out, or change config.json; {', '.join(sorted(_BALANCING))} count"
+        yield leaf.problem("conflict", key, message, fix)
 
 
 def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:
@@ -125,7 +151,11 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]
         module, _, leaf = tensor.name.rpartition(".")
         message = fix = ""
-        if tensor.is_expert and is_adapter(tensor.name):
+        if model.architecture is not None:
+            if 0 < len(rows) < size and tensor.is_expert:
+                message = f"{len(rows)} of the {size} experts of {tensor.name} would train"
+                fix = f"all of them, as {module}.*, or none: transformers has one stack of them"
+        elif tensor.is_expert and is_adapter(tensor.name):
             if 0 < len(rows) < size:
                 message = f"{len(rows)} of the {size} adapters of {tensor.name} would train"
                 fix = "choose the adapters of all experts, or of none"

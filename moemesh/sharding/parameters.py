@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from moemesh.config.architecture import ParameterRecord
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
 from moemesh.config.lora import factors_of
 from moemesh.config.model import ModelConfig
@@ -35,7 +36,8 @@ from moemesh.sharding.buckets import unit_of
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
     """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
-    stack that holds some experts of a layer only, how many each rank of ep has."""
+    stack that holds some experts of a layer only, how many each rank of ep has. The other three
+    are those of a :class:`~moemesh.config.architecture.ParameterRecord`."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,18 +45,30 @@ class ParameterTensor:
     summed_over: str = "stage"
     trains: bool = True
     per_rank: tuple[int, ...] = ()
+    recorded_unit: str = ""
+    is_fp32: bool = False
+    is_idle: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The unit that it belongs to: a recorded one, or that of its name."""
+        return self.recorded_unit or unit_of(self.name)
 
     @property
     def is_expert(self) -> bool:
         return self.summed_over in EXPERT_AXES
 
     def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
-        """The experts of a stack that train; of another parameter (0,) where it does, else ()."""
+        """The experts of a stack that train; of another parameter (0,) where it does, else (). None
+        does that no gradient reaches."""
+        if self.is_idle:
+            return ()
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
-        return max(element_bytes, 4) if ".router." in self.name else element_bytes
+        is_fp32 = self.is_fp32 or ".router." in self.name
+        return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
         """Numbers of this tensor that the rank with these coordinates holds."""
@@ -69,6 +83,9 @@ class ParameterTensor:
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
+    if model.architecture is not None:
+        yield from map(_of_record, model.architecture.parameters)
+        return
     hidden = model.hidden_size
     yield _over_tp("embedding.weight", model.vocab_size, hidden)
     for index in range(model.num_layers):
@@ -84,6 +101,20 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
         yield _whole(f"ahead_norms.{index}.weight", hidden)
     if not model.tied_embeddings:
         yield _over_tp("head.weight", model.vocab_size, hidden)
+
+
+def _of_record(record: ParameterRecord) -> ParameterTensor:
+    """A parameter of a model of transformers: stacks of experts are sharded over ep, the rest is
+    whole on every rank."""
+    return ParameterTensor(
+        name=record.name,
+        shape=record.shape,
+        shards={"ep": 0} if record.is_expert else {},
+        summed_over="edp" if record.is_expert else "stage",
+        recorded_unit=record.unit,
+        is_fp32=record.is_fp32,
+        is_idle=record.is_idle,
+    )
 
 
 def _whole(name: str, *shape: int) -> ParameterTensor:
@@ -262,7 +293,7 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
     """The first unit in which any parameter trains; the last one where none does."""
     if tuning.is_full:
         return "embedding"
-    found = {unit_of(tensor.name) for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
+    found = {tensor.unit for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
     return next((unit for unit in units(model) if unit in found), units(model)[-1])
 
 

@@ -25,6 +25,7 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.config.shown import Shown
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT, RoutingError, check_experts, describe_logit
+from moemesh.model.router import move_bias_
 from moemesh.model.transformer import ModelPart, Output
 from moemesh.ops.host_copy import HostCopy, constant, upload
 from moemesh.parallel.expert.replicas import take_rank_tokens
@@ -372,11 +373,10 @@ def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
     """One step of the routers' biases here; `counts_LE`: tokens of each expert, of all layers."""
     model = parallel.model
     places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
-    for layer, moe in model.moe_layers().items():
-        name = f"layers.{layer}.feed_forward.router.selection_bias"
-        if moe.router.selection_bias is not None and parallel.tuning.trains(name):
-            counts_E = counts_LE[places[layer]]
-            moe.router.update_selection_bias(upload(counts_E, parallel.mesh.device))
+    for layer, (name, bias_E) in model.selection_biases().items():
+        if parallel.tuning.trains(name):
+            counts_E = upload(counts_LE[places[layer]], parallel.mesh.device)
+            move_bias_(bias_E, counts_E, model.config.router_bias_rate)
 
 
 def evaluate(parallel: RankModel, batches: Sequence[Batch]) -> float:

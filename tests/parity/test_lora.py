@@ -105,7 +105,7 @@ def test_frozen_weights_give_adapters_the_same_gradients():
 @pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
 def test_the_planner_lists_the_same_parameters(keys: dict[str, Any], attention_exit: Any) -> None:
     config, plan = model_of(keys), Plan(tp=2, attention_exit=attention_exit)
-    found = placements(Transformer(config), plan)
+    found = placements(config, plan)
     known = list(tensors(config, plan))
     assert [one.name for one in known] == list(found)
     for one in known:

@@ -1,8 +1,7 @@
-"""The architecture of a model that only transformers knows, for code that never imports torch.
+"""The reader of :class:`~moemesh.config.architecture.Architecture`, without torch.
 
-:func:`read_architecture` returns the record of a ``config.json``. Another interpreter builds the
-model on the meta device (:mod:`moemesh.model.hub.architecture`) and prints the record, which takes
-some seconds; it is then kept in the user's cache folder.
+Another interpreter builds the model on the meta device (:mod:`moemesh.model.hub.architecture`) and
+prints its record, which takes some seconds; the user's cache folder keeps it.
 """
 
 from __future__ import annotations
@@ -13,87 +12,19 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.keys import wrong
+from moemesh.config.huggingface.keys import real, wrong
 
 #: Version of the record: an older one in the cache is read from the model once more.
 RECORD_VERSION = 1
 #: The oldest and the first untested version of transformers whose modelling code is run.
 TESTED = ((5, 20), (6, 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterRecord:
-    """One parameter, under the name that its module has in transformers. ``unit``: the part of the
-    forward that reads it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of
-    its first dim for each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: no
-    gradient ever reaches it."""
-
-    name: str
-    shape: tuple[int, ...]
-    unit: str
-    is_expert: bool = False
-    is_fp32: bool = False
-    is_idle: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Sizes and parameters of a model of transformers. ``values``: its ``config.json``;
-    ``layers``: the module that holds the decoder layers; ``layer_kinds``: the class of the mixer
-    and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
-    head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
-    or "rows": they are not); ``notes``: what a run is to know; ``costs``: figures of the planner.
-    """
-
-    model_type: str
-    transformers: str
-    values: dict[str, Any]
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_experts: int
-    experts_per_token: int
-    expert_width: int
-    routed_layers: tuple[int, ...]
-    max_positions: int
-    tied_embeddings: bool
-    has_plain_head: bool
-    layers: str
-    parameters: tuple[ParameterRecord, ...]
-    #: Persistent buffers, name -> shape: routers' selection biases.
-    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    documents: str = "rows"
-    notes: tuple[str, ...] = ()
-    costs: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def to_json(self) -> str:
-        """One line, as the cache has it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Architecture:
-        """The record of a line of :meth:`to_json`. Raises ValueError for another text."""
-        given = json.loads(text)
-        if not isinstance(given, dict) or {one.name for one in fields(cls)} != given.keys():
-            raise ValueError("not the record of an architecture")
-        values = cast("dict[str, Any]", given)
-        parameters = (
-            ParameterRecord(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]
-        )
-        values |= {
-            "parameters": tuple(parameters),
-            "routed_layers": tuple(values["routed_layers"]),
-            "notes": tuple(values["notes"]),
-            "buffers": {name: tuple(shape) for name, shape in values["buffers"].items()},
-        }
-        return cls(**values)
 
 
 def transformers_version() -> str:
@@ -144,6 +75,40 @@ def _read(text: str, installed: str) -> Architecture:
         begun.write_text(answer, encoding="utf-8")
         begun.replace(kept)
     return found
+
+
+def hub_values(architecture: Architecture) -> dict[str, object]:
+    """Keys and values of the section [model] for a model of transformers. As there, the routers
+    have a balance loss where ``output_router_logits`` asks for it: one for all layers."""
+    layers, values = architecture.routed_layers, architecture.values
+    found: dict[str, object] = {
+        "implementation": "transformers",
+        "vocab_size": architecture.vocab_size,
+        "hidden_size": architecture.hidden_size,
+        "num_layers": architecture.num_layers,
+        "num_experts": architecture.num_experts,
+        "experts_per_token": architecture.experts_per_token,
+        "expert_intermediate_size": architecture.expert_width,
+        "tied_embeddings": architecture.tied_embeddings,
+        "num_shared_experts": 0,
+        "first_dense_layers": layers[0],
+        "router_bias_rate": 0.0,
+        "aux_loss_coefficient": 0.0,
+        "aux_loss_layers": "together",
+        "aux_loss_scope": "global",
+        "aux_loss_probabilities": "softmax",
+    }
+    if layers != tuple(range(layers[0], architecture.num_layers)):
+        found |= {"moe_layers": list(layers), "first_dense_layers": None}
+    if architecture.max_positions:
+        found["max_position_embeddings"] = architecture.max_positions
+    text: dict[str, Any] = {**values, **dict(values.get("text_config") or {})}
+    coefficient = text.get("router_aux_loss_coef")
+    if text.get("output_router_logits") and coefficient is not None:
+        # Selections there are counted per token, not per choice.
+        chosen = architecture.experts_per_token
+        found["aux_loss_coefficient"] = real("router_aux_loss_coef", coefficient) * chosen
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _refusal(value: object, message: str, fix: str) -> ConfigError:

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.model import model_values
+from moemesh.config.huggingface.architecture import hub_values, read_architecture
+from moemesh.config.huggingface.keys import known_families
+from moemesh.config.huggingface.model import model_values, quantization_of
 from moemesh.config.limits import parse_json
 from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
@@ -110,12 +112,13 @@ def has_weights(path: Path) -> bool:
     return (path / SINGLE).exists() or (path / INDEX).exists()
 
 
-def read_folder(path: Path) -> ConfigSource:
+def read_folder(path: Path, implementation: object = "auto") -> ConfigSource:
     """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
-    sequences of its positions where these are fewer than the default; what cannot be trained."""
+    sequences of its positions where these are fewer than the default; what cannot be trained.
+    `implementation`: that of `model.implementation`."""
     origin = str(path / CONFIG)
     try:
-        values = model_values(read_config(path))
+        values, notes = _values(read_config(path), implementation)
     except ConfigError as error:
         problems = tuple(
             problem if problem.origin else replace(problem, origin=origin)
@@ -128,9 +131,34 @@ def read_folder(path: Path) -> ConfigSource:
         leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
-        return ConfigSource(leaves=leaves)
-    note = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer says how"
-    return ConfigSource(leaves=leaves, notes=(note,))
+    else:
+        text = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer says how"
+        notes = (*notes, text)
+    return ConfigSource(leaves=leaves, notes=notes)
+
+
+def _values(
+    config: dict[str, Any], implementation: object
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Keys and values of [model] by our own reading of the family, or by that of transformers,
+    and what a user is to know of them."""
+    own: ConfigError | None = None
+    if implementation != "transformers":
+        try:
+            return {**model_values(config), "implementation": "moemesh"}, ()
+        except ConfigError as error:
+            own = error
+            if implementation == "moemesh" or quantization_of(config) is not None:
+                raise
+    try:
+        architecture = read_architecture(config)
+    except ConfigError as error:
+        if own is None or config.get("model_type") in known_families()["family"]:
+            raise own or error from None
+        raise
+    kind, version = architecture.model_type, architecture.transformers
+    note = f"{kind} is computed by the code of transformers {version}, its experts by ours"
+    return hub_values(architecture), (note, *architecture.notes)
 
 
 def _refused(code: str, key: str, path: Path, message: str, fix: str = "") -> ConfigError:

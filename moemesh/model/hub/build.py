@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 
 from moemesh.config.huggingface.keys import wrong
 from moemesh.model.hub.experts import IMPLEMENTATION
+from moemesh.model.hub.precision import exactly
 
 #: (parameter name, logical shape) -> the part of each dim that is held here.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
@@ -95,7 +96,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     if text is not whole:
         notes.append(f"{kind}: text alone is trained; weights of images and sound stay as they are")
         # The table of the whole model counts: the text part has a default of its own.
-        config.tie_word_embeddings = whole.tie_word_embeddings
+        config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     for part in {id(one): one for one in (config, config.get_text_config())}.values():
         part.use_cache = False
         for key, value in list(vars(part).items()):
@@ -136,15 +137,17 @@ def allocate(
                 parameters[parameter] = nn.Parameter(torch.zeros(sizes, dtype=kept, device=device))
             module._parameters[leaf] = parameters[parameter]
         if any(buffer is not None for buffer in module._buffers.values()):
-            for leaf, buffer in _buffers(module, owners[prefix]).items():
-                module._buffers[leaf] = buffer.to(device)
+            with exactly(dtype):
+                for leaf, buffer in _buffers(module, owners[prefix], dtype).items():
+                    module._buffers[leaf] = buffer.to(device)
 
 
-def _buffers(module: nn.Module, owner: PreTrainedModel) -> dict[str, Tensor]:
-    """The initial values of a module's buffers, as the model that owns it sets them."""
+def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The initial values of a module's buffers, as the model that owns it sets them; in a float64
+    model they are computed in float64."""
     double = copy.copy(module)
     double.__dict__["_buffers"] = {
-        leaf: None if buffer is None else torch.zeros_like(buffer, device="cpu")
+        leaf: None if buffer is None else _empty(buffer, dtype)
         for leaf, buffer in module._buffers.items()
     }
     # Its parameters stay on the meta device, where initialization costs nothing.
@@ -156,6 +159,11 @@ def _buffers(module: nn.Module, owner: PreTrainedModel) -> dict[str, Tensor]:
     }
     owner._init_weights(double)
     return {leaf: one for leaf, one in double._buffers.items() if one is not None}
+
+
+def _empty(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    is_exact = dtype == torch.float64 and buffer.is_floating_point()
+    return torch.zeros_like(buffer, device="cpu", dtype=dtype if is_exact else None)
 
 
 @torch.no_grad()

@@ -4,15 +4,26 @@ Every experts module of transformers looks its forward up by name among `ALL_EXP
 calls it with (module, x [T, H], experts [T, K], weights [T, K]), of which it expects [T, H]. Under
 the name of :data:`IMPLEMENTATION` that is :func:`forward`, which passes the call on to the module's
 `exchange`, or to its own eager forward where it has none.
+
+Legend: T tokens, K slots per token, R rows by expert, L experts held here, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from moemesh.model.batch import Context
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
+from moemesh.model.moe import PlainExchange, Runner
+from moemesh.model.seams import Flow, Tokens
+from moemesh.ops.expert_mlp import DeferredProducts
+from moemesh.ops.expert_weights import ExpertWeights
+from moemesh.ops.permute import count_ids, permute
 
 #: The name of our experts function among those of transformers.
 IMPLEMENTATION = "moemesh"
@@ -28,11 +39,15 @@ def forward(module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Ten
     return exchange(x_TH, experts_TK, weights_TK)
 
 
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
+
+
 def eager_forward(
     module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The module's own forward, which its decorator has wrapped."""
-    return type(module).forward.__wrapped__(module, x_TH, experts_TK, weights_TK)  # type: ignore[attr-defined]
+    """The module's own forward, which the decorator of its class has wrapped."""
+    own = cast("Any", type(module).forward).__wrapped__
+    return own(module, x_TH, experts_TK, weights_TK)
 
 
 def set_exchange(module: nn.Module, exchange: Exchange) -> None:
@@ -45,4 +60,98 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
+def is_swiglu(module: Any) -> bool:
+    """Whether the experts are plain SwiGLU MLPs, ``gate_up_proj`` [E, 2F, H], gates first."""
+    return (
+        module.has_gate
+        and module.is_concatenated
+        and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
+        and type(module)._apply_gate is _default_apply_gate
+        and "SiLU" in type(getattr(module, "act_fn", None)).__name__
+    )
+
+
+class HeldExperts:
+    """The experts of one layer that a rank holds, in the form that an exchange computes with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.is_swiglu = self.can_defer = is_swiglu(module)
+        self.rest, self.column, self.num_bounded = None, 0, 0
+        self.max_rows: int | None = None
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Inputs of the products of plain SwiGLU experts."""
+        gate_up = self.module.gate_up_proj.unflatten(1, (2, -1))
+        return ExpertWeights(gate_up, self.module.down_proj)
+
+    def __call__(self, rows: DispatchedRows, deferred: DeferredProducts | None = None) -> Tensor:
+        """Weighted outputs [R, H]."""
+        if not self.is_swiglu:
+            return self._computed_by_module(rows)
+        max_rows = None if rows.map.has_rest else self.max_rows
+        self.num_bounded += max_rows is not None and rows.map.num_rows > max_rows
+        return rows.compute(self.weights, deferred=deferred, max_rows=max_rows)
+
+    def _computed_by_module(self, rows: DispatchedRows) -> Tensor:
+        """By the module's own code, which knows its layout and its gate: as if every row were a
+        token with one expert of weight 1."""
+        module, num_local = self.module, len(rows.counts_L)
+        x_RH = permute(rows.source_NH, rows.map)
+        places_R = torch.arange(len(x_RH), device=x_RH.device)
+        # Rows that nobody computes come last, with the number that eager forwards skip.
+        expert_R1 = torch.searchsorted(rows.counts_L.cumsum(0), places_R, right=True)[:, None]
+        whole, module.num_experts = module.num_experts, num_local
+        try:
+            y_RH = eager_forward(module, x_RH, expert_R1, x_RH.new_ones(len(x_RH), 1))
+        finally:
+            module.num_experts = whole
+        # Eager forwards of no row leave the graph: the backward of this rank would not exchange
+        # anything, and the others would wait for it.
+        zero = sum((weight.sum() * 0 for weight in module.parameters()), x_RH.sum() * 0)
+        y_RH = y_RH + zero if not len(x_RH) else y_RH
+        return y_RH * rows.weights_R[:, None].to(y_RH.dtype)
+
+
+class _WithResults(Flow):
+    """A flow in which a recomputation has the experts' results, too: unlike ours, the code behind
+    them may multiply or normalize, and its backward reads them."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.once, self.start, self.cut, self.pause = flow.once, flow.start, flow.cut, flow.pause
+
+
+class HubMoE:
+    """The experts of one layer between the module of transformers and the dispatcher: in the place
+    of :class:`~moemesh.model.moe.MoE`, but the router is the family's own."""
+
+    def __init__(self, module: nn.Module, num_experts: int) -> None:
+        self.module, self.num_experts = module, num_experts
+        self.experts = HeldExperts(module)
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts)
+        self.runner: Runner = PlainExchange
+        self.place_E: Tensor | None = None
+        self.tokens = Tokens()
+        #: The forward that runs now, and the tokens of each expert in it.
+        self.context: Context | None = None
+        self.counts_E: Tensor | None = None
+        set_exchange(module, self)
+
+    def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        context = self.context
+        assert context is not None
+        # A weight of exactly 0 stands for a choice that the family's router has dropped.
+        has_row_TK = (experts_TK < self.num_experts) & (weights_TK.detach() != 0)
+        if context.valid_T is not None:
+            has_row_TK = has_row_TK & context.valid_T[:, None]
+        experts_TK = torch.where(has_row_TK, experts_TK, -1)
+        context.flow.once(self._count, experts_TK)
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        exchange = self.runner(self.dispatcher, _WithResults(context.flow))
+        rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)
+        return exchange.combine(exchange.compute(cast("Any", self.experts), rows)).to(x_TH.dtype)
+
+    def _count(self, experts_TK: Tensor) -> None:
+        counts_E = count_ids(experts_TK.flatten(), self.num_experts)
+        self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E

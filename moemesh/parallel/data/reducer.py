@@ -91,6 +91,7 @@ class GradientReducer:
         members = [
             Member(
                 name=name,
+                unit=placement.unit,
                 numbers=parameter.numel(),
                 weight_bytes=parameter.element_size(),
                 axis=placement.summed_over,

@@ -130,7 +130,7 @@ def set_experts(
     for moe in model.moe_layers().values():
         moe.dispatcher = dispatcher
         if mesh.world_size > 1 or num_chunks > 1:
-            moe.runner = overlapped(num_chunks, defers=defers)
+            moe.runner = overlapped(num_chunks, defers=defers and moe.experts.can_defer)
         moe.experts.max_rows = rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start

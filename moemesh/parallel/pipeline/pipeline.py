@@ -56,24 +56,21 @@ def parts_of(schedule: Schedule, parts: tuple[ModelPart, ...], rank: int) -> dic
     return {stage: parts[stage] for _, stage in schedule.stages_of(rank)}
 
 
-def parameters_of(model: Transformer, part: ModelPart) -> list[nn.Parameter]:
-    """The parameters of this part of the model."""
-    ahead = model.config.mtp_layers if part.last else range(0)
-    modules: list[nn.Module | None] = [model.layers[str(index)] for index in (*part.layers, *ahead)]
-    if part.first or ahead or (part.last and model.head is None):
-        modules.append(model.embedding)
-    if part.last:
-        modules += [model.norm, model.ahead_norms, model.head]
-    return [p for module in modules if module is not None for p in module.parameters()]
-
-
 def stages_of(model: Transformer, parts: Mapping[int, ModelPart]) -> dict[str, tuple[int, ...]]:
     """Parameter name -> the stages of this rank (``parts``) that use it, ascending."""
-    used = {stage: set(parameters_of(model, part)) for stage, part in sorted(parts.items())}
+    used = {stage: set(model.parameters_of(part)) for stage, part in sorted(parts.items())}
     return {
         name: tuple(stage for stage, parameters in used.items() if parameter in parameters)
         for name, parameter in model.named_parameters()
     }
+
+
+def names_of(config: ModelConfig, parts: Sequence[ModelPart]) -> list[str]:
+    """The parameters that a rank with these `parts` holds."""
+    if config.architecture is None:
+        return [name for name, _ in Transformer(config, parts).named_parameters()]
+    units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
+    return [one.name for one in config.architecture.parameters if one.unit in units]
 
 
 def holders(
@@ -82,8 +79,7 @@ def holders(
     """Parameter name -> the pipeline ranks that hold it, ascending."""
     found: dict[str, tuple[int, ...]] = {}
     for rank in range(schedule.num_ranks):
-        held = Transformer(config, list(parts_of(schedule, parts, rank).values()))
-        for name, _ in held.named_parameters():
+        for name in names_of(config, list(parts_of(schedule, parts, rank).values())):
             found[name] = (*found.get(name, ()), rank)
     return found
 
@@ -246,7 +242,7 @@ class Pipeline:
             schedule,
             self.rank,
             {
-                stage: list(filter(reducer.has, parameters_of(model, part)))
+                stage: list(filter(reducer.has, model.parameters_of(part)))
                 for stage, part in parts.items()
             },
             reducer,

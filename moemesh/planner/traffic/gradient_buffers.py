@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moemesh.planner.traffic.tensors import StagePlacement, data_buckets, owned
-from moemesh.sharding.buckets import MOST_UNDER_WAY, unit_of
+from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.sharding.parameters import ParameterTensor, units
 
 #: Parts of a layer in the order in which a backward brings their gradients (of names in several
@@ -35,7 +35,7 @@ def arrivals(placement: StagePlacement, pp_rank: int, stage: int) -> list[Parame
     def place(numbered: tuple[int, ParameterTensor]) -> tuple[int, int, int]:
         number, tensor = numbered
         owner, *rest = tensor.name.replace("_bias", "").split(".")
-        unit, part = order.index(unit_of(tensor.name)), 0
+        unit, part = order.index(tensor.unit), 0
         if owner == "layers":
             part = max(_PARTS.index(name) for name in rest if name in _PARTS)
         elif owner == "ahead_norms":

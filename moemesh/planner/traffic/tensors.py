@@ -16,7 +16,7 @@ from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
-from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes, unit_of
+from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
 from moemesh.sharding.context import context_sizes
 from moemesh.sharding.parameters import (
     ParameterTensor,
@@ -101,7 +101,7 @@ class StagePlacement:
 
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank that use `tensor`; it holds (a slice of) what they use."""
-        unit = unit_of(tensor.name)
+        unit = tensor.unit
         users = {first_stage(unit, self.layers)}
         if unit == "embedding" and self.model.ends_share_a_table:
             users.add(self.schedule.num_stages - 1)
@@ -168,6 +168,7 @@ def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tu
         found.append(
             Member(
                 name=tensor.name,
+                unit=tensor.unit,
                 numbers=numbers,
                 weight_bytes=tensor.weight_bytes(element_bytes),
                 axis=tensor.summed_over,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,16 +47,24 @@ from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import weight_sources
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
+if TYPE_CHECKING:
+    from moemesh.checkpoint.huggingface.hub_weights import HubWeights
+
 #: Dtypes of exported weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def open_weights(
     config: RunConfig, say: Callable[[str], None] = lambda note: None
-) -> HuggingFaceWeights:
+) -> HuggingFaceWeights | HubWeights:
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
+    if config.model.architecture is not None:
+        # Late: transformers takes seconds to import.
+        from moemesh.checkpoint.huggingface.hub_weights import HubWeights
+
+        return HubWeights(Path(config.model_path))
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.folder.packed:
         kind = f"{weights.folder.path}: weights in {weights.quantization}"

@@ -1,0 +1,75 @@
+"""The record of a model that only transformers knows, for code that never imports torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord:
+    """One parameter, under the name that its module has in transformers. ``unit``: the part of the
+    forward that reads it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of
+    its first dim for each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: no
+    gradient ever reaches it."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str
+    is_expert: bool = False
+    is_fp32: bool = False
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes and parameters of a model of transformers. ``values``: its ``config.json``;
+    ``layers``: the module that holds the decoder layers; ``layer_kinds``: the class of the mixer
+    and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
+    head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
+    or "rows": they are not); ``notes``: what a run is to know; ``costs``: figures of the planner.
+    """
+
+    model_type: str
+    transformers: str
+    values: dict[str, Any]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    routed_layers: tuple[int, ...]
+    max_positions: int
+    tied_embeddings: bool
+    has_plain_head: bool
+    layers: str
+    parameters: tuple[ParameterRecord, ...]
+    #: Persistent buffers, name -> shape: routers' selection biases.
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    documents: str = "rows"
+    notes: tuple[str, ...] = ()
+    costs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> str:
+        """One line, as the cache has it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Architecture:
+        """The record of a line of :meth:`to_json`. Raises ValueError for another text."""
+        given = json.loads(text)
+        if not isinstance(given, dict) or {one.name for one in fields(cls)} != given.keys():
+            raise ValueError("not the record of an architecture")
+        values = cast("dict[str, Any]", given)
+        parameters = (
+            ParameterRecord(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]
+        )
+        values |= {
+            "parameters": tuple(parameters),
+            "routed_layers": tuple(values["routed_layers"]),
+            "notes": tuple(values["notes"]),
+            "buffers": {name: tuple(shape) for name, shape in values["buffers"].items()},
+        }
+        return cls(**values)

@@ -1,0 +1,231 @@
+"""The record of a model of transformers, read from its modelling code on the meta device.
+
+As a program it takes a ``config.json`` from its standard input and prints the record in one line;
+exit code 2, with the problem in that line, where the model cannot be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from transformers import PreTrainedModel, masking_utils
+
+from moemesh.config.architecture import Architecture, ParameterRecord
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.keys import wrong
+from moemesh.model.hub.build import blueprint, initialize
+from moemesh.model.hub.experts import is_experts, set_exchange
+from moemesh.model.hub.model import masks, tail
+from moemesh.model.hub.precision import exactly
+from moemesh.model.hub.shrink import decoder_layers, shrunken
+
+#: Positions of the forward on the meta device, and of the two documents that are packed. These are
+#: longer than the small model's windows and shorter than what its indexers choose.
+_LENGTH, _DOCUMENTS = 16, (20, 13)
+#: Difference of a token's loss, in float64, up to which documents count as kept apart.
+_SAME = 1e-8
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which parameters are read before (0), in (1) and behind (2) the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = 0
+        self.phases: dict[int, set[int]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for leaf in _pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, nn.Parameter):
+                self.phases.setdefault(id(leaf), set()).add(self.phase)
+        return func(*args, **(kwargs or {}))
+
+
+def read(values: Mapping[str, Any]) -> Architecture:
+    """The record of the model of a ``config.json``. Raises ConfigError where it is none."""
+    plan = blueprint(values)
+    model = plan.build(torch.bfloat16)
+    kind = str(values["model_type"])
+    try:
+        name, layers = decoder_layers(model)
+    except ValueError as error:
+        fix = "model.implementation = moemesh, where it knows the family"
+        raise wrong("not-available", "model_type", kind, str(error), fix) from None
+    experts = {
+        int(path.removeprefix(name + ".").split(".")[0]): (path, module)
+        for path, module in model.named_modules()
+        if is_experts(module)
+    }
+    numbers = {int(module.num_experts) for _, module in experts.values()}  # type: ignore[call-overload]
+    if len(numbers) > 1:
+        message = f"its layers have different numbers of experts: {sorted(numbers)}"
+        raise wrong("not-available", "model_type", kind, message, "layers that are alike")
+    (num_experts,) = numbers
+    uses, chosen = _trace(model, layers)
+    stacks = {
+        f"{path}.{leaf}"
+        for path, module in experts.values()
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.shape[0] == num_experts
+    }
+    config = model.config.get_text_config()
+    _, module = next(iter(experts.values()))
+    down: Any = module.down_proj
+    width = down.shape[1] if module.is_transposed else down.shape[2]
+    parameters = tuple(
+        ParameterRecord(
+            name=path,
+            shape=tuple(parameter.shape),
+            unit=_unit(path, name, uses.phases.get(id(parameter), set())),
+            is_expert=path in stacks,
+            is_fp32=parameter.dtype == torch.float32,
+            is_idle=parameter.grad is None,
+        )
+        for path, parameter in model.named_parameters()
+    )
+    shared = any(
+        {0, 2} <= phases for phases in uses.phases.values()
+    )  # read before the layers and behind them
+    notes = list(plan.notes)
+    documents = "rows"
+    with suppress(Exception):
+        documents = _documents(values)
+    if documents == "rows":
+        notes.append(f"{kind}: documents of one sequence are computed in rows of their own")
+    return Architecture(
+        model_type=kind,
+        transformers=transformers.__version__,
+        values=dict(values),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=len(layers),
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_width=int(width),
+        routed_layers=tuple(sorted(experts)),
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        tied_embeddings=shared,
+        has_plain_head=_has_plain_head(model),
+        layers=name,
+        parameters=parameters,
+        buffers={
+            path: tuple(buffer.shape)
+            for path, buffer in model.named_buffers()
+            if path in model.state_dict()
+        },
+        documents=documents,
+        notes=tuple(notes),
+    )
+
+
+def _unit(path: str, layers: str, phases: set[int]) -> str:
+    if path.startswith(layers + "."):
+        return f"layers.{path.removeprefix(layers + '.').split('.')[0]}"
+    return "embedding" if 0 in phases else "head"
+
+
+def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
+    """Forward and backward on the meta device: when each parameter is read, which get gradients,
+    and the experts of a token."""
+    uses, slots = _Uses(), set[int]()
+
+    def exchange(module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        slots.add(experts_TK.shape[1])
+        weights = sum((weight.sum() for weight in module.parameters()), weights_TK.sum())
+        return x_TH * weights.to(x_TH.dtype)
+
+    for module in model.modules():
+        if is_experts(module):
+            set_exchange(module, partial(exchange, module))
+
+    def enter(phase: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            uses.phase = phase
+
+        return hook
+
+    layers[0].register_forward_pre_hook(enter(1))
+    layers[-1].register_forward_hook(enter(2))
+    before = masking_utils.find_packed_sequence_indices
+    # It looks at numbers, which the meta device does not have.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        ids = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
+        with uses:
+            loss = model(input_ids=ids, use_cache=False).logits.float().sum()
+        loss.backward()
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+    return uses, max(slots)
+
+
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are the last hidden states times the head's weight, and no more."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    small = nn.Linear(head.in_features, 8, bias=False)
+    hidden = torch.randn(1, 3, head.in_features)
+    model.set_output_embeddings(small)
+    try:
+        return torch.equal(tail(model, hidden), small(hidden))
+    except Exception:
+        return False
+    finally:
+        model.set_output_embeddings(head)
+
+
+@torch.no_grad()
+def _documents(values: Mapping[str, Any]) -> str:
+    """How two documents in one row are kept apart: as `Architecture.documents`."""
+    model = shrunken(values).build()
+    initialize(model, seed=0)
+    model = model.double()
+    ids = torch.randint(1, 100, (1, sum(_DOCUMENTS)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in _DOCUMENTS])[None]
+    with exactly(torch.float64):
+        alone = torch.cat(
+            [model(input_ids=part, use_cache=False).logits for part in ids.split(_DOCUMENTS, 1)], 1
+        )
+        for way in ("positions", "masks"):
+            with suppress(ValueError, TypeError, AttributeError):
+                given: dict[str, Any] = {}
+                if way == "masks":
+                    given["attention_mask"] = masks(model, ids, positions, torch.float64)
+                packed = model(
+                    input_ids=ids, position_ids=positions, use_cache=False, **given
+                ).logits
+                if (packed - alone).abs().max() < _SAME:
+                    return way
+    return "rows"
+
+
+def main() -> int:
+    """See the module."""
+    try:
+        print(read(json.load(sys.stdin)).to_json())
+    except ConfigError as error:
+        print(json.dumps(asdict(error.problems[0])))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""A language model of transformers' own code, in the place of our :class:`Transformer`.
+
+Attention, routers, norms and shared experts are the family's. Ours are the experts' exchange
+(:mod:`moemesh.model.hub.experts`), the presence of weights and what is kept of every layer (around
+the forward of each decoder layer), the loss behind the last hidden states, and the balance losses
+of the routers' recorded logits.
+
+Legend: B sequences, S positions, T = B S tokens, H hidden, E experts, V vocabulary; D documents of
+C positions at most, where every document has a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from moemesh.config.model import ModelConfig
+from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss
+from moemesh.model.batch import Batch, Context
+from moemesh.model.faults import NO_FAULT
+from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.experts import HubMoE, is_experts
+from moemesh.model.hub.precision import exactly
+from moemesh.model.router import Routing
+from moemesh.model.seams import (
+    PLAIN_FLOW,
+    Flow,
+    Memory,
+    Tokens,
+    Vocabulary,
+    WeightGate,
+)
+from moemesh.model.transformer import ModelPart, Output, Transformer
+from moemesh.model.visibility import Visibility, document_starts
+from moemesh.ops.cross_entropy import cross_entropy
+from moemesh.watch.progress_words import at_layer
+
+#: Positions whose logits are made at once, where the family's own head makes them.
+LOGIT_ROWS = 256
+
+
+class Rows(NamedTuple):
+    """The input of the modelling code: ids [B, S]; positions within documents (None: one document a
+    row), padding, the sequence of each token, and the place of each token of the microbatch among
+    these (None: the same place)."""
+
+    ids_BS: Tensor
+    position_BS: Tensor | None
+    valid_BS: Tensor | None
+    sequence_T: Tensor
+    place_T: Tensor | None = None
+
+
+class HubModel(Transformer):
+    """A model of `config.architecture`; see the module. It holds the layers of its `parts`, under
+    the names of transformers."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: Sequence[ModelPart] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        nn.Module.__init__(self)
+        assert config.architecture is not None
+        self.config, self.architecture = config, config.architecture
+        self.dtype = dtype
+        net = blueprint(self.architecture.values).build(dtype)
+        # No child of this module: names of parameters have no prefix.
+        self.__dict__["net"] = net
+        self.vocabulary, self.tokens = Vocabulary(), Tokens()
+        self.memory, self.weights = Memory(), WeightGate()
+        self.without_backward: Collection[str] = ()
+        # The parts of our own model have no place of their own here.
+        self.embedding = self.norm = self.head = None
+        self._moes: dict[int, HubMoE] = {}
+        self._context: Context | None = None
+        layers = net.get_submodule(self.architecture.layers)
+        assert isinstance(layers, nn.ModuleList)
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self._run_layer, index, layer.forward)
+            for module in layer.modules():
+                if is_experts(module):
+                    self._moes[index] = HubMoE(module, config.num_experts)
+
+    @property
+    def net(self) -> PreTrainedModel:
+        """The model of transformers."""
+        return self.__dict__["net"]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.net.named_modules(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Persistent ones alone: those that are state."""
+        for name, buffer in self.net.named_buffers(*args, **kwargs):
+            if name in self.architecture.buffers:
+                yield name, buffer
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.net.get_submodule(target)
+
+    def moe_layers(self) -> dict[int, Any]:
+        return self._moes
+
+    def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
+        """State of a layer with one number for each expert that no gradient reaches."""
+        idle = {one.name for one in self.architecture.parameters if one.is_idle}
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in (*self.named_buffers(), *self.named_parameters()):
+            path = name.removeprefix(self.architecture.layers + ".")
+            layer = int(path.split(".")[0]) if path != name else -1
+            is_state = name in idle or name in self.architecture.buffers
+            if layer in self._moes and is_state and tensor.numel() == self.config.num_experts:
+                found[layer] = name, tensor.view(-1)
+        return found
+
+    def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
+        units = part.units(tied=self.config.tied_embeddings)
+        named = dict(self.named_parameters())
+        return [named[one.name] for one in self.architecture.parameters if one.unit in units]
+
+    def forward(
+        self,
+        batch: Batch,
+        part: ModelPart | None = None,
+        x_TH: Tensor | None = None,
+        sums_QX: Tensor | None = None,
+        *,
+        flow: Flow = PLAIN_FLOW,
+    ) -> Output:
+        config = self.config
+        rows = self.rows_of(batch)
+        context = self._make_context(batch, rows, flow)
+        self.weights.fetch("embedding")
+        with self._inside(context):
+            hidden_BSH, logits = self._hidden_states(rows, wants_logits=config.has_aux_loss)
+            hidden_TH = hidden_BSH.flatten(0, 1)
+            if rows.place_T is not None:
+                hidden_TH = hidden_TH[rows.place_T]
+            losses_T = self._losses(hidden_TH[: max(batch.num_tokens, 1)], batch.targets_BS)
+            losses_T = self.weights.leave("head", losses_T)
+            aux = self._auxiliary(logits, context, losses_T)
+        layers = tuple(sorted(self._moes))
+        zeros_L = torch.zeros(len(layers), dtype=torch.int64, device=losses_T.device)
+        return Output(
+            None,
+            losses_T,
+            aux,
+            torch.stack([self._moes[layer].counts_E for layer in layers]),
+            zeros_L,
+            torch.full_like(zeros_L, NO_FAULT),
+            moe_layers=layers,
+        )
+
+    def rows_of(self, batch: Batch) -> Rows:
+        """What the modelling code is given. A microbatch without a sequence has one of padding, so
+        that this rank exchanges what the others do."""
+        ids_BS, valid_BS = batch.tokens_BS, batch.valid_BS
+        if not ids_BS.numel():
+            ids_BS = ids_BS.new_zeros(1, max(ids_BS.shape[1], 1))
+            valid_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+        num_rows, length = ids_BS.shape
+        sequence_T = torch.arange(num_rows, device=ids_BS.device).repeat_interleave(length)
+        if batch.documents_BS is None or not batch.num_tokens:
+            return Rows(ids_BS, None, valid_BS, sequence_T)
+        starts_BS = document_starts(batch.documents_BS)
+        place_S = torch.arange(length, device=ids_BS.device)
+        position_BS = place_S - starts_BS
+        if self.architecture.documents != "rows":
+            return Rows(ids_BS, position_BS, valid_BS, sequence_T)
+        # Every document in a row of its own, filled up on the right.
+        row_T = (position_BS.flatten() == 0).cumsum(0) - 1
+        width = int(position_BS.max()) + 1
+        place_T = row_T * width + position_BS.flatten()
+        num_places = (int(row_T[-1]) + 1) * width
+        ids_DC = ids_BS.new_zeros(num_places).scatter_(0, place_T, ids_BS.flatten())
+        given_T = torch.ones_like(place_T, dtype=torch.bool)
+        if valid_BS is not None:
+            given_T = valid_BS.flatten()
+        valid_DC = given_T.new_zeros(num_places).scatter_(0, place_T, given_T)
+        sequence = sequence_T.new_zeros(num_places).scatter_(0, place_T, sequence_T)
+        return Rows(ids_DC.view(-1, width), None, valid_DC.view(-1, width), sequence, place_T)
+
+    def logits(self, batch: Batch) -> Tensor:
+        rows = self.rows_of(batch)
+        with self._inside(self._make_context(batch, rows, PLAIN_FLOW)):
+            hidden_BSH, _ = self._hidden_states(rows, wants_logits=False)
+            return tail(self.net, hidden_BSH).flatten(0, 1)
+
+    def _make_context(self, batch: Batch, rows: Rows, flow: Flow) -> Context:
+        num_rows, length = rows.ids_BS.shape
+        device = rows.ids_BS.device
+        nothing = torch.empty(0, device=device)
+        place_T = torch.arange(num_rows * length, device=device)
+        for moe in self._moes.values():
+            moe.counts_E = None
+        return Context(
+            num_sequences=max(len(batch.tokens_BS), 1),
+            seq_len=length,
+            num_tokens=num_rows * length,
+            length=length,
+            visible=Visibility((), ()),
+            cosine=nothing,
+            sine=nothing,
+            sequence_T=rows.sequence_T,
+            position_T=place_T % length,
+            valid_T=None if rows.valid_BS is None else rows.valid_BS.flatten(),
+            token_ids_T=place_T,
+            training=batch.training,
+            flow=flow,
+        )
+
+    @contextmanager
+    def _inside(self, context: Context) -> Iterator[None]:
+        """A forward, or the recomputation of a layer: experts look at its context."""
+        before = self._context
+        mode: AbstractContextManager[Any] = nullcontext() if before else exactly(self.dtype)
+        self._set_context(context)
+        try:
+            with mode:
+                yield
+        finally:
+            self._set_context(before)
+
+    def _set_context(self, context: Context | None) -> None:
+        self._context = context
+        for moe in self._moes.values():
+            moe.context = context
+
+    def _hidden_states(
+        self, rows: Rows, *, wants_logits: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The stream behind the last norm, and the logits of each router."""
+        given: dict[str, Any] = (
+            {"position_ids": rows.position_BS} if rows.position_BS is not None else {}
+        )
+        if wants_logits:
+            given["output_router_logits"] = True
+        if rows.position_BS is not None and self.architecture.documents == "masks":
+            given["attention_mask"] = masks(self.net, rows.ids_BS, rows.position_BS, self.dtype)
+        output = self.net.base_model(input_ids=rows.ids_BS, use_cache=False, **given)
+        return output.last_hidden_state, getattr(output, "router_logits", None)
+
+    def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of one decoder layer, with its weights here, kept as the plan wants."""
+        at_layer(index)
+        unit, weights = f"layers.{index}", self.weights
+        if self._context is None:  # outside of a run
+            return inner(*args, **kwargs)
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        leaves = together(leaves)
+        first = _first(leaves)
+        x = leaves[first]
+        if index == 0:
+            x = weights.leave("embedding", x, read_again=False)
+        x = weights.enter(unit, self.begin_graph(unit, x))
+
+        def run(x: Tensor, context: Context) -> Any:
+            leaves[first] = x
+            args, kwargs = _pytree.tree_unflatten(leaves, spec)
+            with self._inside(context):
+                return inner(*args, **kwargs)
+
+        output = self.memory.run(run, x, self._context)
+        results, form = _pytree.tree_flatten(output)
+        results = together(results)
+        first = _first(results)
+        results[first] = weights.leave(unit, results[first])
+        if index == self.architecture.num_layers - 1:
+            results[first] = weights.enter("head", self.begin_graph("head", results[first]))
+        return _pytree.tree_unflatten(results, form)
+
+    def _losses(self, hidden_TH: Tensor, targets_BS: Tensor) -> Tensor:
+        """Negative log-likelihood of all targets, float32 or float64 [T]."""
+        targets_T = targets_BS.flatten()
+        if not len(targets_T):  # of padding, without a value and with a graph
+            return hidden_TH.sum(1).to(torch.promote_types(hidden_TH.dtype, torch.float32))[:0]
+        if self.architecture.has_plain_head:
+            head: Any = self.net.get_output_embeddings()
+            return cross_entropy(hidden_TH, head.weight, targets_T)
+
+        def losses(x_TH: Tensor, targets_T: Tensor) -> Tensor:
+            with exactly(self.dtype):
+                logits_TV = tail(self.net, x_TH[None])[0]
+                wide = torch.promote_types(logits_TV.dtype, torch.float32)
+                return F.cross_entropy(logits_TV.to(wide), targets_T, reduction="none")
+
+        parts = zip(hidden_TH.split(LOGIT_ROWS), targets_T.split(LOGIT_ROWS), strict=True)
+        found = [checkpoint(losses, *part, use_reentrant=False) for part in parts]
+        return torch.cat(found)
+
+    def _auxiliary(
+        self, logits: tuple[Tensor, ...] | None, context: Context, losses_T: Tensor
+    ) -> Tensor:
+        """The routers' balance loss and z-loss of :mod:`moemesh.model.balance_loss`, from their
+        logits, over the experts that a plain top-k of these would choose."""
+        config = self.config
+        zero = losses_T.new_zeros(())
+        if not config.has_aux_loss:
+            return zero
+        routings = [self._routing(logits_TE, context.valid_T) for logits_TE in logits or ()]
+        if config.has_joint_aux_loss:
+            sums = [auxiliary_sums(one, config, context) for one in routings]
+            return joint_loss(torch.stack(sums).sum(0), config, context, self.tokens)
+        losses = (auxiliary_loss(one, config, context, self.tokens) for one in routings)
+        return sum(losses, zero)
+
+    def _routing(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        logits_TE = logits_TE.flatten(0, -2)[:, : self.config.num_experts]
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        probabilities_TE = logits_TE.softmax(1)
+        preferred_TK = probabilities_TE.topk(self.config.experts_per_token, dim=1).indices
+        if valid_T is not None:
+            probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
+            preferred_TK = preferred_TK.masked_fill(~valid_T[:, None], -1)
+        fault = torch.full((), NO_FAULT, device=logits_TE.device)
+        return Routing(
+            probabilities_TE, preferred_TK, probabilities_TE, logits_TE, preferred_TK, None, fault
+        )
+
+
+def _first(leaves: Sequence[Any]) -> int:
+    """The place of the residual stream among arguments or results: the first floating tensor."""
+    return next(
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def together(leaves: list[Any]) -> list[Any]:
+    """The same, in whose backward no tensor gets its gradient before all of them have theirs."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if len(places) > 1:
+        joined = _Together.apply(*(leaves[place] for place in places))
+        leaves = list(leaves)
+        for place, tensor in zip(places, joined, strict=True):
+            leaves[place] = tensor
+    return leaves
+
+
+class _Hidden:
+    """What a base model returns, of hidden states that are known."""
+
+    def __init__(self, hidden_BSH: Tensor) -> None:
+        self.last_hidden_state = hidden_BSH
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Stub(nn.Module):
+    def __init__(self, base: nn.Module, hidden_BSH: Tensor) -> None:
+        super().__init__()
+        self.__dict__["base"], self.__dict__["hidden"] = base, hidden_BSH
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Hidden:
+        return _Hidden(self.__dict__["hidden"])
+
+
+def tail(net: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
+    """Logits by the family's own code behind the base model: its head, and what scales or caps."""
+    ids = torch.zeros(hidden_BSH.shape[:2], dtype=torch.int64, device=hidden_BSH.device)
+    base = net._modules[net.base_model_prefix]
+    assert base is not None
+    net._modules[net.base_model_prefix] = _Stub(base, hidden_BSH)
+    try:
+        return net(input_ids=ids, use_cache=False).logits
+    finally:
+        net._modules[net.base_model_prefix] = base
+
+
+def masks(
+    net: PreTrainedModel, ids_BS: Tensor, position_BS: Tensor, dtype: torch.dtype
+) -> Mapping[str, Tensor]:
+    """The mask of each kind of attention layer, for families that do not look at positions."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    config = net.config.get_text_config()
+    like = torch.empty(*ids_BS.shape, 1, dtype=dtype, device=ids_BS.device)
+    given: dict[str, Any] = {
+        "config": config, "inputs_embeds": like, "attention_mask": None, "cache": None,
+        "position_ids": position_BS,
+    }  # fmt: skip
+    found = {"full_attention": create_causal_mask(**given)}
+    if getattr(config, "sliding_window", None):
+        found["sliding_attention"] = create_sliding_window_causal_mask(**given)
+    return found

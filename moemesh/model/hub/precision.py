@@ -1,0 +1,47 @@
+"""A mode in which modelling code that names float32 computes in float64 instead.
+
+Norms, rotary positions and routers of transformers say ``.float()`` or ``dtype=torch.float32``. In
+a float64 run that would round to 24 bits, where layouts differ by 1e-7.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_SHORT = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = ("float", "half", "bfloat16")
+
+
+class Float64(TorchFunctionMode):
+    """Inside, float64 takes the place of every shorter floating dtype."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "finfo":
+            return func(*args, **kwargs)
+        if name in _CASTS and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return args[0].double()
+        if name == "type_as":
+            return args[0]
+        args = tuple(map(_longest, args))
+        return func(*args, **{key: _longest(value) for key, value in kwargs.items()})
+
+
+def _longest(value: Any) -> Any:
+    is_short = isinstance(value, torch.dtype) and value in _SHORT
+    return torch.float64 if is_short else value
+
+
+def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The mode for a model of this dtype."""
+    return Float64() if dtype == torch.float64 else nullcontext()

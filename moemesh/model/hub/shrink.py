@@ -1,0 +1,144 @@
+"""A small model of the same family: few layers, one of each kind, and small sizes.
+
+A proof on it is one of the modelling code with the switches of the real model. The layers are the
+first of the real model up to the last kind that comes up, so that rules by index keep their sense.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from moemesh.model.hub.build import Blueprint, blueprint
+from moemesh.model.hub.experts import is_experts
+
+#: Pattern of a key -> its largest value in a small model. The first that matches counts; a number
+#: that is smaller already stays.
+_EXPERTS = r"(n_routed|num|num_local|moe_num|num_routed)_experts|n_experts"
+_LARGEST: tuple[tuple[str, int], ...] = (
+    (r"(unpadded_)?vocab_size(_per_layer_input)?", 128),
+    (r"hidden_size_per_layer_input", 16),
+    (r"linear_num_key_heads|index_n_heads|.*n_groups|mamba_num_groups", 2),
+    (r"n_group|num_expert_groups?", 2),
+    (r"topk_group|.*limited_groups?", 1),
+    (r"(n_|num_)shared_experts?|num_shared_expert", 1),
+    (r"num_experts_per_tok(en)?|moe_(topk|k|router_topk)|top_k(_experts)?|.*experts_top_k", 2),
+    (r"num_zero_experts|zero_expert_num", 2),
+    (r"mamba_(n|num)_heads", 8),
+    (r".*key_value_heads|num_kv_heads|.*_kv_heads", 2),
+    (r".*(num|n)_(attention_)?heads|linear_num_value_heads|.*_num_heads|.*attention_heads", 4),
+    (r"(qk_)?rope_head_dim|qk_rope_head_dim|.*rotary_dim", 8),
+    (r"(index|qk)_head_dim", 24),
+    (r".*head_dim|mamba_d_head|.*head_size", 16),
+    (r".*(lora_rank|_rank|rank_dim)", 16),
+    (r"mamba_d_state|ssm_state_size|state_size", 16),
+    (r"(mamba_)?chunk_size|.*window(_size)?|attention_chunk_size", 16),
+    (r"index_topk|.*index_topk_.*", 32),
+    (r"(moe|expert|shared|.*expert).*(intermediate|ffn|hidden).*(size|dim)", 32),
+    (r".*(intermediate_size|ffn_hidden_size|ffn_dim|mlp_hidden_size)", 96),
+    (r"(.*_)?hidden_size|d_model|n_embd|conv_dim|embedding_size|block_dim|projection_dim", 64),
+    (r"depth", 2),
+)  # fmt: skip
+
+
+def shrunken(values: Mapping[str, Any], experts: int = 8) -> Blueprint:
+    """The small model of a parsed ``config.json``, with so many `experts` where it has more."""
+    whole = blueprint(values)
+    layers = layers_needed(whole.build())
+    small = _small(whole.config.to_dict(), layers, experts)
+    return blueprint(small)
+
+
+def layers_needed(model: PreTrainedModel) -> int:
+    """How many of the first layers have one of each kind; at least 2."""
+    kinds: set[object] = set()
+    needed = 0
+    for index, layer in enumerate(decoder_layers(model)[1]):
+        kind = kind_of(layer)
+        if kind not in kinds:
+            kinds.add(kind)
+            needed = index + 1
+    return max(needed, 2)
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The list of layers that holds the experts, and its name. Raises ValueError without experts,
+    and where several lists have some."""
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if is_experts(module):
+            found |= {next(one for one in lists if name.startswith(one + "."))}
+    if not found:
+        raise ValueError("none of its experts pass through the interface of transformers")
+    if len(found) > 1:
+        raise ValueError(f"several lists of layers have experts: {', '.join(sorted(found))}")
+    (name,) = found
+    return name, lists[name]
+
+
+def kind_of(layer: nn.Module) -> frozenset[tuple[str, str]]:
+    """The modules of a layer by name and class, and the words that say which kind it is."""
+    words = {
+        (f"{name}.{key}", str(value))
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if ("type" in key or "is_" in key or "sliding" in key) and isinstance(value, (str, bool))
+    }
+    return frozenset(
+        {(name, type(module).__name__) for name, module in layer.named_modules()} | words
+    )
+
+
+def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
+    total = values.get("num_hidden_layers")
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "num_hidden_layers":
+            value = layers
+        elif re.fullmatch(_EXPERTS, str(key)) and isinstance(value, int):
+            value = min(value, experts)
+        elif isinstance(value, dict) and "rope" not in str(key):
+            table = cast("dict[Any, Any]", value)
+            if table and all(str(one).isdigit() for one in table):  # layers by number
+                table = {one: given for one, given in table.items() if int(one) < layers}
+            value = _small(table, layers, experts)
+        elif isinstance(value, list):
+            items = cast("list[Any]", value)
+            if total is not None and len(items) >= total:
+                items = items[: len(items) - total + layers]
+            elif str(key).endswith("layers"):
+                items = [one for one in items if not isinstance(one, int) or one <= layers]
+            value = [_smaller(key, one) for one in items]
+        else:
+            value = _smaller(key, value)
+        found[key] = value
+    # Sizes that are equal in the real model because one follows from the other.
+    heads = values.get("num_attention_heads")
+    if heads is not None and heads == values.get("num_key_value_heads"):
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if isinstance(rotary := values.get("qk_rope_head_dim"), int):
+        parts = "qk_nope_head_dim", "qk_rope_head_dim"
+        both = sum(values.get(part) or 0 for part in parts)
+        for key in (key for key in values if str(key).endswith("head_dim") and key not in parts):
+            if values[key] in (rotary, both):
+                found[key] = sum(found[part] for part in parts[values[key] == rotary :])
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(found.get(key), (int, list)):
+            found[key] = 1
+    return found
+
+
+def _smaller(key: object, value: Any) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    for pattern, largest in _LARGEST:
+        if re.fullmatch(pattern, str(key)):
+            return min(value, largest)
+    return value

@@ -1,0 +1,202 @@
+"""Steps of a model of transformers in a layout, and the same steps by a plain loop over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.architecture import Architecture
+from moemesh.config.huggingface.architecture import hub_values
+from moemesh.config.layout import shard_range
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.model.hub.architecture import read
+from moemesh.model.hub.build import allocate, blueprint
+from moemesh.model.hub.precision import exactly
+from moemesh.parallel.parallelize import parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.step import gradients_of_step, update
+from moemesh.train.weights.saving import _owned, _weights
+from tests.hub.families import random_model, tiny_config
+from tests.ranks import mesh_on_ranks
+
+STEPS, SEQUENCES, LENGTH, CLIP = 3, 8, 20, 1.0
+
+
+class Trained(NamedTuple):
+    """Losses and norms of the steps, and the weights behind the last, by name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """The ``config.json`` of the tiny model of a family."""
+    values = tiny_config(name).to_dict()
+    return {key: value for key, value in values.items() if key != "transformers_version"}
+
+
+@cache
+def architecture_of(name: str) -> Architecture:
+    return read(values_of(name))
+
+
+def model_of(architecture: Architecture, **changes: Any) -> ModelConfig:
+    values = {**hub_values(architecture), **changes}
+    layers = values.get("moe_layers")
+    values |= {} if layers is None else {"moe_layers": tuple(layers)}
+    return ModelConfig(**values).with_architecture(architecture)
+
+
+def tokens_of(step: int, vocab_size: int) -> Tensor:
+    """Tokens [B, S + 1] of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(1, min(vocab_size, 250), (SEQUENCES, LENGTH + 1), generator=generator)
+
+
+def train_config() -> TrainConfig:
+    return TrainConfig(
+        steps=STEPS,
+        lr=0.05,
+        warmup_steps=1,
+        clip=CLIP,
+        optimizer="sgd",
+        weight_decay=0.0,
+        dtype="float64",
+    )
+
+
+def plain(name: str, *, num_parts: int = 1) -> Trained:
+    """The steps by transformers and torch alone, in float64."""
+    net = blueprint(values_of(name)).build(torch.float64)
+    allocate(net, dtype=torch.float64)
+    net.load_state_dict(random_model(name).state_dict(), strict=False)
+    train, losses, norms = train_config(), list[float](), list[float]()
+    parameters = list(net.parameters())
+    for step in range(1, STEPS + 1):
+        tokens = tokens_of(step, net.config.get_text_config().vocab_size)
+        total = 0.0
+        for part in tokens.chunk(num_parts):
+            with exactly(torch.float64):
+                logits = net(input_ids=part[:, :-1], use_cache=False).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+                loss = loss / tokens[:, 1:].numel()
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP)))
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter -= learning_rate(train, step) * parameter.grad
+                parameter.grad = None
+    return Trained(losses, norms, {n: p.detach() for n, p in net.named_parameters()})
+
+
+def on_rank(
+    mesh: Mesh, model: ModelConfig, keys: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[list[float], list[float], list[Any]]:
+    """The steps of one rank; returns what it owns of each parameter, each expert by itself."""
+    torch.set_num_threads(1)
+    plan, train = Plan(**keys), train_config()
+    parallel = parallelize(
+        model,
+        plan,
+        mesh,
+        seed=0,
+        dtype=torch.float64,
+        tokens_per_rank=plan.tokens_per_rank(LENGTH, SEQUENCES),
+    )
+    optimizer = Optimizer.of(parallel, train)
+    for shard in (*_owned(parallel, "", _weights(parallel, optimizer)), *_state(parallel)):
+        whole = weights[shard.name.removeprefix(".")]
+        for dim, (start, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        shard.tensor.copy_(whole)
+    losses, norms = list[float](), list[float]()
+    for step in range(1, STEPS + 1):
+        result = gradients_of_step(
+            parallel, batches_of(mesh, model, plan, step), TimelineRecorder(mesh.rank)
+        )
+        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    shards = _owned(parallel, "", _weights(parallel, optimizer), saved=True)
+    return losses, norms, [(s.name[1:], s.offset, s.tensor.detach().clone()) for s in shards]
+
+
+def _state(parallel: Any) -> list[Any]:
+    from moemesh.checkpoint.store import shard_of
+
+    return [shard_of(name, buffer) for name, buffer in parallel.model.named_buffers()]
+
+
+def batches_of(mesh: Mesh, model: ModelConfig, plan: Plan, step: int) -> list[Batch]:
+    tokens = tokens_of(step, model.vocab_size)
+    mine = shard_range(SEQUENCES, plan.dp, mesh["dp"].index)
+    batches: list[Batch] = []
+    for index in range(plan.microbatches):
+        part = shard_range(len(mine), plan.microbatches, index)
+        rows = slice(mine.start + part.start, mine.start + part.stop)
+        batches.append(
+            Batch(
+                tokens_BS=tokens[rows, :-1],
+                targets_BS=tokens[rows, 1:],
+                sequences_B=torch.arange(rows.start, rows.stop),
+                seed=0,
+                step=step,
+            )
+        )
+    return batches
+
+
+def split(name: str, **keys: Any) -> Trained:
+    """The steps in the layout `keys`, by this library."""
+    architecture = architecture_of(name)
+    random = random_model(name)
+    weights = {key: value.double() for key, value in random.state_dict().items()}
+    for record in architecture.parameters:  # experts by themselves, as checkpoints have them
+        if record.is_expert:
+            module, _, leaf = record.name.rpartition(".")
+            for expert, row in enumerate(weights[record.name]):
+                weights[f"{module}.{expert}.{leaf}"] = row
+    plan = Plan(**keys)
+    if plan.world_size == 1:
+        mesh = Mesh.single("cpu")
+        ranks = [on_rank(mesh, model_of(architecture), keys, weights)]
+    else:
+        args = model_of(architecture), keys, weights
+        ranks = mesh_on_ranks(plan.layout, on_rank, *args)
+    losses, norms, _ = ranks[0]
+    found = {record.name: torch.full(record.shape, math.nan) for record in architecture.parameters}
+    found = {key: value.double() for key, value in found.items()}
+    for _, _, shards in ranks:
+        for key, offset, tensor in shards:
+            module, _, leaf = key.rpartition(".")
+            stack, _, row = module.rpartition(".")
+            target = found[key] if key in found else found[f"{stack}.{leaf}"][int(row)]
+            for dim, (start, size) in enumerate(zip(offset, tensor.shape, strict=True)):
+                target = target.narrow(dim, start, size)
+            target.copy_(tensor)
+    return Trained(losses, norms, found)
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest difference of a loss, a norm or a weight; NaN counts as infinite."""
+    pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
+    numbers = [abs(a - b) for a, b in pairs]
+    numbers += [
+        float((one.weights[name] - other.weights[name]).abs().max()) for name in one.weights
+    ]
+    return max(math.inf if math.isnan(number) else number for number in numbers)
