@@ -16,6 +16,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
@@ -24,6 +25,7 @@ SIZES: dict[str, int] = {
     "vocab_size": 320, "unpadded_vocab_size": 310, "vocab_size_per_layer_input": 320,
     "hidden_size": 64, "hidden_size_per_layer_input": 16,
     "intermediate_size": 48, "dense_intermediate_size": 48, "moe_intermediate_size": 24,
+    "moe_hidden_size": 56, "projector_hidden_size": 64, "expansion_factor": 2,
     "shared_expert_intermediate_size": 40, "shared_experts_intermediate_size": 40,
     "shared_intermediate_size": 40, "moe_shared_expert_intermediate_size": 40,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -61,8 +63,15 @@ PLACES = (
 #: model.
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 31, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    },
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
+    },
+    "diffusion_gemma_text": {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
@@ -84,7 +93,18 @@ CASES: dict[str, dict[str, Any]] = {
 BOUND: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8},
     "dots3_note_text": {"head_dim": 20},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        }
+    },
+    "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},
 }
+#: Sizes of an encoder that are those of the text part.
+OF_THE_TEXT = ("out_hidden_size", "projection_dim", "text_hidden_size", "adapter_in_dim")
 #: Special tokens of the tokenizer of a tiny folder, behind the 256 bytes.
 END, BEGIN, PAD = 256, 257, 258
 _TEMPLATE = (
@@ -132,8 +152,13 @@ def has_experts(model: nn.Module) -> bool:
     return any(hasattr(module, "_is_expert_parallel") for module in model.modules())
 
 
-def on_meta(config: Any) -> Any:
-    """The model of a configuration, without memory."""
+def on_meta(config: Any, whole: Any = None, values: Mapping[str, Any] | None = None) -> Any:
+    """The model of a configuration, without memory: of a text part that is no model of its own,
+    inside of `whole`, which may have other `values`."""
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_part = whole is not None and whole.get_text_config() is not whole
+    if is_part and config.model_type not in known:
+        config = type(whole)(**{**(values or _values(whole)), "text_config": config})
     with torch.device("meta"):
         return model_class(config)._from_config(config)
 
@@ -144,7 +169,9 @@ def kinds(model: Any) -> list[tuple[Any, ...]]:
     layers = next(
         module
         for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+        if isinstance(module, nn.ModuleList)
+        and len(module) == config.num_hidden_layers
+        and has_experts(module)
     )
     lists = [getattr(config, key, None) for key in ("layer_types", "mlp_layer_types")]
     return [
@@ -164,9 +191,8 @@ def tiny_config(name: str, layers: int = 2) -> Any:
     where it would not have all kinds of the default's layers, no experts, or a parameter of more
     than 60,000 numbers."""
     whole = CONFIG_MAPPING[name]()
-    text = _tiny_text(whole.get_text_config(), layers)
     if whole.get_text_config() is whole:
-        return text
+        return _tiny_text(whole, layers, {})
     values = _small(_values(whole))
     for key, kind in type(whole).sub_configs.items():
         there = getattr(whole, key)
@@ -174,17 +200,21 @@ def tiny_config(name: str, layers: int = 2) -> Any:
             there = kind()
         if there is not None and there is not whole.get_text_config():
             inner = _small(_values(there))
-            inner |= {key: 64 for key in ("out_hidden_size", "projection_dim") if key in inner}
-            values[key] = kind(**inner)
-    values["text_config"] = text
-    config = type(whole)(**values)
-    on_meta(config)
-    return config
+            inner |= {size: 64 for size in OF_THE_TEXT if isinstance(inner.get(size), int)}
+            if (count := inner.get("num_hidden_layers")) is not None:
+                lists = {size: one for size, one in inner.items() if isinstance(one, list)}
+                inner |= {size: one[:1] for size, one in lists.items() if len(one) == count}
+                inner["num_hidden_layers"] = 1
+            inner |= BOUND.get(there.model_type, {})
+            values[key] = (type(there) if kind is AutoConfig else kind)(**inner)
+    return type(whole)(**{**values, "text_config": _tiny_text(whole, layers, values)})
 
 
-def _tiny_text(text: Any, layers: int) -> Any:
+def _tiny_text(whole: Any, layers: int, values: Mapping[str, Any]) -> Any:
+    """The small text part of `whole`, whose other parts become those of `values`."""
+    text = whole.get_text_config()
     full = type(text)(**{**_values(text), **CASES.get(text.model_type, {})})
-    wanted = kinds(on_meta(full))
+    wanted = kinds(on_meta(full, whole))
     first = sorted({kind: index for index, kind in reversed([*enumerate(wanted)])}.values())
     more = [index for index in range(len(wanted)) if index not in first]
     chosen = sorted([*first, *more[: max(0, layers - len(first))]])
@@ -193,7 +223,7 @@ def _tiny_text(text: Any, layers: int) -> Any:
     for kept in (chosen, [*range(max(first[-1] + 1, layers))]):
         try:
             config = type(text)(**_shrunken(full, kept))
-            model = on_meta(config)
+            model = on_meta(config, whole, values)
         except (ValueError, IndexError, StrictDataclassError) as error:
             problems.append(f"layers {kept}: {error}")
             continue
@@ -203,7 +233,11 @@ def _tiny_text(text: Any, layers: int) -> Any:
     else:
         raise AssertionError(f"{text.model_type}: {problems}")
     assert has_experts(model), f"{text.model_type} has no experts"
-    large = {key: [*one.shape] for key, one in model.named_parameters() if one.numel() > 60_000}
+    large = {
+        key: [*one.shape]
+        for key, one in model.named_parameters()
+        if one.numel() > 60_000 and (whole is text or "language_model.layers." in key)
+    }
     assert not large, f"{text.model_type}: {large}"
     return config
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.hub.families import (
     END,
     family_names,
     kinds,
     model_class,
+    multimodal,
     on_meta,
+    random_model,
     tiny_config,
     tiny_folder,
 )
@@ -43,3 +48,17 @@ def test_every_family_runs(name: str) -> None:
     model = model_class(tiny_config(name))._from_config(tiny_config(name)).eval()
     logits = model(input_ids=torch.arange(24)[None], use_cache=False).logits
     assert logits.shape[:2] == (1, 24) and logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_most_families_of_images_and_text_alone_run_on_text() -> None:
+    """Those that transformers reaches by no model of text."""
+    runs: list[str] = []
+    for name in multimodal():
+        text = CONFIG_MAPPING[name]().get_text_config().model_type
+        if text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            continue
+        with suppress(AssertionError, RuntimeError):
+            logits = random_model(name)(input_ids=torch.arange(24)[None], use_cache=False).logits
+            runs += [name] if logits.isfinite().all() else []
+    assert len(runs) >= 10, runs

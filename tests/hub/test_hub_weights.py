@@ -171,3 +171,10 @@ def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="quantized weights are not read"):
         HubWeights(folder)
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    folder = tiny_folder("qwen3_moe", tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is never read.*save_pretrained"):
+        HubWeights(folder)

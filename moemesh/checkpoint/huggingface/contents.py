@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 from moemesh.checkpoint.files import CheckpointError, check_folder, read_start
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
-from moemesh.config.huggingface.folder import INDEX, SINGLE, once
+from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights, once
 from moemesh.config.huggingface.model import Quantization
 from moemesh.config.limits import one_line, parse_json
 
@@ -88,7 +88,7 @@ class FolderContents:
         index: dict[str, Any] | None = None  # tensor -> file
         if not (path / SINGLE).exists():  # as transformers chooses, where both are there
             if not (path / INDEX).exists():
-                raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+                raise CheckpointError(lacks_weights(path))
             index = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
             if not isinstance(index, dict) or not index:
                 raise CheckpointError(f"{path / INDEX}: has no weight_map")

@@ -74,19 +74,10 @@ def write_huggingface(
 
     All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Prediction
     layers that the folder `origin` has and the model has not are copied from there. With `delta`
-    its tensors take the places of those of `weights`: CheckpointError for one that the folder does
-    not have, or has in another shape.
+    its tensors take the places of those of `weights`: see :func:`put_delta`.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
-    for name, tensor in delta.tensors.items() if delta is not None else ():
-        there = tensors.get(name)
-        if there is None or there.shape != tensor.shape:
-            has = "no such tensor" if there is None else f"{list(there.shape)}"
-            assert delta is not None
-            raise CheckpointError(
-                f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
-            )
-        tensors[name] = tensor
+    put_delta(tensors, delta)
     if origin is not None:
         num_ahead = first(config, "num_mtp_layers", 0)
         names = ahead_tensors(origin.tensors, model, kind, num_ahead) - tensors.keys()
@@ -100,8 +91,22 @@ def write_huggingface(
                 tensors[name] = tensors[shared[leaf]]
                 continue
             kept = dtype if origin.packed else torch_dtype(stored.dtype)
-            tensors[name] = _deferred(origin.read, name, stored.shape, kept)
+            tensors[name] = whole_tensor(origin.read, name, stored.shape, kept)
     write_folder(out, tensors, config, on_file=on_file)
+
+
+def put_delta(tensors: dict[str, DeferredTensor], delta: Delta | None) -> None:
+    """Put the tensors of `delta` into the places of those of a folder. Raises CheckpointError for
+    one that the folder does not have, or has in another shape."""
+    for name, tensor in delta.tensors.items() if delta is not None else ():
+        there = tensors.get(name)
+        if there is None or there.shape != tensor.shape:
+            has = "no such tensor" if there is None else f"{list(there.shape)}"
+            assert delta is not None
+            raise CheckpointError(
+                f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
+            )
+        tensors[name] = tensor
 
 
 def stored_tensors(
@@ -112,7 +117,7 @@ def stored_tensors(
     def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
         if tensor.view == tensor.shape:
             return piece.store(weights(name, piece.box).to(kept))
-        table = _deferred(weights, name, tensor.shape, kept).make().reshape(tensor.view)
+        table = whole_tensor(weights, name, tensor.shape, kept).make().reshape(tensor.view)
         return piece.store(table[slices(piece.box)])
 
     tensors: dict[str, DeferredTensor] = {}
@@ -141,7 +146,7 @@ def write_checkpoint(
                 shape=shape,
                 offset=(0,) * len(shape),
                 tensor=torch.empty(shape, dtype=kept, device="meta"),
-                make=_deferred(weights, name, shape, kept).make,
+                make=whole_tensor(weights, name, shape, kept).make,
             )
             for name in names
         ]
@@ -152,7 +157,7 @@ def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("selection_bias") else dtype
 
 
-def _deferred(
+def whole_tensor(
     weights: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> DeferredTensor:
     """A whole tensor of `weights`."""
@@ -185,45 +190,55 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 def write_folder(
     out: Path,
     tensors: Mapping[str, DeferredTensor],
-    config: Mapping[str, object],
+    config: Mapping[str, object] | bytes,
     *,
+    files: Mapping[str, str] | None = None,
     file_bytes: int = FILE_BYTES,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write `tensors` and ``config.json`` to the folder `out`, which may hold a part of the same.
 
-    `on_file` is called for each finished file. Raises CheckpointError for a file of another
-    conversion.
+    `files`: the file of each tensor; None: files of at most `file_bytes`. `on_file` is called for
+    each finished file. Raises CheckpointError for a file of another conversion.
     """
     out.mkdir(parents=True, exist_ok=True)
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.num_bytes > file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.num_bytes
-    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    groups = dict(zip(files if len(parts) > 1 else [SINGLE], parts, strict=True))
+    groups: dict[str, list[str]] = {}
+    if files is not None:
+        for name in tensors:
+            groups.setdefault(files[name], []).append(name)
+    else:
+        parts: list[list[str]] = [[]]
+        size = 0
+        for name, tensor in tensors.items():
+            if parts[-1] and size + tensor.num_bytes > file_bytes:
+                parts.append([])
+                size = 0
+            parts[-1].append(name)
+            size += tensor.num_bytes
+        numbered = (f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts)))
+        groups = dict(zip(numbered if len(parts) > 1 else [SINGLE], parts, strict=True))
+    is_single = [*groups] == [SINGLE]
     # Loaders take the single file where both are there: one of them would be of another model.
-    if (other := out / (SINGLE if len(groups) > 1 else INDEX)).exists():
+    if (other := out / (INDEX if is_single else SINGLE)).exists():
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
-    for done, (file, names) in enumerate(groups.items()):
+    for done, (file, names) in enumerate(sorted(groups.items())):
         part = {name: tensors[name] for name in names}
         if (out / file).exists():  # an earlier conversion has finished it
             _check_same(out / file, part)
         else:
             replace_by(out / file, safetensors_bytes(part, _METADATA))
         on_file(done + 1, len(groups))
-    if len(groups) > 1:
+    if not is_single:
         total = sum(tensor.num_bytes for tensor in tensors.values())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {name: file for file, names in groups.items() for name in names},
         }
         write_json(out / INDEX, index)
-    write_json(out / "config.json", config)
+    if isinstance(config, bytes):
+        replace_by(out / "config.json", [config])
+    else:
+        write_json(out / "config.json", config)
 
 
 def carry_along(source: Path, out: Path) -> list[str]:
@@ -381,6 +396,6 @@ class Delta:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)
         self.tensors = {
-            name: _deferred(folder.read, name, stored.shape, torch_dtype(stored.dtype))
+            name: whole_tensor(folder.read, name, stored.shape, torch_dtype(stored.dtype))
             for name, stored in folder.tensors.items()
         }

@@ -173,6 +173,27 @@ class HubTensors:
                 ]
         return lost
 
+    def made_of(self, trains: Callable[[str], bool]) -> frozenset[str]:
+        """The stored tensors with a number of any parameter for which `trains` holds; it is given
+        names of checkpoints, in which every expert has its own."""
+
+        def holds(name: str, rows: slice) -> bool:
+            if name not in self.stacks:
+                return trains(name)
+            module, _, leaf = name.rpartition(".")
+            return any(
+                trains(f"{module}.{row}.{leaf}") for row in range(len(self.meta[name]))[rows]
+            )
+
+        return frozenset(
+            name
+            for group in self.groups
+            for names in group.sources.values()
+            for index, name in enumerate(names)
+            for rows in (slice(index, index + 1) if group.merges else slice(None),)
+            if any(holds(output, rows) for output in group.outputs)
+        )
+
 
 def _grouped(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], inner: Mapping[str, str]
@@ -384,7 +405,7 @@ def stored_hub_tensors(
 
     def reverted(group: TensorGroup, row: int | None, name: str) -> Tensor:
         nonlocal last
-        if last[0] != (id(group), row):
+        if last[0] != (id(group), row) or name not in last[1]:
             last = None, {}
             parameters: dict[str, Tensor] = {}
             for output in group.outputs:

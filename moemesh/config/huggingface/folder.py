@@ -112,6 +112,18 @@ def has_weights(path: Path) -> bool:
     return (path / SINGLE).exists() or (path / INDEX).exists()
 
 
+def lacks_weights(path: Path) -> str:
+    """A sentence on a folder without weights that can be read."""
+    text = f"{path} holds no weights: neither {SINGLE} nor {INDEX}"
+    pickled = sorted(file.name for kind in ("bin", "pt", "pth") for file in path.glob(f"*.{kind}"))
+    if pickled:
+        text += (
+            f"; {pickled[0]} is never read, since reading it runs code of its author: load it with "
+            "transformers where that is safe, and write it by save_pretrained"
+        )
+    return text
+
+
 def read_folder(path: Path, implementation: object = "auto") -> ConfigSource:
     """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
     sequences of its positions where these are fewer than the default; what cannot be trained.

@@ -19,7 +19,14 @@ from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
-from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights, read_config
+from moemesh.config.huggingface.folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    has_weights,
+    lacks_weights,
+    read_config,
+)
 from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.limits import parse_json
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -85,7 +92,7 @@ def check_folder(source: Path) -> None:
     """Raises CheckpointError for a folder of transformers without weights, or without one of the
     files that its index names."""
     if not has_weights(source):
-        raise CheckpointError(f"{source} holds no weights: neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(lacks_weights(source))
     if (source / SINGLE).exists():
         return
     try:

@@ -1,0 +1,142 @@
+"""Export of a model of transformers' own code: the folder that it came from, with its weights.
+
+Names, dtypes and files are those of the folder that a run started from; the run keeps a record of
+them. Tensors that did not train and tensors of no part of the model are copied byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.contents import (
+    WEIGHT_DTYPES,
+    StoredTensor,
+    read_json,
+    refuse_problems,
+)
+from moemesh.checkpoint.huggingface.convert import (
+    Delta,
+    carry_along,
+    put_delta,
+    whole_tensor,
+    write_folder,
+)
+from moemesh.checkpoint.huggingface.hub_weights import HubTensors, HubWeights, stored_hub_tensors
+from moemesh.checkpoint.huggingface.pieces import Read
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder, torch_dtype
+from moemesh.checkpoint.load import DeferredTensor
+from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
+from moemesh.train.records.run_folder import RunFolder
+from moemesh.train.weights.weight_sources import refused
+
+#: The record in the folder of a run, and the most bytes of it that are read.
+RECORD, RECORD_LIMIT = "source_tensors.json", 256 << 20
+
+
+def keep_record(weights: HubWeights, folder: RunFolder) -> None:
+    """Record the ``config.json`` and the tensors of the folder that a run starts from."""
+    stored = {name: [one.file, one.dtype, one.shape] for name, one in weights.folder.stored.items()}
+    folder.write_json(RECORD, {"config": weights.values, "tensors": stored})
+
+
+class HubSource(NamedTuple):
+    """The layout of an export: `config` is its ``config.json``, `folder` the folder that has it, if
+    that exists."""
+
+    config: bytes
+    tensors: HubTensors
+    folder: WeightFolder | None
+
+
+def open_source(origin: Path | None, run: Path | None = None) -> HubSource:
+    """The layout of the folder `origin`, or the one that `run` recorded. Raises ConfigError where
+    there is neither, CheckpointError where it is that of another model."""
+    if origin is not None and has_weights(origin):
+        folder = WeightFolder(origin)
+        config, values, stored = (origin / CONFIG).read_bytes(), read_config(origin), folder.stored
+    elif run is not None and (run / RECORD).exists():
+        folder, record = None, read_json(run / RECORD, RECORD_LIMIT)
+        values = record["config"]
+        config = (json.dumps(values, indent=2) + "\n").encode()
+        stored = {
+            name: StoredTensor(file, dtype, tuple(shape))
+            for name, (file, dtype, shape) in record["tensors"].items()
+        }
+    else:
+        message = f"{origin or run} holds no weights of transformers, whose names are needed"
+        raise refused("--like", str(origin), message, "the folder that the run started from")
+    tensors = HubTensors.of(values, stored)
+    refuse_problems(origin or Path(RECORD), tensors.problems)
+    return HubSource(config, tensors, folder)
+
+
+def export_tensors(
+    weights: Read, source: HubSource, trains: Callable[[str], bool], dtype: str | None = None
+) -> tuple[dict[str, DeferredTensor], frozenset[str]]:
+    """The tensors of a folder like `source` with the parameters of `weights`, and the names of
+    those in which a number trained. `trains`: whether a parameter did, by its name in checkpoints.
+    `dtype`: of the tensors whose dtype is the most common one; None: all keep theirs.
+
+    Raises CheckpointError for tensors that neither the parameters nor `source` can give.
+    """
+    tensors, stored = source.tensors, source.tensors.stored
+    floats = Counter(one.dtype for one in stored.values() if one.dtype in WEIGHT_DTYPES)
+    usual = max(floats, key=floats.__getitem__, default="")
+
+    def dtype_of(name: str) -> torch.dtype:
+        own = stored[name].dtype
+        return torch_dtype(own if dtype is None or own != usual else dtype)
+
+    made = dict(stored_hub_tensors(weights, tensors, dtype_of))
+    trained, lost = tensors.made_of(trains), frozenset(tensors.irreversible())
+    result: dict[str, DeferredTensor] = {}
+    missing: list[str] = []
+    for name, one in stored.items():
+        if source.folder is not None and name not in trained:
+            result[name] = whole_tensor(source.folder.read, name, one.shape, dtype_of(name))
+        elif name in made and name not in lost:
+            result[name] = made[name]
+        else:
+            missing.append(name)
+    if missing:
+        several = f"{missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        why = "transformers' conversion cannot write it back"
+        if source.folder is None:
+            why = "no checkpoint holds it: --like FOLDER with the folder that the run started from"
+        raise CheckpointError(f"{several}: {why}")
+    return result, trained
+
+
+def export(
+    weights: Read,
+    source: HubSource,
+    out: Path,
+    *,
+    trains: Callable[[str], bool] = lambda name: True,
+    dtype: str | None = None,
+    delta: Delta | None = None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the folder `source` with the parameters of `weights`; see :func:`export_tensors`.
+    `delta`: tensors that take the places of those."""
+    tensors, _ = export_tensors(weights, source, trains, dtype)
+    put_delta(tensors, delta)
+    config = source.config
+    if dtype is not None:
+        values = json.loads(config)
+        inner = [part for part in values.values() if isinstance(part, dict) and "dtype" in part]
+        for part in (values, *inner):
+            part["dtype"] = dtype
+        values.pop("torch_dtype", None)
+        config = (json.dumps(values, indent=2) + "\n").encode()
+    files = {name: one.file for name, one in source.tensors.stored.items()}
+    write_folder(out, tensors, config, files=files, on_file=on_file)
+    if source.folder is not None:
+        carry_along(source.folder.path, out)
