@@ -13,6 +13,7 @@ from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError, check_kind, public
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
+from moemesh.data.sources import with_vocabulary
 from moemesh.sharding.load_run import load_run
 
 
@@ -33,7 +34,8 @@ def load(
     for override in overrides:
         check_kind("an override", override, str)
     with naming("overrides"):
-        return load_run([] if path is None else [Path(path)], list(overrides)).config
+        resolved = load_run([] if path is None else [Path(path)], list(overrides))
+        return with_vocabulary(resolved).config
 
 
 @contextmanager

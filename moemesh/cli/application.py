@@ -195,4 +195,8 @@ def load(
     if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:
         for note in resolved.notes:
             print(f"moemesh: note: {note}", file=sys.stderr)
+    if resolved.config.data.tokenizer != "bytes":
+        from moemesh.data.sources import with_vocabulary
+
+        resolved = with_vocabulary(resolved)
     return resolved

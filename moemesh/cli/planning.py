@@ -45,9 +45,10 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     look: Any = {"rank": request.rank, "headroom": request.headroom}
     with progress("estimating", quiet=as_json):
         if request.config is not None:
+            from moemesh.data.sources import with_vocabulary
             from moemesh.sharding.load_run import load_run
 
-            config = load_run([request.config]).config
+            config = with_vocabulary(load_run([request.config])).config
             found = planner.estimate_run(config, request.cluster, **look)
         else:
             assert model is not None and plan is not None

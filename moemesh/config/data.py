@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from math import isfinite
 from typing import Annotated, ClassVar, Literal
@@ -58,6 +60,11 @@ def _length(value: object) -> object:
     return value
 
 
+def _day(value: object) -> object:
+    """The text of a date, which needs no quotes in TOML."""
+    return str(value) if isinstance(value, datetime.date) else value
+
+
 class DataSource(Section):
     """One of several sources of a run."""
 
@@ -105,6 +112,8 @@ class DataConfig(Section):
     bad_records: BadRecords = "fail"
     #: With "skip": the largest share of bad records of a source.
     bad_record_share: Share = 0.01
+    #: The date (YYYY-MM-DD) that a chat template reads; None: the day of the run's first start.
+    date: Annotated[str | None, BeforeValidator(_day)] = None
     #: Folder of tokenized text, kept for the next start; None: ``token_cache`` beside the run.
     cache: str | None = None
 
@@ -120,6 +129,13 @@ class DataConfig(Section):
             return self.sources
         return (DataSource(path=self.path, format=self.format, text_key=self.text_key),)
 
+    def with_paths(self, change: Callable[[str | None], str | None]) -> DataConfig:
+        """The same with every path of data after `change`."""
+        sources = tuple(one.model_copy(update={"path": change(one.path)}) for one in self.sources)
+        paths = {"path": change(self.path), "validation": change(self.validation)}
+        update = {key: value for key, value in paths.items() if value != getattr(self, key)}
+        return self.model_copy(update=update | ({"sources": sources} if sources else {}))
+
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""
         problems = self.range_problems()
@@ -127,6 +143,12 @@ class DataConfig(Section):
             if getattr(self, name) == "":
                 fix = f"leave {name} out to take the default, or name a file or folder"
                 problems.append(self.problem("empty", name, f"{name} is empty", fix))
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError as error:
+                fix = f'date = "{datetime.date.today()}", for one'
+                problems.append(self.problem("out-of-range", "date", f"date: {error}", fix))
         for number, source in enumerate(self.sources):
             found = [(one.code, one.message, one.fix) for one in source.range_problems()]
             for name in ("path", "text_key"):

@@ -208,7 +208,14 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
         value = TrainConfig.model_fields[name].default if leaf is None else leaf.value
         if name not in config.train.model_fields_set and isinstance(value, int | float):
             kept[name] = value
-    return config.with_following(**kept)
+    config = config.with_following(**kept)
+    day = recorded.get("data.date")
+    data = config.data
+    if data.date is None and day is not None:  # of a template that reads the date
+        data = data.model_copy(update={"date": day.value})
+    commits = re.findall(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})\b", (folder / RUN_CONFIG).read_text())
+    kept_at = {name: f"{name}@{commit}" for name, commit in commits}
+    return replace(config, data=data.with_paths(lambda path: kept_at.get(path or "", path)))
 
 
 def resolved_toml(config: RunConfig) -> str:

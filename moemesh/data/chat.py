@@ -16,24 +16,15 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moemesh.config.limits import one_line
-from moemesh.data.records import BadRecordError, Where
-from moemesh.data.tokenizer import (
-    SETTINGS,
-    SPECIAL,
-    DataError,
-    Tokenizer,
-    read_whole,
-    settings_of,
-    special_tokens,
-)
+from moemesh.data.records import COMPLETION, PROMPT, BadRecordError, Where
+from moemesh.data.template_limits import LimitedEnvironment, sizes_of
+from moemesh.data.tokenizer import TEMPLATE, DataError, Tokenizer
 
-TEMPLATE = "chat_template.jinja"
 #: Characters of a message of a template that go into an error.
 LONGEST_REASON = 300
 #: Variables that stand around the answers that a template marks.
@@ -42,6 +33,10 @@ BEGIN, END = "generation_begin", "generation_end"
 MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 #: Names of the reasoning of a message.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+#: Key of a turn -> the values with which it carries loss, and those with which it does not.
+LOSS_KEYS = {"weight": (1, 0), "train": (True, False)}
+#: A turn that every template takes as the first.
+QUESTION = {"role": "user", "content": "?"}
 #: The place of messages that no file holds.
 CHAT = Where("the conversation", "file", 1, None)
 
@@ -65,51 +60,56 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """The chat template of a folder."""
+    """The chat template of a folder, or several by name."""
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str], origin: str, added: Sequence[str] = ()
+        self,
+        sources: str | Mapping[str, str],
+        tokens: Mapping[str, Any],
+        origin: str,
+        added: Sequence[str] = (),
+        day: datetime.date | None = None,
     ) -> None:
         """Use :meth:`open`. `tokens`: the special tokens by key; `added`: all that a tokenizer
-        takes whole, the end of a turn among them."""
-        environment = ImmutableSandboxedEnvironment(
+        takes whole, the end of a turn among them; `day`: the date that a template reads (None:
+        today)."""
+        environment = LimitedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.add_filter("tojson", partial(json.dumps, ensure_ascii=False))
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self._tokens, self._origin, self._added = tokens, origin, added
-        try:
-            self._template = environment.from_string(source)
-            parsed = environment.parse(source)
-        except TemplateError as error:
-            raise DataError(f"{origin}: the chat template is broken: {error}") from error
-        self._marks_answers = any(one.name == BEGIN for one in parsed.find_all(nodes.Name))
+        environment.globals["strftime_now"] = lambda form: _now(day).strftime(form)
+        self._environment, self._tokens = environment, tokens
+        self._origin, self._added = origin, added
+        self._templates: dict[str, Template] = {}
+        self._marking: set[str] = set()
+        for name, source in ({"default": sources} if isinstance(sources, str) else sources).items():
+            try:
+                self._templates[name] = environment.from_string(source)
+                parsed = environment.parse(source)
+            except (TemplateError, RecursionError, MemoryError) as error:
+                raise DataError(f"{origin}: the chat template is broken: {error}") from error
+            if any(one.name == BEGIN for one in parsed.find_all(nodes.Name)):
+                self._marking.add(name)
 
     @classmethod
     def open(
         cls, tokenizer: Tokenizer, needed_by: str = 'the data has conversations ("messages")'
     ) -> ChatTemplate:
         """The template beside a tokenizer. Raises DataError without one."""
-        folder, tokens = tokenizer.folder, dict[str, str]()
-        settings = {} if folder is None else settings_of(folder / SETTINGS)
-        if folder is not None:
-            tokens = special_tokens(folder / SPECIAL) | special_tokens(folder / SETTINGS)
-        if folder is not None and (folder / TEMPLATE).is_file():
-            source = read_whole(folder / TEMPLATE).decode(errors="replace")
-            return cls(source, tokens, str(folder / TEMPLATE), tokenizer.added)
-        source = settings.get("chat_template")
-        if isinstance(source, list):
-            named = {one.get("name"): one.get("template") for one in source}
-            source = named.get("default")
-        if not isinstance(source, str):
+        folder, settings = tokenizer.folder, tokenizer.settings
+        if "default" not in settings.templates:
+            names = ", ".join(sorted(settings.templates))
+            held = f"only chat templates of other names ({names})" if names else "no chat template"
             raise DataError(
-                f'data.tokenizer is "{folder or "bytes"}", which has no chat template, and '
+                f'data.tokenizer is "{folder or "bytes"}", which has {held}, and '
                 f"{needed_by}: name the folder of a tokenizer with {TEMPLATE}"
             )
-        return cls(source, tokens, f"{folder}/{SETTINGS}", tokenizer.added)
+        return cls(
+            settings.templates, settings.special, str(folder), tokenizer.added, tokenizer.day
+        )
 
     def render(self, record: Mapping[str, Any], where: Where) -> Rendered:
         """The text of the conversation under "messages" (and "tools").
@@ -117,13 +117,19 @@ class ChatTemplate:
         Raises BadRecordError for what is no conversation, has no assistant turn, or makes the
         template fail.
         """
-        text_of = partial(self._render, tools=record.get("tools"), where=where)
-        one = _Rendering(text_of, _messages(record, where))
-        found = one.marked_spans() if self._marks_answers else one.spans(self._end_of_turn)
-        if not found:
+        tools, (messages, learned) = record.get("tools"), _messages(record, where)
+        sizes = sizes_of([messages, tools])
+        rendering = _Rendering(
+            partial(self._render, tools=tools, where=where, sizes=sizes), messages
+        )
+        if self._name(tools) in self._marking:
+            spans = rendering.marked_spans(learned)
+        else:
+            spans = rendering.spans(learned, self)
+        if spans is None:
             reason = f"the chat template ({self._origin}) writes none of the assistant turns"
             raise BadRecordError(where, reason)
-        return Rendered(one.text, tuple(found))
+        return Rendered(rendering.text, tuple(spans))
 
     def prompt(self, messages: Messages) -> str:
         """The text of `messages` and the header of an answer to them. Raises DataError."""
@@ -132,26 +138,80 @@ class ChatTemplate:
     @cached_property
     def stop(self) -> str:
         """The end of an answer: the text of its end-of-turn token, which may be empty."""
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARKS[0]}]
-        return self._end_of_turn(self._render(asked).rpartition(MARKS[0])[2])
+        return self.end_of_turn(self._tail())
 
-    def _end_of_turn(self, tail: str) -> str:
-        """The beginning of `tail`, which stands behind an answer, up to the first added token;
-        without one, to the last character that is no blank."""
+    @cached_property
+    def _closing(self) -> str:
+        """The added tokens that directly follow the first one after each answer."""
+        try:
+            last, other = self._tail(), self._tail(QUESTION)
+        except BadRecordError:
+            return ""
+        closing, both = "", last[: _shared(last, other)]
+        both = both[len(self._first_end(both)) :]
+        while token := next(filter(both[len(closing) :].startswith, self._added), ""):
+            closing += token
+        return closing
+
+    @cached_property
+    def header(self) -> str:
+        """The text that a template writes before an answer; empty where it is not known."""
+        try:
+            prompt, question = self.prompt([QUESTION]), self._render([QUESTION])
+        except BadRecordError:
+            return ""
+        return prompt[_shared(prompt, question) :]
+
+    def _tail(self, *following: dict[str, Any]) -> str:
+        """The text after an answer, before or in a rendering of the messages that follow it."""
+        answer = {"role": "assistant", "content": MARKS[0]}
+        return self._render([QUESTION, answer, *following]).rpartition(MARKS[0])[2]
+
+    def end_of_turn(self, tail: str) -> str:
+        """The beginning of `tail`, which follows an answer, that ends the turn."""
+        end = self._first_end(tail)
+        if self._closing and tail.startswith(self._closing, len(end)):
+            end += self._closing
+        return end
+
+    def _first_end(self, tail: str) -> str:
+        """The beginning of `tail` up to the first added token; without one, to the last character
+        that is no blank."""
         ends = [tail.index(token) + len(token) for token in self._added if token in tail]
         return tail[: min(ends)] if ends else tail.rstrip() or tail
 
+    def _name(self, tools: Any) -> str:
+        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
     def _render(
-        self, messages: Messages, *, tools: Any = None, where: Where = CHAT, **given: Any
+        self,
+        messages: Messages,
+        *,
+        tools: Any = None,
+        where: Where = CHAT,
+        sizes: Mapping[int, int] | None = None,
+        **given: Any,
     ) -> str:
         values = {BEGIN: "", END: "", "add_generation_prompt": False} | self._tokens | given
+        self._environment.begin(sizes or {})
         try:
-            text = self._template.render(messages=messages, tools=tools, documents=None, **values)
+            text = self._templates[self._name(tools)].render(
+                messages=messages, tools=tools, documents=None, **values
+            )
             text.encode()  # of escapes in JSON, a text may hold half of a character
         except Exception as error:  # a template may raise anything
             reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
             raise BadRecordError(where, reason) from None
         return text
+
+
+def completed(record: Mapping[str, str], tokenizer: Tokenizer) -> Rendered:
+    """A text that goes on with another, which carries loss, with the ``eos_token`` if there is
+    one."""
+    prompt, completion = record[PROMPT], record[COMPLETION]
+    end = tokenizer.settings.special.get("eos_token", "")
+    text = prompt + completion + ("" if completion.endswith(end) else end)
+    return Rendered(text, (range(len(prompt), len(text)),))
 
 
 class _Rendering:
@@ -163,55 +223,90 @@ class _Rendering:
         self._mark = next(mark for mark in MARKS if mark not in self.text)
         self._places: dict[int, tuple[int, int]] = {}
 
-    def marked_spans(self) -> list[range]:
-        """The characters that the template marks."""
+    def marked_spans(self, learned: Sequence[bool]) -> list[range] | None:
+        """The characters that the template marks, without those of turns that are not `learned`;
+        None where it marks nothing."""
         marked = self._render(self._messages, **{BEGIN: self._mark, END: self._mark})
         ends = np.cumsum([len(piece) for piece in marked.split(self._mark)]).tolist()
-        return [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
+        spans = [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
+        if not spans:
+            return None
+        for turn, message in enumerate(self._messages):
+            if message["role"] == "assistant" and not learned[turn]:
+                begin = self._place(turn - 1)[1] if turn else 0
+                is_last = turn + 1 == len(self._messages)
+                end = len(self.text) if is_last else self._place(turn + 1)[0]
+                spans = [one for one in spans if one.start < begin or one.stop > end]
+        return spans
 
-    def spans(self, end_of_turn: Callable[[str], str]) -> list[range]:
-        """Each assistant turn that is in the text, without its header, with its end-of-turn token
-        as `end_of_turn` finds it in what follows an answer."""
+    def spans(self, learned: Sequence[bool], template: ChatTemplate) -> list[range] | None:
+        """Each assistant turn that is `learned` and in the text, without its header, with its
+        end-of-turn token; None where the text has no assistant turn."""
         turns = [n for n, one in enumerate(self._messages) if one["role"] == "assistant"]
-        probe = [*self._messages[: turns[0]], {"role": "assistant", "content": self._mark}]
-        stop = end_of_turn(self._render(probe).rpartition(self._mark)[2])
-        found: list[range] = []
-        for turn in turns:
-            first, last = self._place(turn)
-            if first <= last:
-                stop_at = self._stop_at(turn, last, stop, end_of_turn)
-                found.append(range(self._start(turn, first), stop_at))
-        return found
+        places = {turn: self._place(turn) for turn in turns}
+        places = {turn: place for turn, place in places.items() if place[0] <= place[1]}
+        if not places:
+            return None
+        answer = {"role": "assistant", "content": self._mark}
+        try:
+            probe = self._render([*self._messages[: turns[0]], answer])
+        except BadRecordError:  # a template may refuse an answer without a question
+            probe = self._render([QUESTION, answer])
+        end_of_turn = template.end_of_turn
+        stop = end_of_turn(probe.rpartition(self._mark)[2])
+        return [
+            range(
+                self._start(turn, first, template.header),
+                self._stop_at(turn, last, stop, end_of_turn),
+            )
+            for turn, (first, last) in places.items()
+            if learned[turn]
+        ]
 
     def _place(self, turn: int) -> tuple[int, int]:
         """Where the content of a message stands, from and to: what changes with it. From lies
         behind to where the text has no such message."""
         if turn not in self._places:
-            own = self._messages[turn]
-            for marked in (_marked(own, self._mark), {**own, "content": self._mark}):
+            message = self._messages[turn]
+            marks = (_marked(message, self._mark), {**message, "content": self._mark})
+            for marked in (*marks, _marked(message, self._mark, "name")):
                 other = self._render([*self._messages[:turn], marked, *self._messages[turn + 1 :]])
                 if other != self.text:
                     break
             end = len(self.text) - _shared(self.text[::-1], other[::-1])
-            self._places[turn] = _shared(self.text, other), end
+            first = _shared(self.text, other)
+            if other != self.text:  # what is only added may begin as what follows it
+                first = min(first, end)
+            self._places[turn] = first, end
         return self._places[turn]
 
-    def _start(self, turn: int, first: int) -> int:
-        """The place behind the header of the turn whose content begins at `first`."""
-        earlier = self._messages[:turn]
+    def _start(self, turn: int, first: int, header: str) -> int:
+        """The place after the header of the turn whose content begins at `first`; `header` is that
+        of an answer to a question."""
+        earlier, before = self._messages[:turn], 0
         try:
             prompt = self._render(earlier, add_generation_prompt=True) if earlier else None
         except BadRecordError:  # a template need not know a part of a conversation
             prompt = None
-        if prompt is None or self.text.startswith(prompt):
-            return first if prompt is None else len(prompt)
-        # Earlier turns are written otherwise: the prompt is followed from the last of them on.
-        begun, before = self._place(turn - 1)
-        if not begun <= before <= first:
-            return first
-        marked = [*earlier[:-1], _marked(earlier[-1], self._mark)]
-        header = self._render(marked, add_generation_prompt=True).rpartition(self._mark)[2]
-        return before + _shared(self.text[before:first], header)
+        if prompt is not None and self.text.startswith(prompt):
+            start = len(prompt)
+            # A template may ask for no header where it writes one, as after the result of a tool.
+            is_written = start + len(header) <= first and self.text.startswith(header, start)
+            return start + len(header) * is_written
+        if earlier:
+            begun, before = self._place(turn - 1)
+            if not begun <= before <= first:
+                return first
+        if prompt is not None:
+            # Earlier turns are written otherwise: the prompt is followed from the last of them on.
+            marked = [*earlier[:-1], _marked(earlier[-1], self._mark)]
+            written = self._render(marked, add_generation_prompt=True).rpartition(self._mark)[2]
+            return before + _shared(self.text[before:first], written)
+        # Nothing that the template answers: most of the header of an answer to a question.
+        for length in range(len(header), len(header) // 2, -1):
+            if (place := self.text.rfind(header[:length], before, first)) >= 0:
+                return place + length
+        return first
 
     def _stop_at(self, turn: int, last: int, stop: str, end_of_turn: Callable[[str], str]) -> int:
         """The place behind the end-of-turn token of the turn whose content ends at `last`."""
@@ -240,8 +335,8 @@ def _shared(one: str, other: str) -> int:
     return known
 
 
-def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The message with `mark` in place of its content and of the arguments of its calls."""
+def _marked(message: Mapping[str, Any], mark: str, key: str = "arguments") -> dict[str, Any]:
+    """The message with `mark` in place of its content and of the `key` of its calls."""
     found, content, calls = dict(message), message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         found["content"] = [
@@ -251,17 +346,16 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     elif content or not calls:
         found["content"] = mark
     if isinstance(calls, list):
-        found["tool_calls"] = [_marked_call(call, mark) for call in calls]
+        found["tool_calls"] = [_marked_call(call, mark, key) for call in calls]
     return found
 
 
-def _marked_call(call: Any, mark: str) -> Any:
+def _marked_call(call: Any, mark: str, key: str) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _marked_call(call["function"], mark)}
-    key = "arguments" if call.get("arguments") else "name"
-    return {**call, key: {mark: mark} if isinstance(call.get(key), dict) else mark}
+        return {**call, "function": _marked_call(call["function"], mark, key)}
+    return {**call, key: mark if isinstance(call.get(key), str) else {mark: mark}}
 
 
 class _Generation(Extension):
@@ -277,25 +371,46 @@ class _Generation(Extension):
         return [first, *body, last]
 
 
-def _messages(record: Mapping[str, Any], where: Where) -> Messages:
-    """The messages without keys that hold nothing, and reasoning under all of its names, as
-    transformers gives them to a template."""
+def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
+    """The messages as transformers gives them to a template, reasoning under all of its names, and
+    which of them carry loss where the template writes them."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(where, '"messages" must be a list of at least one message')
-    found: list[dict[str, Any]] = []
+    held: Messages = []
+    learned: list[bool] = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRecordError(where, f'message {number} has no "role"')
         if "content" not in message and "tool_calls" not in message:
             raise BadRecordError(where, f'message {number} has no "content"')
-        held = {key: value for key, value in message.items() if value is not None}
-        if (reasoning := next((held[key] for key in REASONING if key in held), None)) is not None:
-            held = {"thinking": reasoning, **held, "reasoning_content": reasoning}
-        found.append(held)
-    if all(message["role"] != "assistant" for message in found):
+        message = {key: value for key, value in message.items() if value is not None}
+        is_answer = message["role"] == "assistant"
+        given = {key: message[key] for key in LOSS_KEYS if key in message}
+        for key, value in given.items():
+            if not isinstance(value, int | float) or value not in LOSS_KEYS[key]:
+                on, off = map(json.dumps, LOSS_KEYS[key])
+                shown = json.dumps(value)[:LONGEST_REASON]
+                reason = f'message {number} has "{key}": {shown}; it must be {on} or {off}'
+                raise BadRecordError(where, reason)
+        if len({bool(value) for value in given.values()}) > 1:
+            raise BadRecordError(where, f'message {number}: "weight" and "train" disagree')
+        if any(given.values()) and not is_answer:
+            reason = f'message {number} is of "{message["role"]}" and marked to carry loss'
+            raise BadRecordError(where, f"{reason}: only turns of the assistant can")
+        learned.append(is_answer and all(given.values()))
+        rest = {key: value for key, value in message.items() if key not in LOSS_KEYS}
+        if (reasoning := next((rest[key] for key in REASONING if key in rest), None)) is not None:
+            rest = {"thinking": reasoning, **rest, "reasoning_content": reasoning}
+        held.append(rest)
+    if all(message["role"] != "assistant" for message in held):
         raise BadRecordError(where, "the conversation has no assistant turn to learn from")
-    return found
+    return held, learned
+
+
+def _now(day: datetime.date | None) -> datetime.datetime:
+    now = datetime.datetime.now()
+    return now if day is None else now.combine(day, datetime.time())
 
 
 def _raise(message: str) -> None:

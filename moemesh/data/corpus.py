@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.data.chat import ChatTemplate, Rendered
+from moemesh.data.chat import ChatTemplate, Rendered, completed
 from moemesh.data.indexed import IndexedTokens, mask_of
 from moemesh.data.input_files import DataFile, check_head, find, reading
-from moemesh.data.records import BadRecordError, BadRecordLog, Where, read
+from moemesh.data.records import MESSAGES, BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 from moemesh.trace.machine import usable_cores
 
@@ -52,7 +52,7 @@ class Corpus:
     def open(
         path: str | None = None,
         format: str = "auto",
-        tokenizer: str = "bytes",
+        tokenizer: str | Tokenizer = "bytes",
         vocab_size: int = 256,
         *,
         text_key: str = "text",
@@ -66,7 +66,7 @@ class Corpus:
         the place; what `log` takes is left out.
         """
         files, source = find(path, format), "standard library" if path is None else path
-        reader = Tokenizer.open(tokenizer)
+        reader = Tokenizer.open(tokenizer) if isinstance(tokenizer, str) else tokenizer
         reader.check(vocab_size)
         if is_whole_file(files, reader):
             # The bytes of the file, memory-mapped when it is large.
@@ -215,9 +215,11 @@ def documents_of(
         for where, record in chain.from_iterable(read(file, text_key, log) for file in files):
             log.total += not where.continues
             try:
-                if not isinstance(record, bytes):
+                if not isinstance(record, bytes) and MESSAGES in record:
                     template = template or ChatTemplate.open(tokenizer)
                     text = template.render(record, where)
+                elif not isinstance(record, bytes):
+                    text = completed(record, tokenizer)
                 else:
                     text = record if tokenizer.folder is None else record.decode()
             except BadRecordError as error:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -34,6 +36,11 @@ COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
 #: Begins the path of a dataset of the Hugging Face Hub, hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
+#: Names of files that are downloaded of a dataset, and the form of a commit.
+HUB_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
+COMMIT = r"[0-9a-f]{40}"
+#: Suffixes of files, which no name of a dataset has.
+_FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
 #: First bytes of files that are no text -> their name in a message.
 MAGIC = (
     (b"\x1f\x8b", "gzip data"),
@@ -97,6 +104,14 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         if format not in ("auto", "dataset"):
             raise DataError(f'data.path {path} is a dataset of the Hub: data.format = "dataset"')
         return [DataFile(Path(path), "dataset", named=True)]
+    if (on_hub := hub_name(path)) is not None:
+        return _train_files(path, downloaded(on_hub), format)
+    if (scheme := re.match(r"\w+(?=://)", path)) is not None:
+        raise DataError(
+            f"data.path {path}: data is read from files of this machine; copy it first, such as "
+            f"by python -c \"import fsspec; fsspec.filesystem('{scheme[0]}').get('{path}', "
+            "'data/', recursive=True)\""
+        )
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode
@@ -132,6 +147,78 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
     return [_classified(file, format) for file in found]
+
+
+class HubName(NamedTuple):
+    """A dataset of the Hub; `revision`: a branch, a tag or a commit."""
+
+    name: str
+    revision: str | None
+
+
+def hub_name(path: str | None) -> HubName | None:
+    """The dataset that OWNER/NAME, OWNER/NAME@REVISION or hf://datasets/OWNER/NAME names; None of a
+    path that exists, or has another form."""
+    form = r"(hf://datasets/)?([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?"
+    found = re.fullmatch(form, path or "")
+    if found is None or path is None or path.startswith((".", "/")):
+        return None
+    if found[1] is None and Path(found[2]).suffix in _FILES:  # a file that is not there
+        return None
+    if found[1] is None and (Path(path).exists() or Path(path).parent.exists()):
+        return None
+    return HubName(found[2], found[3])
+
+
+def pinned(path: str | None) -> str | None:
+    """`path` with the commit of a dataset of the Hub; any other as it is."""
+    if (on_hub := hub_name(path)) is None or re.fullmatch(COMMIT, on_hub.revision or ""):
+        return path
+    return f"{on_hub.name}@{downloaded(on_hub).name}"
+
+
+def downloaded(dataset: HubName) -> Path:
+    """The folder of a dataset in the cache of huggingface_hub, whose name is the commit. What is
+    not there is downloaded, unless HF_HUB_OFFLINE is set."""
+    name, revision = dataset
+    command = f"hf download {name} --repo-type dataset" + (
+        f" --revision {revision}" if revision else ""
+    )
+    try:
+        from huggingface_hub import snapshot_download  # optional
+    except ImportError as error:
+        raise DataError(
+            f"data.path {name} is no file or folder; a dataset of the Hub needs the package "
+            f"huggingface_hub: pip install huggingface_hub, or {command} --local-dir FOLDER, and "
+            "data.path = FOLDER"
+        ) from error
+    get = partial(
+        snapshot_download,
+        name,
+        repo_type="dataset",
+        revision=revision,
+        allow_patterns=[f"*{ending}" for ending in HUB_ENDINGS],
+    )
+    if re.fullmatch(COMMIT, revision or ""):
+        with suppress(Exception):  # a commit does not change
+            return Path(get(local_files_only=True))
+    try:
+        return Path(get())
+    except Exception as error:  # the package raises errors of several others
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"data.path {name} is no file or folder, and as a dataset of the Hub it cannot be "
+            f"downloaded ({reason}): where there is a network, {command}"
+        ) from error
+
+
+def _train_files(path: str, root: Path, format: str) -> list[DataFile]:
+    """The files of a downloaded dataset; of several splits, those of "train"."""
+    every = [file for file in _walk(root, lambda _: False) if file.name.endswith(HUB_ENDINGS)]
+    splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
+    if not (files := splits or every):
+        raise DataError(f"data.path {path}: the dataset has no file named {', '.join(HUB_ENDINGS)}")
+    return [_classified(file, format) for file in files]
 
 
 def check_head(file: DataFile) -> None:

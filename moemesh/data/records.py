@@ -1,8 +1,9 @@
 """Files into records: texts and conversations, one after the other, each with its place.
 
-A record is a text (bytes; of all formats but "text" and "bytes" they are UTF-8) or a conversation
-(a dict with a list under "messages"). One record, or one small batch of rows, is in memory at a
-time: a file may be larger than memory.
+A record is a text (bytes; of all formats but "text" and "bytes" they are UTF-8), a conversation
+(a dict with a list under "messages"; records of ShareGPT and Alpaca become one), or a text that
+goes on with another (a dict with "prompt" and "completion"). One record, or one small batch of
+rows, is in memory at a time: a file may be larger than memory.
 
     format    one record is                                   place
     text      a file; above PIECE bytes in pieces             file, byte
@@ -37,8 +38,24 @@ ROWS = 256
 NAMED = 5
 #: Records after which a share of bad ones that is too large ends the reading.
 ENOUGH = 1000
-#: The key of a conversation.
-MESSAGES = "messages"
+#: The key of a conversation, and those of a text and how it goes on.
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+#: Keys that other records need -> those that they may have.
+SHAPES = {
+    ("conversations",): ("system", "tools"),
+    ("instruction", "output"): ("input", "system", "history", "tools"),
+    (PROMPT, COMPLETION): ("tools",),
+}
+#: Keys of a question and of its answer in records that are not read: the message shows how to
+#: convert them.
+QUESTIONS, ANSWERS = ("question", "query", "problem", "prompt"), ("answer", "response", "solution")
+#: Names of ShareGPT's roles.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model"), "assistant"),
+    **dict.fromkeys(("system",), "system"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
 
 Record: TypeAlias = bytes | dict[str, Any]
 
@@ -203,27 +220,116 @@ def _parsed(line: bytes, where: Where) -> object:
 
 
 def _record(found: object, text_key: str, where: Where) -> Record:
-    """A conversation, or the UTF-8 bytes of a text."""
+    """A conversation, a prompt with its completion, or the UTF-8 bytes of a text."""
+    advice = ""
     if isinstance(found, dict):
-        fields = cast("dict[str, Any]", found)
-        if fields.get(MESSAGES) is not None:
-            return fields
+        fields = {key: one for key, one in cast("dict[str, Any]", found).items() if one is not None}
+        if MESSAGES in fields:
+            return without_nulls(fields)
         if isinstance(text := fields.get(text_key), str):
-            try:
-                return text.encode()
-            except UnicodeEncodeError as error:
-                reason = f"the text is not valid Unicode ({error.reason})"
-                raise BadRecordError(where, reason) from error
-        held = f"an object with the keys {_some(fields)}" if fields else "an empty object"
-        if text_key in fields:
-            held = f'"{text_key}" with {_kind(fields[text_key])}'
+            return _encoded(text, where)
+        shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
+        if text_key not in fields and shape is not None:
+            return _shaped(without_nulls(fields), shape[0], where)
+        held = f"an object with the keys {_some(found)}" if found else "an empty object"
+        for key in (text_key, MESSAGES):
+            if key in found:
+                held = f'"{key}" with {_kind(found[key])}'
+        question, answer = (
+            next((key for key in keys if key in fields), None) for keys in (QUESTIONS, ANSWERS)
+        )
+        if question is not None and answer is not None:
+            turns = (
+                f'{{role: "user", content: .{question}}}, {{role: "assistant", content: .{answer}}}'
+            )
+            advice = f"; jq -c '{{messages: [{turns}]}}' converts such a file"
     else:
         held = _kind(found)
     raise BadRecordError(
         where,
         f'expected an object with a text under the key "{text_key}", or a conversation under the '
-        f'key "{MESSAGES}"; found {held}',
+        f'key "{MESSAGES}"; found {held}{advice}',
     )
+
+
+def _encoded(text: str, where: Where) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"the text is not valid Unicode ({error.reason})"
+        raise BadRecordError(where, reason) from error
+
+
+# Records of other trainers.
+
+
+def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
+    """The record that `fields`, of the shape with `key`, stand for."""
+    if key == PROMPT:
+        prompt, completion = fields[PROMPT], fields[COMPLETION]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            _encoded(prompt + completion, where)
+            return {PROMPT: prompt, COMPLETION: completion}
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            reason = f'"{PROMPT}" and "{COMPLETION}" must be two texts or two lists of messages'
+            raise BadRecordError(where, reason)
+        answers = [
+            {**turn, "weight": 0}
+            if isinstance(turn, dict) and turn.get("role") == "assistant"
+            else turn
+            for turn in prompt
+        ]
+        messages = [*answers, *completion]
+    elif key == "conversations":
+        turns = fields[key]
+        if not isinstance(turns, list):
+            raise BadRecordError(where, f'"{key}" must be a list, and is {_kind(turns)}')
+        messages = [_turn(turn, number, where) for number, turn in enumerate(turns, start=1)]
+    else:
+        question = "\n".join(filter(None, (fields[key], fields.get("input"))))
+        pairs = [*fields.get("history", ()), (question, fields["output"])]
+        messages = [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    if fields.get("system"):
+        messages.insert(0, {"role": "system", "content": fields["system"]})
+    record: dict[str, Any] = {MESSAGES: messages}
+    if tools := fields.get("tools"):
+        record["tools"] = _json(tools, "tools", where)
+    return record
+
+
+def _turn(turn: Any, number: int, where: Where) -> Any:
+    """A message of a turn of ShareGPT; a message as it is."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    role, rest = turn["from"], {key: turn[key] for key in turn if key not in ("from", "value")}
+    if role == "function_call":
+        calls = _json(turn.get("value"), f"turn {number}", where)
+        calls = [
+            {"type": "function", "function": one}
+            for one in ([calls] if isinstance(calls, dict) else calls)
+        ]
+        return {"role": "assistant", "tool_calls": calls, **rest}
+    if role not in ROLES:
+        reason = f'turn {number} is from "{role}"; known are {_some([*ROLES, "function_call"], 99)}'
+        raise BadRecordError(where, reason)
+    return {"role": ROLES[role], "content": turn.get("value", ""), **rest}
+
+
+def _json(value: Any, name: str, where: Where) -> Any:
+    """The list or object in a text; others as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(where, f"{name}: not valid JSON ({error})") from error
+    if not isinstance(found, dict | list):
+        raise BadRecordError(where, f"{name}: expected a list or an object, found {_kind(found)}")
+    return found
 
 
 def _rows(
@@ -232,7 +338,7 @@ def _rows(
     for number, row in enumerate(chain.from_iterable(batches), start=1):
         where = Where(str(path), "row", number, None)
         try:
-            yield where, _record(_without_nulls(row), text_key, where)
+            yield where, _record(row, text_key, where)
         except BadRecordError as error:
             log.unreadable(error)
 
@@ -286,26 +392,33 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     """The columns that make a record."""
     held = list(names)
     wanted = [name for name in (MESSAGES, text_key) if name in held]
+    if MESSAGES in wanted:
+        wanted.append("tools")
+    for keys, others in SHAPES.items() if not wanted else ():
+        if all(key in held for key in keys):
+            wanted = [*keys, *others]
+            break
     if not wanted:
         raise DataError(
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(held)}: '
             "data.text_key names the column of the text"
         )
-    return [*wanted, *(["tools"] if MESSAGES in wanted and "tools" in held else [])]
+    return [name for name in wanted if name in held]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Rows of a table have every key of their type; a null stands for one that is missing."""
+def without_nulls(value: Any) -> Any:
+    """A table has every key of its type in each row, and so has JSON that is written from one: a
+    null stands for a key that is missing."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [without_nulls(one) for one in value]
     return value
 
 
-def _some(names: Iterable[str]) -> str:
+def _some(names: Iterable[str], most: int = 6) -> str:
     held = [f'"{name}"' for name in names]
-    return ", ".join(held[:6]) + (", ..." if len(held) > 6 else "")
+    return ", ".join(held[:most]) + (", ..." if len(held) > most else "")
 
 
 def _kind(value: object) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import found_by, refuse_together
+from moemesh.config.load import Resolved
 from moemesh.data.corpus import Corpus, is_whole_file
 from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, beside, prefix_of
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
@@ -74,6 +78,24 @@ def open_samples(
     return samples
 
 
+def with_vocabulary(resolved: Resolved) -> Resolved:
+    """The same with the vocabulary of ``data.tokenizer`` where model.vocab_size is that of a preset
+    or the default. A tokenizer that cannot be read is reported where the data is looked at."""
+    config, key = resolved.config, "model.vocab_size"
+    is_given = not resolved.origins[key].startswith(("preset ", "default"))
+    if is_given or config.model_path is not None or config.data.tokenizer == "bytes":
+        return resolved
+    try:
+        size = Tokenizer.open(config.data.tokenizer).vocab_size
+        model = type(config.model).model_validate(dict(config.model) | {"vocab_size": size})
+    except (DataError, ValidationError):
+        return resolved
+    origin = f"the ids of data.tokenizer = {config.data.tokenizer}"
+    return replace(
+        resolved, config=replace(config, model=model), origins=resolved.origins | {key: origin}
+    )
+
+
 def open_source(
     source: DataSource,
     data: DataConfig,
@@ -83,7 +105,7 @@ def open_source(
     say_progress: Say | None = None,
 ) -> tuple[Corpus, ...]:
     """The streams of one source: one of text, one for each pair of token files."""
-    reader = Tokenizer.open(data.tokenizer)
+    reader = Tokenizer.open(data.tokenizer, data.date)
     reader.check(vocab_size)
     name = name_of(source)
     if (prefixes := token_files(source)) is not None:
@@ -105,7 +127,7 @@ def open_source(
         corpus = Corpus.open(
             source.path,
             source.format,
-            data.tokenizer,
+            reader,
             vocab_size,
             text_key=source.text_key,
             log=log,

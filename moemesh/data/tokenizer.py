@@ -1,5 +1,9 @@
 """Tokenizers: text into ids and ids into text.
 
+A folder means what ``AutoTokenizer`` of transformers reads. Where other files of the folder can
+change what ``tokenizer.json`` says, that class reads it, or, without the package, it is refused;
+otherwise the file is read alone, which takes no import of transformers.
+
 No special token is added to a text: neither the beginning nor the end that a tokenizer may have
 (``bos_token``, ``eos_token``). Those that a chat template writes, or that stand in a text, become
 their ids.
@@ -8,11 +12,14 @@ their ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +29,17 @@ from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 
 FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-#: Other files that tokenizers come as -> what they lack.
-OTHERS = {
-    "tokenizer.model": "a SentencePiece model",
-    "vocab.json": "a vocabulary without the rules that apply it",
-    "vocab.txt": "a vocabulary without the rules that apply it",
-    "merges.txt": "merges without the rules that apply them",
-    "tiktoken.model": "ranks without the rules that apply them",
-    "tekken.json": "Mistral's own format",
-    SETTINGS: "settings without a vocabulary",
-}
+ADDED, TEMPLATE, TEMPLATES = "added_tokens.json", "chat_template.jinja", "additional_chat_templates"
+#: Chat template of a processor, read where the tokenizer has none.
+PROCESSOR_TEMPLATE = "chat_template.json"
+#: The function by which a chat template reads the date.
+CLOCK = "strftime_now"
+#: Classes of transformers that take a tokenizer.json as it is; the first is that of no name.
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+#: Endings of the files that a tokenizer is made of.
+ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
+#: Characters of an error of another package that are shown.
+LONGEST_REASON = 300
 #: Largest file of settings that is read.
 MAX_SETTINGS = 64 << 20
 
@@ -40,52 +48,71 @@ class DataError(UserError):
     """The data cannot be used as the configuration asks; the message says what to change."""
 
 
-class Tokenizer:
-    """The bytes of a text as ids 0..255, or a ``tokenizer.json``. `fingerprint` is the same for
-    equal tokenizers only; `folder` holds the file (None of bytes)."""
+class TokenizerSettings(NamedTuple):
+    """Chat templates by name, and the special tokens by key ("eos_token") that they may write."""
 
-    def __init__(self, fingerprint: str, loaded: Any = None, folder: Path | None = None) -> None:
-        """Use :meth:`open`."""
-        self.fingerprint, self._loaded, self.folder = fingerprint, loaded, folder
+    templates: Mapping[str, str]
+    special: Mapping[str, Any]
+
+
+class Tokenizer:
+    """The bytes of a text as ids 0..255, or the tokenizer of a folder (None of bytes)."""
+
+    def __init__(
+        self,
+        loaded: Any = None,
+        folder: Path | None = None,
+        settings: TokenizerSettings | None = None,
+        file: Path | None = None,
+        day: str | None = None,
+    ) -> None:
+        """Use :meth:`open`. `day`: the date that chat templates read (None: today)."""
+        self._loaded, self.folder, self._file = loaded, folder, file
+        self.settings = settings or TokenizerSettings({}, {})
+        self.day = None if day is None else date.fromisoformat(day)
 
     @classmethod
-    def open(cls, tokenizer: str) -> Tokenizer:
-        """`tokenizer` is "bytes", a folder, or a tokenizer.json by any name. Raises DataError
-        saying what is wrong with it."""
+    def open(cls, tokenizer: str, day: str | None = None) -> Tokenizer:
+        """`tokenizer` is "bytes", a folder, or a tokenizer.json by any name; `day`: the date
+        (YYYY-MM-DD) that its chat template reads. Raises DataError."""
         if tokenizer == "bytes":
-            return cls("bytes")
+            return cls()
         path = Path(tokenizer).expanduser()
-        is_file = path.is_file() and path.suffix == ".json" and path.name not in OTHERS
-        file = path if is_file else path / FILE
-        if not file.is_file():
-            start = f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder'
-            found = path
-            if not path.is_file():
-                found = path / next((name for name in OTHERS if (path / name).exists()), "")
-            if found.name in OTHERS and found.is_file():
-                raise DataError(
-                    f"{start} with one. {found} is {OTHERS[found.name]}: transformers writes the "
-                    f"{FILE}, with AutoTokenizer.from_pretrained(FOLDER)"
-                    ".save_pretrained(NEW_FOLDER)"
-                )
+        is_file = path.is_file() and path.suffix == ".json" and path.name != SETTINGS
+        folder = path.parent if is_file else path
+        file = path if is_file else folder / FILE
+        parts = [one for one in _files(folder) if one.suffix in ENDINGS]
+        if not parts or not (is_file or path.is_dir()):
             missing = nearest_path(file if path.exists() else path)
-            raise DataError(f"{start} with one ({missing})")
-        try:
-            from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
-        except ImportError as error:
             raise DataError(
-                f"data.tokenizer {tokenizer} needs the package tokenizers: pip install tokenizers"
-            ) from error
-        content = read_whole(file)
-        try:
-            loaded = Loaded.from_str(content.decode())
-            # Settings of serving, which a file may carry: a document is neither cut nor filled up.
-            loaded.no_truncation()
-            loaded.no_padding()
-        except Exception as error:  # the package raises bare Exception for a malformed file
-            raise DataError(f"{file} is not a usable tokenizer: {error}") from error
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return cls(f"blake2b-128:{digest}", loaded, file.parent)
+                f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder with '
+                f"one ({missing})"
+            )
+        loaded, reason = None, f"{folder} has no {FILE}"
+        if file.is_file() and not _has_class(folder):
+            reason = _change(folder, file, loaded := _loaded(file))
+        may_differ = file.name == FILE and (loaded is None or reason is not None)
+        if may_differ and (read := _by_transformers(folder, parts)) is not None:
+            return cls(*read, file, day)
+        if file.is_file() and loaded is None:
+            reason = _change(folder, file, loaded := _loaded(file))
+        if reason is not None:
+            raise DataError(
+                f"{reason}: the package transformers reads it: pip install transformers"
+            )
+        return cls(loaded, folder, _settings(folder), file, day)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that make the same ids only: the digest of the tokenizer.json,
+        where the other files of the folder change nothing."""
+        if self._loaded is None:
+            return "bytes"
+        rules = _rules(self._loaded)
+        file = self._file
+        if file is not None and file.is_file() and rules == _rules(_loaded(file)):
+            return f"blake2b-128:{_digest(read_whole(file))}"
+        return f"blake2b-128:{_digest(rules)}"
 
     @cached_property
     def vocab_size(self) -> int:
@@ -100,6 +127,14 @@ class Tokenizer:
         if self._loaded is None:
             return []
         return [token.content for token in self._loaded.get_added_tokens_decoder().values()]
+
+    @property
+    def template_facts(self) -> list[object]:
+        """What decides the text of a conversation: templates, special tokens, and the day where a
+        template reads it."""
+        reads_clock = any(CLOCK in one for one in self.settings.templates.values())
+        day = str(self.day or date.today()) if reads_clock else None
+        return [dict(self.settings.templates), dict(self.settings.special), day]
 
     def check(self, vocab_size: int) -> None:
         """Raises DataError when a file's ids go beyond a model's `vocab_size`. (Of bytes, a text
@@ -162,9 +197,8 @@ class Tokenizer:
         """The id of the ``eos_token`` of the settings. Raises DataError where there is none."""
         if self.folder is None:
             raise DataError('data.tokenizer is "bytes", which has no token for the end of a text')
-        for name in (SETTINGS, SPECIAL):
-            if (token := special_tokens(self.folder / name).get("eos_token")) is not None:
-                return self.id_of(token)
+        if (token := self.settings.special.get("eos_token")) is not None:
+            return self.id_of(token)
         raise DataError(
             f'{self.folder} names no "eos_token" in {SETTINGS} or {SPECIAL}: name the token'
         )
@@ -190,14 +224,217 @@ def settings_of(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def special_tokens(path: Path) -> dict[str, str]:
-    """The special tokens that a file of settings names, by key ("eos_token")."""
-    found: dict[str, str] = {}
-    for key, value in settings_of(path).items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            found[key] = text
-    return found
+# Files of a folder into a tokenizer.
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(
+        path for root in (folder, folder / TEMPLATES) for path in root.glob("*") if path.is_file()
+    )
+
+
+def reads_clock(tokenizer: str) -> bool:
+    """Whether a chat template of the folder `tokenizer` reads the date, without opening it."""
+    folder = Path(tokenizer).expanduser()
+    return tokenizer != "bytes" and any(
+        CLOCK.encode() in read_whole(path)
+        for path in _files(folder if folder.is_dir() else folder.parent)
+        if path.suffix == ".jinja" or path.name in (SETTINGS, PROCESSOR_TEMPLATE)
+    )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _state(path: Path) -> object:
+    """A digest of a file; of a large one, its size and time of change."""
+    known = path.stat()
+    if known.st_size > MAX_SETTINGS:
+        return known.st_size, known.st_mtime_ns
+    return _digest(read_whole(path))
+
+
+def _by_transformers(
+    folder: Path, parts: Sequence[Path]
+) -> tuple[Any, Path, TokenizerSettings] | None:
+    """The tokenizer that transformers reads from `folder`; None without that package."""
+    try:
+        import transformers  # pyright: ignore  # optional
+    except ImportError:
+        return None
+    return _read_once(transformers, folder, tuple((one, _state(one)) for one in parts))
+
+
+@lru_cache(maxsize=4)
+def _read_once(
+    transformers: Any, folder: Path, states: tuple[tuple[Path, object], ...]
+) -> tuple[Any, Path, TokenizerSettings]:
+    # Tokens with their flags, which transformers takes in special_tokens_map.json only.
+    flagged = {
+        key: value["content"]
+        for key, value in settings_of(folder / SETTINGS).items()
+        if key.endswith("_token") and isinstance(value, dict) and value.keys() >= {"content"}
+        if "__type" not in value
+    }
+    logging = transformers.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        read = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True, **flagged
+        )
+    except Exception as error:  # the package raises anything for a malformed file
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise DataError(f"{folder} is not a usable tokenizer: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    names = [*dict(read.vocab_files_names).values(), FILE]
+    if read.vocab_files_names and not any((folder / name).is_file() for name in names):
+        # The class makes a vocabulary of a few tokens where there is no file.
+        held = f"{', '.join(dict.fromkeys(names))} of a {type(read).__name__}"
+        raise DataError(f"{folder} is not a usable tokenizer: it has no {held}")
+    templates = read.chat_template or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    loaded = getattr(read, "backend_tokenizer", None)
+    if loaded is None:
+        loaded = _SlowTokenizer(read)
+    else:
+        loaded.no_truncation()
+        loaded.no_padding()
+        loaded.encode_special_tokens = bool(getattr(read, "split_special_tokens", False))
+    settings = TokenizerSettings(templates or _processor_templates(folder), read.special_tokens_map)
+    return loaded, folder, settings
+
+
+class _SlowTokenizer:
+    """A tokenizer of transformers that is written in Python, with the calls of the package
+    tokenizers."""
+
+    def __init__(self, read: Any) -> None:
+        self._read = read
+        self.token_to_id, self.decode = read.get_vocab().get, read.decode
+        self.get_added_tokens_decoder = lambda: read.added_tokens_decoder
+
+    def get_vocab(self, **_: bool) -> dict[str, int]:
+        return self._read.get_vocab()
+
+    def to_str(self) -> str:
+        added = {
+            str(number): str(token) for number, token in self._read.added_tokens_decoder.items()
+        }
+        model = [type(self._read).__name__, repr(self._read.init_kwargs), self._read.get_vocab()]
+        return json.dumps({"model": model, "added_tokens": added})
+
+    def encode_batch_fast(self, texts: Sequence[str], **_: bool) -> list[Any]:
+        return [
+            SimpleNamespace(ids=self._read.encode(text, add_special_tokens=False)) for text in texts
+        ]
+
+    def encode_batch(self, texts: Sequence[str], **_: bool) -> list[Any]:
+        if texts:
+            name = type(self._read).__name__
+            raise DataError(
+                f"a {name} of transformers does not say which characters a token stands for, and "
+                "the loss mask of a conversation needs them: name a tokenizer with a "
+                f"{FILE}, or give texts"
+            )
+        return []
+
+
+def _has_class(folder: Path) -> bool:
+    """Whether a class of transformers, which may have rules of its own, reads the folder."""
+    name = settings_of(folder / SETTINGS).get("tokenizer_class", GENERIC[0])
+    return name not in GENERIC or (folder / "config.json").is_file()
+
+
+def _change(folder: Path, file: Path, loaded: Any) -> str | None:
+    """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`."""
+    added = {token.content: token for token in loaded.get_added_tokens_decoder().values()}
+    for source, token, flags in _named_tokens(folder):
+        known = added.get(token)
+        if known is None or any(getattr(known, key) != value for key, value in flags.items()):
+            return f'{source} has the token "{token}" otherwise than {file}'
+    padding = settings_of(file).get("padding") or {}
+    if padding.get("pad_token", next(iter(added), None)) not in {*added, None}:
+        return (
+            f'{file} is filled up with the token "{padding["pad_token"]}", which it does not have'
+        )
+    if settings_of(folder / SETTINGS).get("split_special_tokens"):
+        return f"{folder / SETTINGS} sets split_special_tokens"
+    return None
+
+
+def _settings(folder: Path) -> TokenizerSettings:
+    settings, special = settings_of(folder / SETTINGS), dict[str, str]()
+    for name in (SPECIAL, SETTINGS):
+        for key, value in settings_of(folder / name).items():
+            for token, _ in _tokens_in(value) if key.endswith("_token") else ():
+                special[key] = token
+    templates = settings.get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list):
+        templates = {one.get("name"): one.get("template") for one in templates}
+    written = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE).is_file():
+        written["default"] = folder / TEMPLATE
+    if written:
+        templates = {
+            name: read_whole(path).decode(errors="replace") for name, path in written.items()
+        }
+    return TokenizerSettings(templates or _processor_templates(folder), special)
+
+
+def _loaded(file: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
+    except ImportError as error:
+        raise DataError(f"{file} needs the package tokenizers: pip install tokenizers") from error
+    try:
+        loaded = Loaded.from_str(read_whole(file).decode())
+        # Settings of serving, which a file may carry: a document is neither cut nor filled up.
+        loaded.no_truncation()
+        loaded.no_padding()
+    except Exception as error:  # the package raises bare Exception for a malformed file
+        raise DataError(f"{file} is not a usable tokenizer: {error}") from error
+    return loaded
+
+
+def _rules(loaded: Any) -> bytes:
+    """The parts of a tokenizer that decide the ids of a text."""
+    facts = json.loads(loaded.to_str())
+    keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+    rules = [facts.get(key) for key in keys], getattr(loaded, "encode_special_tokens", False)
+    return json.dumps(rules, sort_keys=True).encode()
+
+
+def _processor_templates(folder: Path) -> dict[str, str]:
+    template = settings_of(folder / PROCESSOR_TEMPLATE).get("chat_template")
+    return {"default": template} if isinstance(template, str) else {}
+
+
+def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """The tokens that files beside a tokenizer.json name, with the flags that they give them."""
+    for name in (SETTINGS, SPECIAL):
+        for key, value in settings_of(folder / name).items():
+            if key.endswith(("_token", "_tokens", "_tokens_decoder")):
+                for token, flags in _tokens_in(value):
+                    yield folder / name, token, flags
+    for token in settings_of(folder / ADDED):
+        yield folder / ADDED, token, {}
+
+
+def _tokens_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(value, str):
+        yield value, {}
+    elif isinstance(value, dict) and isinstance(value.get("content"), str):
+        flags = ("lstrip", "rstrip", "single_word", "normalized")
+        yield value["content"], {key: value[key] for key in flags if key in value}
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tokens_in(one)
 
 
 def read_whole(file: Path) -> bytes:

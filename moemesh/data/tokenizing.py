@@ -35,7 +35,6 @@ import numpy as np
 
 from moemesh.config.data import BadRecords
 from moemesh.config.limits import parse_json
-from moemesh.data.chat import TEMPLATE
 from moemesh.data.corpus import Document, between, check_ids, documents_of
 from moemesh.data.indexed import (
     IDX,
@@ -49,7 +48,7 @@ from moemesh.data.indexed import (
 )
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find, reading
 from moemesh.data.records import NAMED, BadRecordLog
-from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
+from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.trace.machine import usable_cores
 
 Say = Callable[[str], None]
@@ -112,14 +111,6 @@ def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[N
         raise DataError(problem.format(path.parent, error.strerror or error)) from error
 
 
-def _settings_beside(tokenizer: Tokenizer) -> list[bytes]:
-    """The files of settings beside a tokenizer."""
-    if tokenizer.folder is None:
-        return []
-    paths = [tokenizer.folder / name for name in (TEMPLATE, SETTINGS)]
-    return [path.read_bytes() for path in paths if path.is_file()]
-
-
 def _digest(value: object, size: int = 16) -> str:
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
     return hashlib.blake2b(content, digest_size=size).hexdigest()
@@ -128,7 +119,7 @@ def _digest(value: object, size: int = 16) -> str:
 # The token cache of runs.
 
 #: Part of every name: another way to make tokens of text has another number.
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 #: Seconds between two lines about how far the tokenizing is.
 REPORT_EVERY = 10.0
 
@@ -160,8 +151,8 @@ def cached_tokens(
                 parts = []
             sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
         stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
-    settings = [_digest(content) for content in _settings_beside(reader)]
-    facts = [CACHE_VERSION, stats, reader.fingerprint, settings, text_key, log.policy]
+    template = _digest(reader.template_facts)
+    facts = [CACHE_VERSION, stats, reader.fingerprint, template, text_key, log.policy]
     name = _digest(facts, 12)
     prefix, notes = folder / name, folder / f"{name}.skipped.txt"
 
@@ -213,7 +204,7 @@ def cached_tokens(
 # `moemesh tokenize`: the tokens of one input file each, made once, and all of them together.
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.
-PARTS_VERSION = 2
+PARTS_VERSION = 3
 #: Bytes of a file between two reports of progress.
 REPORT_BYTES = 1 << 20
 #: Seconds between two looks at the progress of other processes.
@@ -415,7 +406,7 @@ class TokenizeJob:
 
     def _made_from(self) -> dict[str, Any]:
         """Facts that the result depends on: digests of the settings, and of names and sizes."""
-        template = [content.hex() for content in _settings_beside(self.tokenizer)]
+        template = self.tokenizer.template_facts
         own = asdict(self.settings) | {"tokenizer": self.tokenizer.fingerprint}
         end = self.settings.end(self.tokenizer)
         behind = (between(self.tokenizer) if end is None else end).tolist()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -27,10 +28,10 @@ from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.data import sources
-from moemesh.data.input_files import HEAD, find, open_stream
+from moemesh.data.input_files import HEAD, find, open_stream, pinned
 from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, reads_clock
 from moemesh.data.tokenizing import cache_beside
 from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
@@ -431,8 +432,14 @@ class RunRequest:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The configuration, with what follows from that of an earlier run in the folder."""
-        return with_recorded(self.resolved.config, self.path)
+        """The configuration, with what follows from that of an earlier run in the folder. Of a
+        first start, the commits of datasets of the Hub, and the day where a chat template reads
+        it."""
+        config = with_recorded(self.resolved.config, self.path)
+        data = config.data.with_paths(pinned)
+        if data.date is None and reads_clock(data.tokenizer):
+            data = data.model_copy(update={"date": str(date.today())})
+        return replace(config, data=data)
 
     @cached_property
     def readable(self) -> Resolved:

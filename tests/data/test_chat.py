@@ -198,4 +198,121 @@ def test_special_tokens_of_the_settings(folder: Path) -> None:
     talk = [{"role": "assistant", "content": "e"}]
     tokenizer = Tokenizer.open(str(folder))
     found = by_itself(ChatTemplate.open(tokenizer), {"messages": talk}, tokenizer)
-    assert tokenizer.decode([int(one) for one in found.ids]) == "Be"
+    assert tokenizer.decode([int(one) for one in found.ids], special=True) == "Be"
+
+
+# --- turns that carry no loss, and conversations that templates take only as a whole -----------
+
+#: As CHATML, with a block around each answer.
+BLOCKS = CHATML.replace(
+    "{{ message.content }}<|im_end|>\n",
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n\n",
+)
+ASKED = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "2?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "assistant", "content": "three"},
+]
+
+
+def texts_of(source: str, record: dict[str, Any], added: tuple[str, ...] = ("<|im_end|>",)) -> Any:
+    found = ChatTemplate(source, {}, "test", added).render(record, HERE)
+    return [found.text[span.start : span.stop] for span in found.learned]
+
+
+@pytest.mark.parametrize("source", [CHATML, BLOCKS])
+@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("masked", [(), (1,), (3,), (4,), (1, 3), (1, 3, 4)])
+def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int, ...]) -> None:
+    on = {"weight": 1} if "weight" in off else {"train": True}
+    talk = [
+        {**turn, **({} if turn["role"] == "user" else off if number in masked else on)}
+        for number, turn in enumerate(ASKED)
+    ]
+    expected = [
+        f"{turn['content']}<|im_end|>"
+        for number, turn in enumerate(ASKED)
+        if turn["role"] == "assistant" and number not in masked
+    ]
+    assert texts_of(source, {"messages": talk}) == expected
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"weight": 0.5}, '"weight": 0.5; it must be 1 or 0'),
+        ({"weight": "0"}, '"weight": "0"'),
+        ({"train": "no"}, '"train": "no"; it must be true or false'),
+        ({"train": True, "weight": 0}, "disagree"),
+        ({"role": "user", "train": True}, "only turns of the assistant"),
+    ],
+)
+def test_other_weights_are_refused(turn: dict[str, Any], reason: str) -> None:
+    talk = [*ASKED[:3], {**ASKED[3], **turn}]
+    with pytest.raises(DataError, match=f"line 7, byte 90: message 4.*{reason}"):
+        texts_of(CHATML, {"messages": talk})
+
+
+#: As gpt-oss: the end of a call differs, and the name of a call is repeated by its result.
+CALLS = """{% set ns = namespace(name='') %}{% for m in messages %}
+{% if m.tool_calls %}
+{% set call = m.tool_calls[0].function %}{% set ns.name = call.name %}
+<|start|>assistant to={{ call.name }}<|message|>{{ call.arguments | tojson }}<|call|>
+{%- elif m.role == 'tool' %}
+<|start|>{{ ns.name }} to=assistant<|message|>{{ m.content }}<|end|>
+{%- else %}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+MARKED = ("<|start|>", "<|message|>", "<|call|>", "<|end|>")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": {}}, {"a": [1, {"b": None}]}, None])
+def test_a_call_ends_at_its_end(arguments: Any) -> None:
+    function = {"name": "now"} | ({} if arguments is None else {"arguments": arguments})
+    call = {"role": "assistant", "tool_calls": [{"function": function}]}
+    source = CALLS.replace("call.arguments", "(call.arguments or {})")
+    talk = [ASKED[0], call, {"role": "tool", "content": "12"}, ASKED[1]]
+    written = json.dumps(arguments or {})
+    expected = [f" to=now<|message|>{written}<|call|>", "<|message|>one<|end|>"]
+    assert texts_of(source, {"messages": talk}, MARKED) == expected
+
+
+#: As Qwen3.5: without a question there is nothing to answer.
+NEEDS_A_QUESTION = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_an_answer_before_the_first_question(system: list[dict[str, str]]) -> None:
+    talk = [*system, {"role": "assistant", "content": "Welcome"}, *ASKED[:2]]
+    found = texts_of(NEEDS_A_QUESTION, {"messages": talk}, ("<|im_end|>", "<|assistant|>"))
+    assert found == ["<think></think>Welcome<|im_end|>", "<think></think>one<|im_end|>"]
+
+
+def test_two_tokens_that_end_a_turn() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end><turn>{% endfor %}"
+    source += "{{ '<assistant>' if add_generation_prompt else '<eos>' }}"
+    talk = {"messages": ASKED[:4]}
+    found = texts_of(source, talk, ("<end>", "<turn>", "<eos>", "<user>", "<assistant>"))
+    assert found == ["one<end><turn>", "two<end><turn>"]
+
+
+def test_a_template_reads_the_day_of_the_run(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    )
+    talk = {"messages": [{"role": "assistant", "content": "x"}]}
+    day = Tokenizer.open(str(folder), "2026-02-28")
+    assert ChatTemplate.open(day).render(talk, HERE).text == "28 Feb 2026 x"
+    other = Tokenizer.open(str(folder), "2026-03-01")
+    assert day.template_facts != other.template_facts
+    today = ChatTemplate.open(Tokenizer.open(str(folder))).render(talk, HERE).text
+    assert today[:11] >= "01 Jan 2026"[:2] and today.endswith(" x")

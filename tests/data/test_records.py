@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import zstandard
 from moemesh.data import corpus as documents
 from moemesh.data import records as records_module
 from moemesh.data.chat import ChatTemplate
-from moemesh.data.corpus import Document
+from moemesh.data.corpus import Corpus, Document
 from moemesh.data.input_files import DataFile, find
 from moemesh.data.records import BadRecordError, BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -261,7 +262,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     made = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     made.enable_truncation(5)
-    made.enable_padding(length=9)
+    made.enable_padding(length=9, pad_token="<|end|>")
     made.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     return path
@@ -363,19 +364,16 @@ def test_a_file_or_a_folder(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("tokenizer.model", "SentencePiece"),
-        ("vocab.json", "without the rules"),
-        ("merges.txt", "without the rules"),
-        ("tokenizer_config.json", "without a vocabulary"),
-    ],
+    "name", ["tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json"]
 )
-def test_other_kinds_of_tokenizers_are_named(tmp_path: Path, name: str, reason: str) -> None:
+def test_parts_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pytest.importorskip("transformers")
     (tmp_path / name).write_text("{}")
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(DataError, match=f"{name} is .*{reason}.*save_pretrained"):
-            Tokenizer.open(str(path))
+    with pytest.raises(DataError, match="not a usable tokenizer"):
+        Tokenizer.open(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"has no tokenizer\.json: .*pip install transformers"):
+        Tokenizer.open(str(tmp_path))
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
@@ -398,3 +396,115 @@ def test_the_end_of_a_text(folder: Path, tmp_path: Path) -> None:
         Tokenizer.open(str(tmp_path)).end_of_text()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end|>"}}')
     assert Tokenizer.open(str(tmp_path)).end_of_text() == 0
+
+
+# --- records of other trainers ----------------------------------------------------------------
+
+SHARED = {
+    "system": "Be brief.",
+    "conversations": [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "b", "weight": 0},
+        {"role": "user", "content": "c"},
+        {"from": "assistant", "value": "d"},
+    ],
+    "tools": '[{"name": "f"}]',
+}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
+    "ShareGPT": (
+        SHARED,
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "r"},
+                {"role": "assistant", "content": "b", "weight": 0},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+            "tools": [{"name": "f"}],
+        },
+    ),
+    "Alpaca": (
+        {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "Add.\n1 2"},
+                {"role": "assistant", "content": "3"},
+            ]
+        },
+    ),
+    "Alpaca without input": (
+        {"instruction": "Add.", "input": "", "output": "3"},
+        {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]},
+    ),
+    "prompt of messages": (
+        {
+            "prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+            "completion": [{"role": "assistant", "content": "c"}],
+        },
+        {
+            "messages": [
+                {"role": "assistant", "content": "a", "weight": 0},
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"},
+            ]
+        },
+    ),
+    "prompt": ({"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": " b"}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_records_of_other_trainers(tmp_path: Path, name: str) -> None:
+    given, expected = SHAPED[name]
+    (tmp_path / "a.jsonl").write_text(json.dumps(given))
+    assert [record for _, record in all_of(tmp_path / "a.jsonl")] == [expected]
+    if name != "ShareGPT":  # its turns have other types
+        pq.write_table(pa.Table.from_pylist([given | {"id": 1}]), tmp_path / "a.parquet")
+        assert [record for _, record in all_of(tmp_path / "a.parquet")] == [expected]
+
+
+def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "def ", "completion": "test"}\n')
+    corpus = Corpus.open(str(tmp_path / "a.jsonl"), tokenizer=str(folder), vocab_size=300)
+    assert corpus.learned is not None
+    tokenizer = Tokenizer.open(str(folder))
+    texts = [corpus.tokens[mask].tolist() for mask in (~corpus.learned, corpus.learned)]
+    assert [tokenizer.decode(ids, special=True) for ids in texts] == ["def ", "test<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"messages": None}, '"messages" with null'),
+        ({"question": "a", "answer": "b"}, r"jq -c .*content: \.question.*content: \.answer"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, 'turn 1 is from "narrator"'),
+        ({"prompt": "a", "completion": ["b"]}, "two texts or two lists"),
+        ({"conversations": "x"}, "must be a list, and is a string"),
+        ({"conversations": [{"from": "function_call", "value": "{"}]}, "turn 1: not valid JSON"),
+    ],
+)
+def test_records_that_are_no_such(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(BadRecordError, match=f"line 1, byte 0: .*{reason}"):
+        all_of(tmp_path / "a.jsonl")
+
+
+def test_nulls_are_missing_keys(tmp_path: Path) -> None:
+    """As `datasets.Dataset.to_json` writes the rows of a table."""
+    call = {"function": {"name": "f", "arguments": {"a": None, "zone": "UTC"}}, "id": None}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    record = {"messages": turns, "tools": [{"name": "f", "strict": None}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    (_, line), (_, row) = all_of(tmp_path / "a.jsonl")[0], all_of(tmp_path / "a.parquet")[0]
+    call = {"function": {"name": "f", "arguments": {"zone": "UTC"}}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    assert line == row == {"messages": [turn], "tools": [{"name": "f"}]}

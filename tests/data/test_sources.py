@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,18 @@ import pytest
 
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import SeveralErrors
+from moemesh.config.load import resolved_toml
+from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.input_files import find, pinned
 from moemesh.data.samples import Samples, SampleSource
-from moemesh.data.sources import check, open_samples
+from moemesh.data.sources import check, open_samples, with_vocabulary
 from moemesh.data.tokenizer import DataError, Tokenizer
-from tests.data.texts import held_out_ids, lines, opened, stream
+from moemesh.sharding.load_run import load_run
+from moemesh.train.preparation import RunRequest
+from tests.commands import python
+from tests.data.texts import byte_level_tokenizer, held_out_ids, lines, opened, stream
 from tests.huggingface.conversations import add_tokenizer
 
 
@@ -310,3 +319,98 @@ def test_fingerprints_of_large_files_are_sampled(
 
 def test_documents_of_token_files_open(tmp_path: Path) -> None:
     assert IndexedTokens.open(tokens_in(tmp_path / "one", 3)).starts.tolist() == [0, 12, 24]
+
+
+# --- what follows from the data -------------------------------------------------------------
+
+
+def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
+    folder = byte_level_tokenizer(tmp_path / "tokenizer", Path(__file__).read_text(), "x", "<eos>")
+    given = [f"data.tokenizer={folder}"]
+    for words in ([], ["model.preset=tiny"], ["model.preset=mixtral-8x7b"]):
+        found = with_vocabulary(load_run([], [*given, *words], environ={}))
+        assert found.config.model.vocab_size == 300
+        assert found.origins["model.vocab_size"] == f"the ids of data.tokenizer = {folder}"
+    kept = with_vocabulary(load_run([], [*given, "model.vocab_size=512"], environ={}))
+    assert kept.config.model.vocab_size == 512
+    kept = with_vocabulary(load_run([], ["data.tokenizer=nowhere"], environ={}))
+    assert kept.config.model.vocab_size == 256
+    words = [python(), "-m", "moemesh", "config", "show", "--set", given[0]]
+    shown = subprocess.run(words, capture_output=True, text=True)
+    assert re.search(r"model\.vocab_size += 300 +# the ids of data\.tokenizer", shown.stdout)
+
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the cache of huggingface_hub, without a network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    cache = tmp_path / "hub"
+    dataset = cache / "datasets--owner--chats"
+    data = dataset / "snapshots" / COMMIT / "data"
+    data.mkdir(parents=True)
+    (dataset / "refs").mkdir()
+    (dataset / "refs" / "main").write_text(COMMIT)
+    (data.parent / "README.md").write_text("no data")
+    lines(data / "train-0.jsonl", "train", 30)
+    lines(data / "test-0.jsonl", "test", 30)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    return dataset
+
+
+@pytest.mark.parametrize(
+    "name", ["owner/chats", f"owner/chats@{COMMIT}", "hf://datasets/owner/chats@main"]
+)
+def test_a_name_of_the_hub(hub: Path, name: str) -> None:
+    (file,) = find(name)
+    assert file.path == hub / "snapshots" / COMMIT / "data" / "train-0.jsonl"
+    assert pinned(name) == f"owner/chats@{COMMIT}"
+
+
+def test_names_that_are_not_of_the_hub(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"hf download owner/none --repo-type dataset$"):
+        find("owner/none")
+    for name in ("owner/none.jsonl", "a/b/c", "nowhere"):
+        with pytest.raises(DataError, match=f"data.path {name}: No such file"):
+            find(name)
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(DataError, match=r"data\.path owner/chats: No such file"):
+        find("owner/chats")
+    with pytest.raises(DataError, match=r"files of this machine; .*filesystem\('s3'\)\.get"):
+        find("s3://bucket/data")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match="pip install huggingface_hub, or hf download other/chats "):
+        find("other/chats")
+
+
+def test_a_run_records_the_commit_and_the_day(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = byte_level_tokenizer(tmp_path / "tokenizer", Path(__file__).read_text(), "x", "<eos>")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    words = ["data.path=owner/chats", f"data.tokenizer={folder}", "model.vocab_size=300"]
+    run = tmp_path / "run"
+
+    def config(*more: str) -> RunConfig:
+        resolved = load_run([], [*words, *more], environ={})
+        return RunRequest(resolved=resolved, out=run).config
+
+    today = datetime.date.today()
+    first = config()
+    assert (first.data.path, first.data.date) == (f"owner/chats@{COMMIT}", str(today))
+    run.mkdir()
+    (run / "config.toml").write_text(
+        resolved_toml(first).replace(str(today), "2026-02-28").replace(COMMIT, "f" * 40)
+    )
+    later = config()
+    assert (later.data.path, later.data.date) == (f"owner/chats@{'f' * 40}", "2026-02-28")
+    assert config("data.date=2026-03-01").data.date == "2026-03-01"
+    (folder / "chat_template.jinja").write_text("x")
+    run = tmp_path / "other"
+    assert config().data.date is None

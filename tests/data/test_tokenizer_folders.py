@@ -1,0 +1,206 @@
+"""Tokenizers are those of AutoTokenizer, in whichever file of a folder a token is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.data.chat import ChatTemplate
+from moemesh.data.corpus import Corpus
+from moemesh.data.tokenizer import DataError, Tokenizer
+from tests.data.texts import byte_level_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "a<|im_start|>user\nGrüße</s> <extra>b <|im_end|>\n<|im_start|><|im_start|> [X] "
+#: A token with its flags, as save_pretrained writes it.
+START = {
+    "content": "<|im_start|>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": True,
+}
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+#: Files beside a tokenizer.json that does not know the tokens.
+WAYS: dict[str, dict[str, Any]] = {
+    "eos_token": {CONFIG: {"eos_token": "<|im_end|>"}},
+    "flags": {CONFIG: {"eos_token": START | {"__type": "AddedToken", "rstrip": True}}},
+    "added_tokens_decoder": {CONFIG: {"added_tokens_decoder": {"300": START}}},
+    "blanks that a token takes": {
+        CONFIG: {"added_tokens_decoder": {"300": START | {"lstrip": True, "rstrip": True}}}
+    },
+    "not special": {CONFIG: {"added_tokens_decoder": {"300": START | {"special": False}}}},
+    "additional_special_tokens": {CONFIG: {"additional_special_tokens": ["<extra>", "</s>"]}},
+    "extra_special_tokens": {CONFIG: {"extra_special_tokens": {"image_token": "<extra>"}}},
+    "a list of extra ones": {CONFIG: {"extra_special_tokens": ["<extra>", "<|im_end|>"]}},
+    "special_tokens_map": {MAP: {"eos_token": "</s>", "pad_token": START}},
+    "added_tokens": {ADDED: {"<|im_start|>": 300, "<|im_end|>": 301}},
+    "added_tokens and settings": {ADDED: {"<|im_end|>": 300}, CONFIG: {"eos_token": "<|im_end|>"}},
+    "add_bos_token": {CONFIG: {"bos_token": "<|im_start|>", "add_bos_token": True}},
+    "add_eos_token": {CONFIG: {"eos_token": "</s>", "add_eos_token": True}},
+    "split_special_tokens": {CONFIG: {"eos_token": "</s>", "split_special_tokens": True}},
+    "a class": {CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[X]"}},
+    "a class with rules of its own": {
+        CONFIG: {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    },
+    "padding": {CONFIG: {"pad_token": "[PAD]"}},
+    "a class by the model": {"config.json": {"model_type": "qwen2"}},
+}
+
+
+def folder_with(path: Path, files: dict[str, Any]) -> Path:
+    folder = byte_level_tokenizer(path, Path(__file__).read_text(), "{{ eos_token }}")
+    write(folder, files)
+    return folder
+
+
+def write(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_are_those_of_auto_tokenizer(tmp_path: Path, way: str) -> None:
+    folder = folder_with(tmp_path / "tokenizer", WAYS[way])
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    expected = theirs(TEXT, add_special_tokens=False)["input_ids"]
+    tokenizer = Tokenizer.open(str(folder))
+    assert tokenizer.encode(TEXT.encode(), "").tolist() == expected
+    assert tokenizer.encode_with_offsets([TEXT])[0][0].tolist() == expected
+    assert tokenizer.vocab_size == max(theirs.get_vocab().values()) + 1
+    assert tokenizer.decode(expected, special=True) == theirs.decode(expected)
+
+
+def test_a_token_beside_the_file_changes_the_fingerprint(tmp_path: Path) -> None:
+    plain = Tokenizer.open(str(folder_with(tmp_path / "plain", {})))
+    other = Tokenizer.open(str(folder_with(tmp_path / "other", WAYS["added_tokens"])))
+    again = Tokenizer.open(str(folder_with(tmp_path / "again", WAYS["added_tokens"])))
+    assert plain.fingerprint != other.fingerprint == again.fingerprint
+    alone = Tokenizer.open(str((tmp_path / "plain" / "tokenizer.json").rename(tmp_path / "t.json")))
+    assert alone.fingerprint == plain.fingerprint, "settings that change nothing"
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "class" not in way])
+def test_without_transformers_equal_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    folder = folder_with(tmp_path / "tokenizer", WAYS[way])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"pip install transformers"):
+        Tokenizer.open(str(folder))
+
+
+def test_a_folder_that_adds_nothing_needs_no_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with(tmp_path / "tokenizer", {})
+    made = transformers.AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    made.enable_padding(pad_token="[PAD]")
+    made.save(str(folder / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    expected = theirs("[PAD]", add_special_tokens=False)["input_ids"]
+    assert Tokenizer.open(str(folder)).encode(b"[PAD]", "").tolist() == expected
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r'token "\[PAD\]", which it does not have: .*pip install'):
+        Tokenizer.open(str(folder))
+    made.no_padding()
+    made.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.open(str(folder)).vocab_size == 300
+
+
+def test_without_transformers_a_whole_file_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with(tmp_path / "tokenizer", WAYS["added_tokens and settings"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = [
+        {"name": "default", "template": "{{ eos_token }}"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    tokenizer.save_pretrained(str(tmp_path / "whole"))
+    expected = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    read = Tokenizer.open(str(tmp_path / "whole"))
+    assert read.encode(TEXT.encode(), "").tolist() == expected
+    assert read.settings.special["eos_token"] == "<|im_end|>"
+    assert set(read.settings.templates) == {"default", "tool_use"}
+
+
+def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
+    """transformers has no fast form of some: their texts are read, conversations are refused."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"text": TEXT}))
+    corpus = Corpus.open(str(data), tokenizer=str(folder), vocab_size=1000)
+    assert corpus.tokens.tolist() == theirs(TEXT, add_special_tokens=False)["input_ids"]
+    data.write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
+    with pytest.raises(DataError, match="ByT5Tokenizer of transformers does not say"):
+        Corpus.open(str(data), tokenizer=str(folder), vocab_size=1000)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n"
+    folder = folder_with(tmp_path / "tokenizer", {CONFIG: settings, "own.py": code})
+    with pytest.raises(DataError, match="custom code"):
+        Tokenizer.open(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+NAMED = [
+    {"name": "default", "template": "{{ messages[1].content }}{{ bos_token }}"},
+    {"name": "tool_use", "template": "tools {{ messages[1].content }}"},
+]
+#: Files with chat templates.
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "jinja": {"chat_template.jinja": "file {{ messages[1].content }}"},
+    "settings": {CONFIG: {"chat_template": "key {{ messages[1].content }}", "bos_token": "<s>"}},
+    "both": {
+        CONFIG: {"chat_template": "key {{ messages[1].content }}"},
+        "chat_template.jinja": "file {{ messages[1].content }}",
+    },
+    "a list": {CONFIG: {"chat_template": NAMED, "bos_token": "<s>"}},
+    "a folder": {
+        "chat_template.jinja": "file {{ messages[1].content }}",
+        "additional_chat_templates/tool_use.jinja": "use {{ messages[1].content }}",
+    },
+}
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+@pytest.mark.parametrize("where", TEMPLATES)
+def test_templates_are_those_of_auto_tokenizer(
+    tmp_path: Path, where: str, tools: list[dict[str, Any]] | None
+) -> None:
+    folder = folder_with(tmp_path / "tokenizer", {})
+    (folder / "chat_template.jinja").unlink()
+    write(folder, TEMPLATES[where])
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    expected = theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"messages": TALK, "tools": tools}))
+    corpus = Corpus.open(str(data), tokenizer=str(folder), vocab_size=1000)
+    tokenizer = Tokenizer.open(str(folder))
+    assert tokenizer.decode(corpus.tokens.tolist(), special=True) == expected
+
+
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "tokenizer", {})
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match="no chat template"):
+        ChatTemplate.open(Tokenizer.open(str(folder)))
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    assert ChatTemplate.open(Tokenizer.open(str(folder))).prompt(TALK) == "ab"
