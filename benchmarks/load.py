@@ -33,7 +33,6 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.export import config_json
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import Placement, placements
 from moemesh.trace.machine import drop_from_cache, peak_growth
 

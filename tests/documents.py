@@ -176,7 +176,6 @@ def legal_values(annotation: object, limits: Range | None) -> str:
 
 def placement_table(old: str) -> str:
     """Every parameter of the preset "tiny" with what the placement rules say of it."""
-    from moemesh.model.transformer import Transformer
     from moemesh.parallel.placement import placements
 
     rows: dict[str, str] = {}

@@ -7,7 +7,6 @@ import torch
 
 from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.plan import Plan
-from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import placements
 from moemesh.sharding.parameters import tensors
 from tests.parity.models import KINDS, MODELS, TRAIN
