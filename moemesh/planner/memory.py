@@ -157,6 +157,8 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
     for kept in kept_tensors(shape, kind.moe, layout):
         if layout.recompute.isdisjoint(kept.again):
             found[kept.cut] = found[kept.cut] + kept.size
+    if shape.counted:
+        return ActivationBytes(tokens=shape.counted[kind.moe].kept_bytes, routed=found["routed"])
     return ActivationBytes(**found)
 
 

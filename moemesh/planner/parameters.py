@@ -63,15 +63,22 @@ def attention_products(shape: ModelShape) -> tuple[int, int]:
 
 
 def layer_matmul(shape: ModelShape, moe: bool) -> int:
-    """Parameters of one layer that multiply a token, the router among them."""
+    """Parameters of one layer that multiply a token, the router among them; of a counted layer half
+    of its FLOPs without attention scores."""
+    if shape.counted:
+        return round(shape.counted[moe].flops / 2)
+    return sum(attention_products(shape)) + mlp_matmul(shape, moe)
+
+
+def mlp_matmul(shape: ModelShape, moe: bool) -> int:
+    """The part of :func:`layer_matmul` in the MLP: dense, or experts, shared experts and router."""
     hidden, width = shape.hidden_size, shape.intermediate_size
     routed = 0
     if moe:
         width = shape.experts_per_token * shape.expert_intermediate_size
         width += shape.shared_intermediate_size
         routed = shape.num_experts + shape.shared_gate
-    mlp = hidden * ((3 if shape.gated else 2) * width + routed)
-    return sum(attention_products(shape)) + mlp
+    return hidden * ((3 if shape.gated else 2) * width + routed)
 
 
 def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convention) -> float:
@@ -188,6 +195,12 @@ def layer_parts(
     `whole_output`: the output projection is kept whole on every tp rank (attention exit
     "all_to_all").
     """
+    if shape.counted:
+        layer = shape.counted[moe]
+        # Mixers, norms, routers and dense MLPs are counted as one.
+        parts = dict.fromkeys(("norms", "dense_mlp", "shared_experts", "router"), WeightCounts())
+        parts["attention"] = WeightCounts(replicated=round(layer.weights))
+        return {**parts, "experts": WeightCounts(expert=round(layer.expert_weights))}
     sharded, replicated = attention_products(shape)
     if whole_output:
         output = shape.hidden_size * shape.output_width
@@ -239,12 +252,15 @@ def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
     norm, hidden = shape.norm_weights, shape.hidden_size
     untied = not shape.tied_embeddings
     ahead = WeightCounts(replicated=3 * norm + 2 * hidden**2)
+    norms = norm * shape.final_norm
+    if shape.counted:
+        norms = round(shape.counted[2].weights) - (1 + untied) * shape.vocab_size * hidden
     return {
         "embedding": WeightCounts(
             sharded=shape.vocab_size * hidden,
             replicated=shape.learned_positions * hidden + norm * shape.embedding_norm,
         ),
-        "norms": WeightCounts(replicated=norm * shape.final_norm),
+        "norms": WeightCounts(replicated=norms),
         "head": WeightCounts(sharded=shape.vocab_size * (hidden * untied + shape.head_bias)),
         "mtp": layer_weights(shape, shape.mtp_kind.moe).plus(ahead),
     }

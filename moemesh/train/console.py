@@ -18,7 +18,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.shapes.counted import shape_of
 from moemesh.report.watch import View, facts
 from moemesh.sharding.parameters import num_trained
 from moemesh.trace.duration import duration
@@ -87,7 +87,7 @@ _DRAW_SECONDS = 0.5
 def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
     """The first lines of a run: model, plan, data and run folder."""
     plan, model, data, train = config.plan, config.model, config.data, config.train
-    size = count_parameters(from_model_config(model)).total
+    size = count_parameters(shape_of(model)).total
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     kind = f"{model.num_experts} experts, top {model.experts_per_token}"
     chosen = [

@@ -19,12 +19,13 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from moemesh.config.architecture import Architecture, ParameterRecord
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.keys import wrong
 from moemesh.model.hub.build import blueprint, initialize
+from moemesh.model.hub.costs import count_costs, unpacked_masks
 from moemesh.model.hub.experts import is_experts, set_exchange
 from moemesh.model.hub.model import masks, tail
 from moemesh.model.hub.precision import exactly
@@ -132,6 +133,7 @@ def read(values: Mapping[str, Any]) -> Architecture:
         },
         documents=documents,
         notes=tuple(notes),
+        costs=count_costs(model, layers),
     )
 
 
@@ -163,16 +165,11 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
 
     layers[0].register_forward_pre_hook(enter(1))
     layers[-1].register_forward_hook(enter(2))
-    before = masking_utils.find_packed_sequence_indices
-    # It looks at numbers, which the meta device does not have.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
+    with unpacked_masks():
         ids = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         with uses:
             loss = model(input_ids=ids, use_cache=False).logits.float().sum()
         loss.backward()
-    finally:
-        masking_utils.find_packed_sequence_indices = before
     return uses, max(slots)
 
 

@@ -270,6 +270,8 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     """All legal degrees and microbatches of one pipeline degree."""
     cuts: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
+    # The code of transformers computes whole sequences.
+    largest_context = 1 if shape.counted else space.largest_context
     expert_cuts = [(1, 1)]
     if shape.is_moe:
         expert_cuts = [
@@ -288,7 +290,7 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
             rejected["tp would cross nodes"] += 1
             continue
         for cp in divisors(stage // tp):
-            if cp > space.largest_context or space.seq_len % cp:
+            if cp > largest_context or space.seq_len % cp:
                 rejected["cp beyond its limit"] += 1
                 continue
             dp = stage // (tp * cp)

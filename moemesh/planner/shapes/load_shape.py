@@ -21,7 +21,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.sources import RUN_CONFIG, Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.config.toml import unreadable
-from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
+from moemesh.planner.shapes.counted import shape_of, shape_of_folder
+from moemesh.planner.shapes.shape import ModelShape, from_model_config
 
 # Shapes from a table of architectures, and GPTs from three numbers.
 
@@ -173,7 +174,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         return source
     if isinstance(source, ModelConfig):
         presets = (name for name in preset_names() if load_model(name).config == source)
-        return Model(from_model_config(source, next(presets, "model")), source)
+        return Model(shape_of(source, next(presets, "model")), source)
     source, path = str(source), Path(source)
     if source in (*preset_names(), *preset_names(SHAPES)):
         table = read_preset_table(source, "" if source in preset_names() else SHAPES)
@@ -182,7 +183,9 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         if path.is_dir() and has_weights(path):
             # As `moemesh train` starts from it: extra prediction layers are trained on demand only.
             given = read_config(path, "model")
-            shape = from_huggingface(given, path.resolve().name)
+            shape, config = shape_of_folder(given, path.resolve().name)
+            if config is not None:
+                return Model(shape, config, path=source)
             try:
                 config = _config(model_values(given))
             except ConfigError as error:
@@ -206,10 +209,11 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         name, origin = path.resolve().parent.name if is_in_folder else path.stem, str(path)
         if path.suffix == ".json":
             given = read_config(path, "model")
-            why_not, sizes = f"a {CONFIG} without weights is only planned: {TRAINED}", None
+            shape, sizes = shape_of_folder(given, name)
+            why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
             with suppress(ConfigError):
-                sizes = _config(model_values(given))
-            return Model(from_huggingface(given, name), None, why_not=why_not, sizes=sizes)
+                sizes = sizes or _config(model_values(given))
+            return Model(shape, None, why_not=why_not, sizes=sizes)
         try:
             table = parse_toml(text)
         except ValueError as error:

@@ -32,6 +32,20 @@ class LayerKind(NamedTuple):
 Layers = tuple[int, ...]
 
 
+class Counted(NamedTuple):
+    """Mean of the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`).
+
+    Parameters outside of the routed experts, which every rank holds, and of these experts; forward
+    FLOPs of a token without its attention scores; bytes that a token keeps for the backward outside
+    of the routed experts.
+    """
+
+    weights: float = 0.0
+    expert_weights: float = 0.0
+    flops: float = 0.0
+    kept_bytes: float = 0.0
+
+
 class ModelShape(Section):
     """Every size of a decoder-only transformer. Names are those of ModelConfig where both have one.
 
@@ -98,6 +112,9 @@ class ModelShape(Section):
     learned_positions: int = 0
     dropout: bool = False
     num_mtp_layers: int = 0
+    #: Dense layers, MoE layers, and all that is outside of layers, of a model whose code was
+    #: counted; empty for one that the sizes describe.
+    counted: tuple[Counted, Counted, Counted] | tuple[()] = ()
     #: What the description leaves out, for a person.
     notes: tuple[str, ...] = ()
 
@@ -171,11 +188,11 @@ class ModelShape(Section):
 
     @cached_property
     def sizes(self) -> CutSizes:
-        """Sizes that the degrees of a layout divide."""
+        """Sizes that the degrees of a layout divide. Layers of a counted model stay whole."""
         return CutSizes(
             num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads if self.attention == "gqa" else 0,
+            num_heads=1 if self.counted else self.num_heads,
+            num_kv_heads=0 if self.counted or self.attention == "mla" else self.num_kv_heads,
             intermediate_size=self.intermediate_size,
             shared_width=self.shared_intermediate_size,
             num_moe_layers=self.num_moe_layers,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.parameters import layer_matmul
+from moemesh.planner.parameters import attention_products, layer_matmul, mlp_matmul
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
@@ -75,6 +75,18 @@ def column(of: str | Callable[[Any], Any]) -> Any:
     return field(metadata={"of": of})
 
 
+def mixer_factor(shape: ModelShape) -> float:
+    """Products of the mixers of a counted model over those of attention by its sizes, on average
+    over layers; at least 0."""
+    if not shape.counted:
+        return 1.0
+    mixers = sum(
+        number * (layer_matmul(shape, kind.moe) - mlp_matmul(shape, kind.moe))
+        for kind, number in shape.kind_counts.items()
+    )
+    return max(0.0, mixers / shape.num_layers / sum(attention_products(shape)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelColumns:
     """Sizes of models; 0 where a model has none of a thing."""
@@ -90,6 +102,8 @@ class ModelColumns:
     nope_dim: Number = column(lambda shape: shape.qk_nope_head_dim or shape.head_dim)
     #: 1 for latent attention, its ranks and the width of the shared rotary key.
     latent: Number = column(lambda shape: shape.attention == "mla")
+    #: Products of a mean layer over those of its attention by the sizes above; 1 unless counted.
+    mixer_factor: Number = column(lambda shape: mixer_factor(shape))
     query_rank: Number = column("q_lora_rank")
     query_inner: Number = column(lambda shape: shape.q_lora_rank or shape.hidden_size)
     kv_rank: Number = column("kv_lora_rank")

@@ -211,10 +211,10 @@ def attention_block(work: PricedStep) -> BlockTime:
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
     return BlockTime(
-        products=products,
+        products=products * model.mixer_factor,
         core=core_seconds(work),
         elementwise=constants.elementwise_traffic * traffic / work.hbm,
-        weights=weights + hidden * heads * value / t,
+        weights=(weights + hidden * heads * value / t) * model.mixer_factor,
     )
 
 

@@ -29,7 +29,7 @@ from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.parameters import training_flops
-from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.shapes.counted import shape_of
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.schedule.action import Schedule
 from moemesh.sharding.parameters import num_trained
@@ -113,7 +113,7 @@ class Artifacts:
         self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
         self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
-        shape = from_model_config(config.model)
+        shape = shape_of(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None

@@ -1,0 +1,120 @@
+"""The shape of a model that only its modelling code describes, from what was counted in that code.
+
+Sizes are those of the attention layers that do the most per key; layers whose cost per key is much
+smaller have a window of one token. Parameters, FLOPs and kept bytes of a layer are as counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from moemesh.config.architecture import Architecture
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.architecture import hub_values, read_architecture
+from moemesh.config.huggingface.keys import known_families
+from moemesh.config.huggingface.model import quantization_of
+from moemesh.config.model import ModelConfig
+from moemesh.planner.shapes.shape import (
+    Counted,
+    ModelShape,
+    from_huggingface,
+    from_model_config,
+)
+
+#: Head size of a model whose configuration names none.
+_HEAD = 128
+#: Share of the costliest layer's cost per key below which a layer is linear in the length.
+_LINEAR = 0.05
+
+
+def counted_shape(architecture: Architecture, name: str) -> ModelShape:
+    """The shape of a model of transformers, exact in its parameters."""
+    costs, values = architecture.costs, architecture.values
+    text: dict[str, Any] = {**values, **dict(values.get("text_config") or {})}
+    per_key: Sequence[float] = costs["flops_per_key"]
+    head = text.get("head_dim") if isinstance(text.get("head_dim"), int) else _HEAD
+    heads = max(1, round(max(per_key) / (4 * (head or _HEAD))))
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types") or [""] * architecture.num_layers
+    windowed = ["sliding" in str(kind) and isinstance(window, int) for kind in kinds]
+    is_gated = any(
+        "gate" in one.name.rpartition(".")[2] for one in architecture.parameters if one.is_expert
+    )
+    shape = ModelShape(
+        name=name,
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
+        num_heads=heads,
+        num_kv_heads=_kv_heads(text.get("num_key_value_heads"), heads),
+        head_dim=head or _HEAD,
+        intermediate_size=architecture.expert_width,
+        activation="swiglu" if is_gated else "gelu",
+        windows=tuple(
+            1 if cost < _LINEAR * max(per_key) else window if is_windowed else 0
+            for cost, is_windowed in zip(per_key, windowed, strict=True)
+        ),
+        moe_layers=architecture.routed_layers,
+        num_experts=architecture.num_experts,
+        experts_per_token=architecture.experts_per_token,
+        expert_intermediate_size=architecture.expert_width,
+        tied_embeddings=architecture.tied_embeddings,
+        notes=(
+            f"{architecture.model_type}: parameters and FLOPs are counted in the code of "
+            f"transformers {architecture.transformers}; seconds take its mixers for products",
+        ),
+    )
+    return shape.changed(counted=_counted(shape, architecture))
+
+
+def shape_of(config: ModelConfig, name: str = "model") -> ModelShape:
+    """The shape of a model that `moemesh train` builds, of our own or of transformers' code."""
+    if config.architecture is not None:
+        return counted_shape(config.architecture, name)
+    return from_model_config(config, name)
+
+
+def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, ModelConfig | None]:
+    """The shape of a parsed ``config.json``: by our formulas, else counted in the code of
+    transformers, with the configuration that trains the counted model.
+
+    Raises ConfigError with our own refusal where transformers does not have the model either.
+    """
+    try:
+        return from_huggingface(values, name), None
+    except ConfigError as error:
+        if quantization_of(values) is not None:
+            raise
+        try:
+            architecture = read_architecture(values)
+        except ConfigError as other:
+            known = values.get("model_type") in known_families()["family"]
+            raise error if known else other from None
+    config = ModelConfig(**hub_values(architecture)).with_architecture(architecture)  # type: ignore[arg-type]
+    return counted_shape(architecture, name), config
+
+
+def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Counted, Counted]:
+    costs = architecture.costs
+    weights, experts, ends = [0] * shape.num_layers, [0] * shape.num_layers, 0
+    for parameter in architecture.parameters:
+        kind, _, index = parameter.unit.partition(".")
+        if kind == "layers":
+            (experts if parameter.is_expert else weights)[int(index)] += prod(parameter.shape)
+        else:
+            ends += prod(parameter.shape)
+
+    def mean(moe: bool) -> Counted:
+        own = [index for index, kind in enumerate(shape.kinds) if kind.moe == moe]
+        columns = (weights, experts, costs["flops"], costs["kept_bytes"])
+        return Counted(*(sum(column[i] for i in own) / max(len(own), 1) for column in columns))
+
+    return mean(False), mean(True), Counted(weights=ends)
+
+
+def _kv_heads(given: object, heads: int) -> int:
+    """The number of key heads nearest to that of the configuration which divides `heads`."""
+    wanted = given if isinstance(given, int) else heads
+    return min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - wanted))

@@ -1,0 +1,91 @@
+"""Shapes that are counted in modelling code equal those of formulas, where there are formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from moemesh.config.architecture import Architecture
+from moemesh.model.hub import architecture
+from moemesh.model.hub.build import blueprint
+from moemesh.planner.memory import estimate_memory
+from moemesh.planner.parameters import count_flops, count_parameters
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.counted import counted_shape
+from moemesh.planner.shapes.shape import from_huggingface
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof of documents takes seconds, and no shape reads it."""
+    monkeypatch.setattr(architecture, "_documents", lambda _: "rows")
+
+
+def counted(values: dict[str, Any]) -> tuple[Architecture, int]:
+    """The record, and the number of parameters of the model itself."""
+    record = architecture.read(values)
+    model = blueprint(values).build(torch.bfloat16)
+    return record, sum(parameter.numel() for parameter in model.parameters())
+
+
+def config(kind: str, **sizes: Any) -> dict[str, Any]:
+    return CONFIG_MAPPING[kind](**sizes).to_dict()
+
+
+@pytest.mark.parametrize("changed", [{}, {"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 2}])
+def test_a_family_with_formulas_is_counted_as_they_say(changed: dict[str, Any]) -> None:
+    values = config("qwen3_moe", **SIZES, **changed)
+    record, number = counted(values)
+    shape, formula = counted_shape(record, "m"), from_huggingface(values)
+    mine, theirs = count_parameters(shape), count_parameters(formula)
+    assert mine.total == theirs.total == number and mine.active == theirs.active
+    for length in (64, 4096):
+        mine_flops, their_flops = (count_flops(one, length, "full") for one in (shape, formula))
+        assert mine_flops.forward == pytest.approx(their_flops.forward, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_layers_without_formulas_are_counted(kind: str) -> None:
+    """Parameters are exact, and FLOPs of short and long sequences those of the code."""
+    values = config(kind)
+    record, number = counted(values)
+    shape, costs = counted_shape(record, "m"), record.costs
+    assert count_parameters(shape).total == number
+    for length in (128, 8192):
+        want = sum(costs["flops"]) + costs["ends"][0] + length * sum(costs["flops_per_key"])
+        assert count_flops(shape, length, "full").forward == pytest.approx(want, rel=0.02)
+
+
+def test_kept_bytes_are_those_that_were_counted() -> None:
+    values = config("qwen3_moe", **SIZES)
+    record, _ = counted(values)
+    more = replace(record, costs=record.costs | {"kept_bytes": [1e6] * 4})
+    layout = PlannedLayout(seq_len=64, global_batch=1)
+    before, after = (
+        estimate_memory(counted_shape(one, "m"), layout).worst.activations for one in (record, more)
+    )
+    kept = sum(record.costs["kept_bytes"])
+    assert after - before == pytest.approx(64 * (4e6 - kept), rel=1e-6)
+
+
+def test_degrees_that_cut_a_layer_are_not_legal() -> None:
+    record, _ = counted(config("qwen3_moe", **SIZES))
+    sizes = counted_shape(record, "m").sizes
+    assert sizes.num_heads == 1 and sizes.num_experts == 8
