@@ -188,8 +188,8 @@ def kinds(model: Any) -> list[tuple[Any, ...]]:
 def tiny_config(name: str, layers: int = 2) -> Any:
     """A configuration of the model type `name` with small sizes and one layer of each kind, at
     least `layers`; of a model of images and text the encoders are as small. Raises AssertionError
-    where it would not have all kinds of the default's layers, no experts, or a parameter of more
-    than 60,000 numbers."""
+    where it would not have all kinds of the default's layers, no experts, or parameters that are
+    not small."""
     whole = CONFIG_MAPPING[name]()
     if whole.get_text_config() is whole:
         return _tiny_text(whole, layers, {})
@@ -207,7 +207,10 @@ def tiny_config(name: str, layers: int = 2) -> Any:
                 inner["num_hidden_layers"] = 1
             inner |= BOUND.get(there.model_type, {})
             values[key] = (type(there) if kind is AutoConfig else kind)(**inner)
-    return type(whole)(**{**values, "text_config": _tiny_text(whole, layers, values)})
+    config = type(whole)(**{**values, "text_config": _tiny_text(whole, layers, values)})
+    count = sum(parameter.numel() for parameter in on_meta(config).parameters())
+    assert count < 20_000_000, f"{name} has {count:,} parameters"
+    return config
 
 
 def _tiny_text(whole: Any, layers: int, values: Mapping[str, Any]) -> Any:
