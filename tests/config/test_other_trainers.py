@@ -29,7 +29,7 @@ ANSWERS: dict[str, dict[str, str]] = {
         "use_distributed_optimizer": "plan.data zero1",
         "distributed_timeout_minutes": "train.timeout_seconds 60 times",
         "min_lr": "train.final_lr_ratio over train.lr",
-        "lr_decay_style": "cosine not plan.schedule",
+        "lr_decay_style": "train.lr_schedule not plan.schedule",
         "lr_warmup_fraction": "train.warmup_steps times train.steps",
         "train_iters": "train.steps",
         "seq_length": "data.seq_len",
@@ -57,8 +57,8 @@ ANSWERS: dict[str, dict[str, str]] = {
         "per_device_train_batch_size": "data.global_batch / (plan.dp not here it is called",
         "gradient_accumulation_steps": "plan.microbatches data.global_batch counts all",
         "learning_rate": "train.lr",
-        "lr_scheduler_type": "train.warmup_steps cosine not plan.schedule",
-        "lr_scheduler": "train.warmup_steps not plan.schedule",
+        "lr_scheduler_type": "train.lr_schedule cosine not plan.schedule",
+        "lr_scheduler": "train.lr_schedule not plan.schedule",
         "num_train_epochs": "train.epochs",
         "warmup_ratio": "train.warmup_steps",
         "bf16": "train.dtype bfloat16",
@@ -109,7 +109,6 @@ ANSWERS: dict[str, dict[str, str]] = {
     },
     "several": {
         "report_to": "train.sinks not metrics.jsonl always",
-        "lr_schedule": "other shapes",
         "grad_accumulation": "plan.microbatches",
         "eval_freq": "train.validate_every",
         "offload": "nothing is kept on the host",
@@ -142,7 +141,7 @@ def test_a_name_has_the_right_answer(trainer: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "words", "never"),
     [
-        ("train.schedule", "cosine", "plan.schedule"),
+        ("train.schedule", "train.lr_schedule", "plan.schedule"),
         ("train.dpo", "preference", "train.dtype"),
         ("train.data", "data.path", "plan.data"),
         ("zero_optimization.stage", "plan.data", "lora"),
