@@ -1,7 +1,7 @@
-"""`moemesh doctor`: what of this machine stands in the way of a run, each with its fix.
+"""`moemesh doctor`: problems of this machine that would prevent a run, each with its fix.
 
-Nothing here imports torch but :func:`main`: what only torch knows is asked in two processes of
-their own, of which rank 0 prints a JSON object a line: versions and devices, then the link.
+Only :func:`main` imports torch: it runs in two processes of their own, of which rank 0 prints a
+JSON object a line: versions and devices, then the link.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python -m moemesh.bench.examination
 """
@@ -33,7 +33,7 @@ from moemesh.watch.devices import signs_of_gpus
 from moemesh.watch.supervisor import python_command
 
 Verdict = Literal["pass", "warn", "fail"]
-#: Seconds for the processes that ask torch.
+#: Seconds for the processes that import torch.
 TORCH_SECONDS = 22.0
 GIB = 1 << 30
 #: Free bytes of a disk below which a run is about to end, and below which large ones do.
@@ -62,7 +62,7 @@ _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Diagnosis(NamedTuple):
-    """One line of the answer; `fix` says what to do about a warning or a failure."""
+    """One line of the answer; `fix` is the remedy of a warning or a failure."""
 
     name: str
     verdict: Verdict
@@ -90,7 +90,7 @@ def _versions() -> Iterator[Diagnosis]:
         wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
         yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
-        text = "moemesh runs from its source and is not installed: nothing says what it needs"
+        text = "moemesh runs from its source and is not installed: its requirements are unknown"
         yield Diagnosis("packages", "warn", text, "pip install -e . in its folder")
         return
     if _keeps(version, wanted):
@@ -380,7 +380,7 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     return answers, error
 
 
-# The processes that ask torch.
+# The processes that import torch.
 
 #: Bytes of the tensor that both ranks sum, and how often.
 LINK_BYTES, ROUNDS = 4 << 20, 3

@@ -44,7 +44,7 @@ def link_rate(link: str) -> float:
     match = _RATE.fullmatch(link)
     rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
     if not 1e5 <= rate <= 1e11:
-        raise HostsError(f"link {link!r} is no rate from 100kbit to 100gbit, such as 1gbit")
+        raise HostsError(f"link {link!r} must be a rate from 100kbit to 100gbit, such as 1gbit")
     return rate
 
 
@@ -107,7 +107,7 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
 
 
 def _shape(name: str, device: str, rate: float) -> None:
-    """A bucket of one millisecond, at least a few packets; a queue so long that it drops nothing.
+    """A bucket of one millisecond, at least a few packets, and a queue that never drops a packet.
 
     Packets larger than the bucket are cut on the way, which costs time on the processor.
     """

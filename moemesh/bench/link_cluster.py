@@ -59,7 +59,7 @@ def fit(operation: str, ranks: int, sizes: Sequence[float], seconds: Sequence[fl
     if not sizes or len(sizes) != len(seconds) or min(sizes) <= 0 or min(seconds) <= 0:
         raise UserError(
             f"{operation} of {ranks} ranks: {len(sizes)} sizes and {len(seconds)} times above 0 "
-            "are needed, as many of each"
+            "are needed, one time for each size"
         )
     size, time = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     hops, volume = hops_and_volume(operation, ranks)

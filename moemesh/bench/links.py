@@ -79,11 +79,11 @@ def on_ranks(
         return parse_json(file.read_text())
 
 
-#: One sample repeats an operation until it has taken so long, at most so often.
+#: Seconds for which one sample repeats an operation, and the maximum number of repeats.
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20
 _SAID = {"phase": "bench", "caller": "bench.links"}
 _NUMBER_BYTES = 4
-#: The side length in units of which products lose efficiency; the least loss (0 is no constant).
+#: Side length in units of which products lose efficiency; the least loss (constants are above 0).
 TILE = 64
 _LEAST_LOSS = 1e-3
 #: Numbers of a side of the products and of the copied tensor, on a CPU and on an accelerator.
@@ -293,6 +293,6 @@ def median_seconds(work: Callable[[], object], device: torch.device, rounds: int
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

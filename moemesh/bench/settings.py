@@ -132,12 +132,12 @@ class LinksSettings(HostSettings):
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Sizes in bytes, ascending. Raises BenchError for what is no size."""
+        """Sizes in bytes, ascending. Raises BenchError for a word that is not a size."""
         found: set[int] = set()
         for word in filter(None, (part.strip().lower() for part in self.sizes.split(","))):
             unit = word[-1] if word[-1] in "kmg" else ""
             number = word.removesuffix(unit)
             if not number.isdecimal() or not 4 <= int(number) * _UNITS[unit] <= 2**32:
-                raise BenchError(f"sizes: {word!r} is no size from 4 to 4g, such as 64k")
+                raise BenchError(f"sizes: {word!r} must be a size from 4 to 4g, such as 64k")
             found.add(int(number) * _UNITS[unit])
         return tuple(sorted(found))

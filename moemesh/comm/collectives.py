@@ -151,7 +151,7 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
     """`value` of every rank of axis, in rank order, on every rank.
 
     Travels as JSON, never as pickle: tuples come back as lists and keys as strings, also over an
-    axis of size 1. Not entered in the ledger: control messages are no part of what a plan predicts.
+    axis of size 1. Not entered in the ledger: the prediction of a plan excludes control messages.
     """
     text = json.dumps(value).encode()
     if axis.size == 1:

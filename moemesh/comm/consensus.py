@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from moemesh.comm.mesh import Mesh
 
 _POLL_SECONDS = 0.005
-#: How long a rank waits for the others' answers after its own.
+#: Seconds for which a rank waits for the others' answers after its own.
 _ANSWER_SECONDS = 10.0
 
 
@@ -84,7 +84,7 @@ def run_with_consensus(
         RankOutcome(**json.loads(store.get(key))) if store.check([key]) else silent for key in keys
     ]
     if any(outcome.problem for outcome in outcomes):
-        # The store may live in one of us: nobody leaves, and takes it along, before all have read.
+        # One of these processes may host the store: none exits before all have read it.
         limit = time.monotonic() + _ANSWER_SECONDS
         store.add("read", 1)
         while store.add("read", 0) < mesh.world_size and time.monotonic() < limit:

@@ -21,7 +21,7 @@ from moemesh.watch.devices import DeviceError, num_gpus, too_few
 Device = Literal["auto", "cpu", "cuda"]
 #: The compute capability from which on an arithmetic is in hardware, by `train.dtype`.
 NEEDED_CAPABILITY = {"bfloat16": (8, 0)}
-#: From here on ``grouped_mm`` has its kernel; below torch takes one product an expert, on the host.
+#: Lowest capability with a kernel of ``grouped_mm``; below it torch loops over experts on the host.
 GROUPED_CAPABILITY = (9, 0)
 ON_CPU = 'set train.device = "cpu" (`moemesh train --set train.device=cpu`)'
 CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu128"

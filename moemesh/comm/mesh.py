@@ -1,8 +1,8 @@
 """The mesh of ranks: named axes with their groups, created once, by all ranks, in one order.
 
 A `Mesh` is passed in, never a global; one process can hold several. Groups are cached by their
-ranks: an axis that spans the same ranks as another (ep and tp, say) shares its group, an axis over
-all ranks has the group that the mesh was made of, and an axis of size 1 has no group at all.
+ranks: an axis that spans the same ranks as another (for example ep and tp) shares its group, an
+axis over all ranks has the group that the mesh was made of, and an axis of size 1 has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moemesh.config.layout import AXES, Layout
 from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 
-#: Axes whose hosts tell one another numbers, beside those of all ranks: sizes of exchanges, and
+#: Axes with a group for numbers on the host besides that of all ranks: sizes of exchanges, and
 #: tokens of a step.
 HOST_AXES = ("ep_etp", "dp_cp")
 
@@ -217,9 +217,9 @@ class Mesh(Shown):
         return self._axes[name]
 
     def host(self, name: str) -> Axis:
-        """The ranks of "world" or of an axis of :data:`HOST_AXES` for numbers that hosts tell one
-        another, on the CPU: by gloo, beside the group of the axis, so that nobody waits for a
-        device. The axis itself where its tensors are on the CPU."""
+        """The ranks of "world" or of an axis of :data:`HOST_AXES` for exchanges of numbers on the
+        CPU: a gloo group besides the group of the axis, so that no host waits for a device. The
+        axis itself if its tensors are on the CPU."""
         axis = self[name]
         if self._host_groups is None or axis.size == 1:
             return axis
@@ -284,7 +284,7 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
 
 def local_part(tensor: Any) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a DTensor, and the place of its first element in the whole."""
-    # Only here: whoever has a DTensor has loaded this package already; others need not.
+    # Late: a program that holds a DTensor has loaded this package already; others need not.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(

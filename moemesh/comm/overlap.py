@@ -1,4 +1,4 @@
-"""Asynchronous exchanges with a backward: this rank computes while rows are on their way.
+"""Asynchronous exchanges with a backward: this rank computes while rows are in flight.
 
     pending = overlapped_all_to_all(x, axis, input_splits, output_splits, caller="moe.dispatch")
     ...                                     # compute something else

@@ -25,7 +25,7 @@ from moemesh.watch.progress_words import Ticket
 
 
 def send(x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str) -> None:
-    """Send `x` to rank `destination_index` of `axis`; back when `x` may be changed again."""
+    """Send `x` to rank `destination_index` of `axis`; returns when `x` may be modified."""
     start_send(x.contiguous(), axis, destination_index, phase=phase, caller=caller).wait()
 
 
@@ -53,10 +53,10 @@ def _start(
     return watched(work, ticket)
 
 
-#: As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``. `group`:
-#: the one that carries it, None that of the axis.
+#: Asynchronous :func:`send`: keep `x` (contiguous) unchanged until ``wait()``. `group`: the process
+#: group that carries it, None for that of the axis.
 start_send = partial(_start, True)
-#: As :func:`receive`, but returns at once: `into` is filled after ``wait()``.
+#: Asynchronous :func:`receive`: `into` is filled after ``wait()``.
 start_receive = partial(_start, False)
 
 
@@ -107,7 +107,7 @@ def _enter(
 # for each other: there every ordered pair has a process group of its own.
 
 
-#: gloo's tags are 31 bits; numbers start again when they are used up.
+#: Number of tags before they wrap around: gloo's have 31 bits.
 _NUM_TAGS = 1 << 30
 
 
@@ -126,7 +126,7 @@ class Channels:
         if on_host:
             own = replace(own, device=torch.device("cpu"))
         self.axis = own
-        #: By (source, destination).
+        #: Process group of each (source, destination).
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         #: Whether messages find their receives by tags. NCCL has none: a receive there is work of
         #: the device, which holds up what else must wait for it until the message comes.

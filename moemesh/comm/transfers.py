@@ -11,7 +11,7 @@ What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32
 * all_gather is n-1 sends and receives straight into the result: 0.7 of the time of gloo's own,
   uneven blocks, no copies.
 * all_to_all is n-1 receives, then n-1 sends. gloo's own posts each send before its receive: a rank
-  that comes late then fills the connection with its rows before it says that it is ready to
+  that comes late then fills the connection with its rows before it announces that it is ready to
   receive, and the two directions of a slow link take turns (docs/results/dispatch.md). Where little
   is sent that does not matter, and gloo's own takes a third of the processor time: few bytes are
   gathered and reduce-scattered by it, too.
@@ -39,7 +39,7 @@ from moemesh.watch.progress_words import Ticket
 
 
 class WatchedWork:
-    """As the work it wraps; :meth:`wait` says in the progress word what is waited for."""
+    """Pending work whose :meth:`wait` records in the progress word what it waits for."""
 
     def __init__(self, work: Any, ticket: Ticket) -> None:
         self._work, self._ticket = work, ticket
@@ -56,7 +56,7 @@ class WatchedWork:
 
 
 def watched(work: Any, ticket: Ticket | None) -> Any:
-    """`work` itself where no progress word is written, or where there is no work."""
+    """`work` itself if no progress word is written, or if it is None."""
     return work if ticket is None or work is None else WatchedWork(work, ticket)
 
 
@@ -67,7 +67,7 @@ def watched(work: Any, ticket: Ticket | None) -> Any:
 # same group. Messages of one tag between two ranks arrive in the order in which they were started.
 _GATHER_TAG = 7401
 _EXCHANGE_TAG = 7402
-#: From here on tags are free for exchanges that number themselves.
+#: First tag that is free for exchanges that number themselves.
 FIRST_FREE_TAG = 1 << 21
 
 
@@ -136,7 +136,7 @@ def all_gather_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """As all_gather; the result comes from calling what is returned, exactly once.
+    """Asynchronous all_gather: call the returned function exactly once for the result.
 
     `into`: where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor.
     """
@@ -144,7 +144,7 @@ def all_gather_start(
         return lambda: x if into is None else into.copy_(x)
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
     if x.shape[0] != blocks[axis.index]:
-        raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes say {blocks[axis.index]}")
+        raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes has {blocks[axis.index]}")
     row_bytes = _row_bytes(x)
     moved = wire.all_gather([rows * row_bytes for rows in blocks], axis.index)
     ticket = record(axis, "all_gather", phase, caller, moved)
@@ -182,7 +182,7 @@ def reduce_scatter_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """As reduce_scatter; the result comes from calling what is returned, exactly once.
+    """Asynchronous reduce_scatter: call the returned function exactly once for the result.
 
     `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
     `in_place`: the result may lie in the memory of all that was received, for who reads it once.
@@ -318,7 +318,7 @@ def all_to_all_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """As all_to_all; the result comes from calling what is returned, exactly once."""
+    """Asynchronous all_to_all: call the returned function exactly once for the result."""
     if axis.size == 1:
         return lambda: x
     if (input_splits is None) != (output_splits is None):

@@ -91,7 +91,7 @@ def block_forward(
     scale: float,
 ) -> Partial:
     """Attention over one block of keys. `mask_BSC` (bool, True = seen; B may be 1); `causal`: query
-    i sees the keys up to i, as many keys as queries."""
+    i sees the keys up to i, with one key for each query."""
     assert not (causal and mask_BSC is not None)
     if not query_BNSD.numel() or not key_BMCD.numel():
         return nothing_seen(query_BNSD, value_BMCD.shape[-1])
@@ -144,7 +144,7 @@ def block_backward(
         # No dropout: the kernel reads neither seed nor offset.
         none = query_BNSD.new_zeros((), dtype=torch.uint64)
         sizes = query_BNSD.shape[2], key_BMCD.shape[2]
-        # The kernel takes log-sum-exps as they lie in memory, whatever their strides say.
+        # The kernel reads log-sum-exps in the order of memory and ignores their strides.
         inputs = (*inputs[:-1], whole.lse_BNS.contiguous())
         return Gradients(
             *_CUDA_BACKWARD(*inputs, None, None, *sizes, 0.0, causal, none, none, scale=scale)

@@ -103,7 +103,7 @@ def swiglu(part, parts, h, weights, product):
 
 @_compiled
 def swiglu_backward(part, parts, grad, h, weights, grad_h, grad_weights):
-    """The gradients of h and of the weights; the product once more in place of `grad` [B, F]."""
+    """The gradients of h and of the weights; the recomputed product overwrites `grad` [B, F]."""
     width = grad.shape[1]
     for row in _share(part, parts, grad.shape[0]):
         weight, total = weights[row], np.float32(0.0)

@@ -1,7 +1,7 @@
 """Cross-entropy straight from hidden states, in chunks of the vocabulary: logits are never whole.
 
 Legend: T tokens, H hidden, V vocabulary rows held here, C rows of one chunk. The forward keeps one
-number per token (log-sum-exp); the backward computes each chunk's logits again.
+number per token (log-sum-exp); the backward recomputes each chunk's logits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _chunk_gradient(
     grad_TC = torch.exp_(logits_TC.to(lse_T.dtype) - lse_T[:, None])
     if grad_TC.device.type == "cpu":
         grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
-    else:  # a scatter would stand between two kernels
+    else:  # a scatter would split the fused kernel in two
         columns_C = torch.arange(grad_TC.shape[1], device=grad_TC.device)
         is_target_TC = (columns_C == column_T[:, None]) & here_T[:, None]
         grad_TC.sub_(is_target_TC.to(grad_TC.dtype))
@@ -96,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
                 yield slice(start, start + len(weight_CH)), grad_TC.tensor
 
         def weight_half() -> Tensor:
-            # Computes the logits once more: keeping them would hold tokens x vocabulary numbers.
+            # Recomputes the logits: keeping them would hold tokens x vocabulary numbers.
             total_VH = torch.zeros_like(weight_VH)
             for rows, grad_TC in grad_logits():
                 torch.mm(grad_TC.t(), x_TH, out=total_VH[rows])

@@ -1,8 +1,8 @@
-"""The SwiGLU experts with layout-independent bits, behind `combine = exact`: one plain Function.
+"""The SwiGLU experts with layout-independent bits, for `combine = exact`: one plain Function.
 
 The same function as :mod:`moemesh.ops.expert_mlp`. Three things make an expert's result depend on
 how experts are spread over ranks. A matrix product takes other paths through the BLAS for the last
-few rows (measured: row counts that are no multiple of 4 in float64, fewer than 4 rows in float32),
+few rows (measured: row counts not divisible by 4 in float64, fewer than 4 rows in float32),
 and a vectorised pointwise operation for the last few numbers: so rows are laid out in
 :class:`PaddedRows`. And a weight gradient is a sum over rows that several ranks may hold parts of:
 here it is one product per owner of the rows, added in a balanced binary tree over owners.
@@ -72,7 +72,7 @@ class PaddedRows:
 def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> Tensor:
     """``grad.T @ x`` of each expert, [E, O, I], added over owners in a binary tree; at least fp32.
 
-    Rounding a rank's sum to bfloat16 would tell which owners it was made of.
+    Rounding a rank's sum to bfloat16 would make it depend on which owners it sums.
     """
     wide = torch.promote_types(x_RI.dtype, torch.float32)
     splits = counts_EP.flatten().tolist()
@@ -147,7 +147,7 @@ class _ExactExperts(torch.autograd.Function):
         ]
         for adapter, g_QR in of_down:
             grad_QF += rows.gemm(g_QR, adapter.a)
-        # The product of gate and up once more, and the gradient of both from that of the product.
+        # Recompute the product of gate and up, and derive the gradients of both from its gradient.
         grad_product_QF = grad_QF * scale_Q1
         if experts.form == PLAIN:
             silu_QF = F.silu(gate_QF)
@@ -184,7 +184,7 @@ class _ExactExperts(torch.autograd.Function):
             factors += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
 
         def gradient(needed: bool, leaf: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-            if not needed:  # a weight that does not train: nobody would take it from a queue
+            if not needed:  # a frozen weight: its product would stay in the queue
                 return None
             grad_RO, x_RI = pair
             return weight_gradient(
@@ -225,7 +225,7 @@ def exact_experts(
     recomputes: bool = False,
 ) -> Tensor:
     """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
-    `recomputes`: the backward computes gate and up once more instead of keeping them."""
+    `recomputes`: the backward recomputes gate and up instead of keeping them."""
     return _ExactExperts.apply(
         x_RH, weights_R, counts_EP, experts.kind, recomputes, *experts.tensors
     )

@@ -17,8 +17,8 @@ from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
 BLOCK_ROWS = 256
-#: The same of wide experts in 16 bits: their products take a quarter of the time, and calls as long
-#: as in 32 (docs/results/layer.md).
+#: Rows of a block of wide experts in 16 bits: their products take a quarter of the time of 32 bits,
+#: while the cost of a call is the same (docs/results/layer.md).
 SHORT_BLOCK_ROWS = 2048
 
 
@@ -100,7 +100,7 @@ class Whole:
 
 
 class WeightGradient:
-    """The gradient of stacked weights, block by block: at once, or when somebody asks for it.
+    """The gradient of stacked weights, block by block: at once, or deferred until it is needed.
 
     `are_shared`: the rows of an expert may lie in several blocks; then each block is computed and
     added at once, in fp32 at least.
@@ -117,7 +117,7 @@ class WeightGradient:
         is_bias: bool = False,
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
-        #: As a matrix of each expert: a bias has one input channel.
+        #: Matrix view of each expert's weight: a bias has one input channel.
         self.stack = weight.flatten(1)[..., None] if is_bias else weight.flatten(1, -2)
         self._is_deferred = is_deferred
         self._whole: Whole | None = None
@@ -198,7 +198,7 @@ def of_rows(bias_DO: Tensor, block: Block) -> Tensor:
     """The bias of each row of a block, [B, O], given those of its experts."""
     size = block.rows.stop - block.rows.start
     if bias_DO.device.type != "cpu":
-        # Rows behind the last end have no expert (RowMap.has_rest): those of any will do.
+        # Rows after the last end have no expert (RowMap.has_rest): any expert's bias is valid.
         places_B = torch.arange(size, dtype=torch.int32, device=bias_DO.device)
         expert_B = torch.searchsorted(block.ends_D, places_B, right=True)
         return bias_DO.index_select(0, expert_B.clamp(max=len(bias_DO) - 1))

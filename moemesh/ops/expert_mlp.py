@@ -16,7 +16,7 @@ product of gate and up are kept: it saves the source, h and nothing else of acti
 It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
 operation to the next; only h, the output and the gradient of the copied rows are ever whole.
 
-With `recomputes` not even h is kept: the backward computes it once more, block by block, with the
+With `recomputes` not even h is kept: the backward recomputes it, block by block, with the
 same bits. With more rows than `max_rows` neither, and blocks have at most `max_rows` rows. Both
 happen inside of the Function, so that autograd sees the same graph on every rank: what a backward
 sends, and when, must not depend on how many rows a rank has.
@@ -89,7 +89,7 @@ def expert_mlp_loop(
 
 class DeferredProducts(NamedTuple):
     """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
-    which autograd reaches behind all nodes that were made after it."""
+    which autograd reaches after all nodes that were created later."""
 
     anchor: Tensor
     calls: list[list[WeightGradient]]
@@ -106,8 +106,8 @@ class ExpertOptions(TypedDict, total=False):
 def defer(experts: ExpertWeights) -> DeferredProducts:
     """Defer the weight gradients of all calls that are given the result.
 
-    Made behind the start of a dispatch and before its end, they are computed while the gradients
-    of its tokens are under way. Calls that share one also share the products: chunks of few rows
+    Created between the start and the end of a dispatch, they are computed while the gradients of
+    its tokens are in flight. Calls that share one also share the products: chunks of few rows
     cost no more than all rows at once.
     """
     calls: list[list[WeightGradient]] = []
@@ -182,7 +182,7 @@ class _ExpertMLP(torch.autograd.Function):
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
         # hold as many numbers as were not kept.
         calls = None if is_bounded or deferring() else call.calls
-        # A weight that came from elsewhere has a gradient that must go on from here.
+        # The gradient of a weight that is not a leaf must flow on to its own inputs.
         is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
         trained = [block for block in blocks if experts.trains(block)]
@@ -334,7 +334,7 @@ def expert_mlp(
     rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
     (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `deferred`
     leaves them to the end of several calls (:func:`defer`). More rows than `max_rows` are computed
-    in blocks of at most so many, whose h is computed again in the backward instead of kept; so is
+    in blocks of at most `max_rows`, whose h is recomputed in the backward instead of kept; so is
     any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)

@@ -20,8 +20,8 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 # Legend: B rows grouped by expert, E experts, I inputs, O outputs of a product, P those of the part
 # that an adapter belongs to, R its rank. ``a`` is [E, R, I], ``b`` [E, ..., R] with P in between.
 #
-# An expert's delta is never made: a row costs R (I + P) products forward instead of I P, and twice
-# as many again backward. Whoever uses these brings its own grouped product, rows [B, I] times
+# An expert's delta is never formed: a row costs R (I + P) products forward instead of I P, and
+# twice that backward. The caller passes its own grouped product, rows [B, I] times
 # [E, I, O].
 
 
@@ -87,7 +87,7 @@ class ExpertWeights(NamedTuple):
     """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], biases ``gate_up_bias`` [E, 2, F] and
     ``down_bias`` [E, part of H], which is that from channel `column` on; the form of SwiGLU; and
     the adapters of both weights, with what multiplies their products. ``rest``: the same weights of
-    more experts, which come behind these in the order of rows and have no gradient."""
+    more experts, which follow these in the order of rows and have no gradient."""
 
     gate_up: Tensor
     down: Tensor
@@ -101,7 +101,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The weights that are there, in order: without the biases, or with both; then both
+        """All weights, in order: the two stacks, both biases if the experts have them, both
         factors of every adapter, then the rest."""
         factors = [factor for adapter in self.adapters for factor in adapter[:2]]
         own = (tensor for tensor in self[:4] if isinstance(tensor, Tensor))
@@ -113,7 +113,7 @@ class ExpertWeights(NamedTuple):
         return len(self.gate_up) if self.rest else 0
 
     def of_block(self, block: Block) -> ExpertWeights:
-        """The weights of the experts of one block, all of them before the border or behind it."""
+        """The weights of the experts of one block, which does not cross the border of the rest."""
         start, stop = block.experts.start, block.experts.stop
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         if self.rest and start >= self.border:

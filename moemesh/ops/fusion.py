@@ -37,7 +37,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        # For no row and for one, torch would compile once more, in the middle of a run.
+        # Torch would compile separately for zero rows and for one, in the middle of a run.
         if first.device.type == "cpu" or first.shape[0] < 2:
             return function(*args, **kwargs)
         return compiled(function)(*args, **kwargs)
@@ -47,8 +47,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` compiled at its first call; `function` itself, with one line in the log, where
-    that fails or there is no Triton."""
+    """`function` compiled at its first call; `function` itself, with one line in the log, if the
+    compilation fails or Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         _log.warning("no Triton: %s runs operation by operation", function.__name__)
         return function
@@ -86,8 +86,8 @@ MOST_THREADS = 8
 
 
 def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
-    """Whether numba's code is faster than torch's operations on a CPU tensor that holds as many
-    numbers as `tensors` operands of the function."""
+    """Whether numba's code is faster than torch's operations on a CPU tensor of the size of
+    `tensors` operands of the function together."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)

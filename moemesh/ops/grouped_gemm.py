@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 #: oneDNN, which multiplies numbers of 16 bits on a CPU, builds and keeps a kernel for every number
-#: of rows that it has not met: of an expert another one in each step. Products of as many rows or
-#: more therefore have a multiple of it (docs/results/layer.md).
+#: of rows, and an expert has another number in each step. Products of at least this many rows are
+#: therefore rounded up to a multiple of it (docs/results/layer.md).
 ROWS = 32
 
 
@@ -48,7 +48,7 @@ def grouped_weight_gradient_loop(
 
 def _grouped_gemm_16_bit(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, y_RO: Tensor) -> Tensor:
     """:func:`grouped_gemm_loop` with rows rounded up: those of the next experts, whose own product
-    then overwrites what they gave here; behind the last row a copy with zeros."""
+    then overwrites the extra results; the last rows are padded by a copy with zeros."""
     for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
         stop = start + _rounded(end - start)
         weight_IO = weight_EIO[expert]

@@ -1,7 +1,7 @@
 """Numbers between a device and the host: copies that wait late, or not at all.
 
 A read such as ``tolist()`` makes the host wait until the device has done all that was queued, also
-what was queued behind the number. Here the copy goes to pinned memory at once, and the host waits
+operations queued after the number. Here the copy goes to pinned memory at once, and the host waits
 for it alone, as late as it can: what was queued meanwhile keeps the device busy.
 """
 
@@ -25,7 +25,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def constant(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 numbers that are the same in every step, on `device`; nobody may write them."""
+    """int64 numbers that are the same in every step, on `device`; the result is read-only."""
     make = torch.tensor if device.type == "cpu" else _uploaded
     return make(tuple(numbers), dtype=torch.int64, device=device)
 
@@ -36,7 +36,7 @@ def _uploaded(numbers: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
 
 
 class HostCopy:
-    """A copy of a tensor that is under way to the host; on a CPU the tensor itself."""
+    """A pending copy of a tensor to the host; on a CPU the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -22,8 +22,8 @@ from moemesh.ops.weight_gradient import weight_gradient
 
 
 class SwigluOf(NamedTuple):
-    """The product :func:`swiglu` of `h_TG`, not made yet: :func:`linear` makes it, and makes it
-    again in its backward instead of keeping it."""
+    """The deferred product :func:`swiglu` of `h_TG`: :func:`linear` computes it, and recomputes it
+    in its backward instead of keeping it."""
 
     h_TG: Tensor
     form: SwigluForm = PLAIN
@@ -59,7 +59,7 @@ class Adapted(NamedTuple):
     scale: float
 
 
-#: What an input is multiplied with.
+#: Right factor of :func:`linear`: a weight, or a weight with its adapter.
 Weight = Tensor | Adapted
 
 
@@ -106,8 +106,8 @@ def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """The product with an adapted weight. It keeps the input: the narrow products x a^T are made
-    once more, which costs R / O of the wide one."""
+    """The product with an adapted weight. It keeps the input and recomputes the narrow products
+    x a^T, which costs R / O of the wide one."""
 
     @staticmethod
     def forward(

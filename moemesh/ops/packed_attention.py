@@ -42,7 +42,7 @@ def documents(starts_BS: Tensor | None, batch: int, length: int, device: torch.d
 
 
 def takes_documents(query_BNSD: Tensor, value_BMSD: Tensor) -> bool:
-    """Whether the kernel is there for these; values may be narrower than queries."""
+    """Whether the fused kernel takes these tensors; values may be narrower than queries."""
     has_kernel = query_BNSD.is_cuda and is_fused(query_BNSD, query_BNSD)
     return has_kernel and query_BNSD.numel() > 0 and value_BMSD.shape[-1] <= query_BNSD.shape[-1]
 

@@ -14,7 +14,7 @@ U = TypeVar("U")
 
 @dataclass
 class Started:
-    """An exchange that has started: `place` stands in the autograd graph for what it brings.
+    """A pending exchange: `place` represents its result in the autograd graph.
 
     Its backward may be cut there: until it is waited for, `place` can be replaced by a leaf.
     """

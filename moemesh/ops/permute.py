@@ -1,8 +1,8 @@
 """Copy tokens to rows and sum rows back to tokens: the permutation around the experts.
 
 Legend: N source rows (tokens, or received rows), R rows in expert order, K slots per token,
-H features. A :class:`RowMap` says which source row each row copies; several rows may copy the same
-source row (a token goes to K experts), and some source rows may have none.
+H features. A :class:`RowMap` maps each row to the source row that it copies; several rows may copy
+the same source row (a token goes to K experts), and some source rows may have none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class RowMap:
     """``source_R``: the source row of each row. The inverse as bags: source row n is copied by rows
     ``copies_R[starts_N[n] : starts_N[n + 1]]``.
 
-    `has_rest`: as many bags more, the last ones, hold rows that nobody computes: there are as many
-    rows as there could be, where the host would have to wait for their number. Nobody reads them.
+    `has_rest`: a second set of bags of the same number, at the end, holds padding rows, which are
+    neither computed nor read: the number of rows is its upper bound, so that the host need not wait
+    for the true one.
     """
 
     source_R: Tensor
@@ -163,7 +164,7 @@ def _inverse(order_R: Tensor) -> Tensor:
 
 
 def _multiples(step: int, count: int, device: torch.device) -> Tensor:
-    """0, step, 2 step, ...: `count` numbers that nobody may write."""
+    """0, step, 2 step, ...: `count` numbers, read-only."""
     make = torch.arange if device.type == "cpu" else multiples_on_device
     return make(0, step * count, step, device=device)
 

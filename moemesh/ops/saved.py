@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moemesh.trace.memory_profile import OTHER
 
-# The measurement under way. One for the whole process, as there is one backward at a time.
+# The active measurement: one for the whole process, since one backward runs at a time.
 _active: SavedForBackward | None = None
 
 

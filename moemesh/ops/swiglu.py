@@ -39,7 +39,7 @@ class SwigluForm(NamedTuple):
         return gate_BF * torch.sigmoid(self.alpha * gate_BF) * up_BF
 
     def backward(self, grad_BF: Tensor, h_BG: Tensor) -> tuple[Tensor, Tensor]:
-        """The product once more, and the gradient of h from that of the product."""
+        """The recomputed product, and the gradient of h from that of the product."""
         gate_BF, up_BF = self.clamped(h_BG)
         sigmoid_BF = torch.sigmoid(self.alpha * gate_BF)
         act_BF = gate_BF * sigmoid_BF
@@ -99,7 +99,7 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
 def swiglu_backward(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
+    """The recomputed product, the gradients of h and of the weights; overwrites `grad_BF`."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
             return _plain_backward(grad_BF, h_BG, weights_B)
@@ -124,7 +124,7 @@ def unweighted_swiglu(h_TG: Tensor, form: SwigluForm = PLAIN) -> Tensor:
 def unweighted_swiglu_backward(
     grad_TF: Tensor, h_TG: Tensor, form: SwigluForm = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """The product once more, and the gradient of h; `grad_TF` stays as it is."""
+    """The recomputed product, and the gradient of h; `grad_TF` is not changed."""
     if h_TG.device.type == "cpu" and form == PLAIN:
         grad_TF = grad_TF.clone(memory_format=torch.contiguous_format)
     return swiglu_backward(grad_TF, h_TG, _ones(h_TG), form)[:2]

@@ -59,7 +59,7 @@ class WeightGradientQueue:
         """Compute every pending gradient and hand it to ``accumulate(weight, gradient)``.
 
         The default adds to ``weight.grad``. These gradients bypass autograd's accumulation hooks:
-        whoever reduces gradients passes its own `accumulate`.
+        a reducer of gradients passes its own `accumulate`.
         """
         pending, self._pending = self._pending, []
         pending.reverse()

@@ -157,7 +157,7 @@ def test_a_root_fits_what_a_line_cannot() -> None:
 def test_no_term_is_negative() -> None:
     found = fit("send", 2, SIZES, (1e-3, 5e-4, 1e-4))
     assert found.alpha >= 0 and found.beta >= 0 and min(found.root) >= 0
-    with pytest.raises(UserError, match="as many of each"):
+    with pytest.raises(UserError, match="one time for each size"):
         fit("send", 2, SIZES, (1e-3,))
 
 

@@ -261,7 +261,7 @@ def bad_sizes(mesh: Mesh, name: str, arguments: dict) -> None:
     [
         ("reduce_scatter", {}, "5 rows do not divide evenly over dp"),
         ("reduce_scatter", {"sizes": [1, 1]}, "add up to 2"),
-        ("all_gather", {"sizes": [1, 5]}, "rows, but sizes say"),
+        ("all_gather", {"sizes": [1, 5]}, "rows, but sizes has"),
         ("take_shard", {"sizes": [1, 1]}, "do not cut 5 rows"),
         ("all_to_all", {"input_splits": [1, 4]}, "give both"),
         ("all_to_all", {"input_splits": [1], "output_splits": [1]}, "1 sizes"),
