@@ -65,7 +65,8 @@ def main() -> None:
         words = line.split()[1:]
     else:
         for name in ("stdout", "stderr"):
-            if isinstance(stream := getattr(sys, name), TextIOWrapper):
+            stream = getattr(sys, name)
+            if stream is getattr(sys, f"__{name}__") and isinstance(stream, TextIOWrapper):
                 setattr(sys, name, VisibleText(stream))
     import_verbs(words)
     run(app, "moemesh")

@@ -121,7 +121,7 @@ def data_show(
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
     if not as_json:
         text = samples_text(opened, shown, data.global_batch)
-        typer.echo(text, file=drawn_on(sys.stdout))
+        print(text, file=drawn_on(sys.stdout))
         return
     answer = {
         "num_tokens": opened.num_tokens,

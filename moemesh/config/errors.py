@@ -100,6 +100,7 @@ def _check_plain(name: str, value: object, hint: Any) -> None:
     if words and (isinstance(value, str) or not kinds):
         if value not in words and str not in kinds:
             fix = nearest_choice(str(value), words)
+            fix += "".join(f", or {_PLAIN[one][0]}" for one in kinds if one is not NoneType)
             problem = Problem.of("not-a-choice", name, value, f"{name} cannot be {value!r}", fix)
             raise ConfigError([problem], "in the arguments")
         return

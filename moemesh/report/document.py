@@ -95,7 +95,7 @@ class PageDocument:
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
-            finalize=lambda value: visible(value) if type(value) is str else value,
+            finalize=_visible,
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -104,6 +104,11 @@ class PageDocument:
         return environment.get_template("page.html").render(
             document=self, ground=svg.DARK_GROUND, colours=colours.items()
         )
+
+
+def _visible(value: object) -> object:
+    """A value of the page; texts that are no markup without characters that steer a reader."""
+    return visible(value) if type(value) is str else value
 
 
 def figures(*drawn: tuple[str, str] | tuple[str, str, str]) -> list[Figure]:

@@ -16,7 +16,7 @@ from moemesh.config.limits import one_line, parse_json, parse_toml, visible
 from moemesh.report import svg
 from moemesh.report.watch import Watched
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.watch.lease import RunFolderError, read_claim, read_epoch
+from moemesh.watch.lease import RunFolderError, read_claim
 from tests.test_cli import Invoke, run_guarded
 
 #: A title of the window, a clear screen, C1, a line of another direction, a line separator.
@@ -94,7 +94,7 @@ def test_depth_and_size_are_limited(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 5
     assert parse_toml("a = [" + "0.5, " * 500 + "]")["a"] == [0.5] * 500
     (tmp_path / "lease").write_text(deep)
-    assert read_epoch(tmp_path) is None and read_claim(tmp_path) is None
+    assert read_claim(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["lease", "events.jsonl", "logs/rank-0.err", "checkpoints", "x"])
