@@ -91,10 +91,13 @@ class Session:
             position = int(checkpoint.state["position"])
         elif config.model_path is not None or config.lora.path is not None:
             # Late: most runs need none of it.
-            from moemesh.train.weights.conversion import open_adapters, open_weights
+            from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
 
             if config.model_path is not None:
-                saving.load_weights(open_weights(config, console.say), parallel, optimizer)
+                weights = open_weights(config, console.say)
+                saving.load_weights(weights, parallel, optimizer)
+                if mesh.rank == 0:
+                    keep_source(weights, folder)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
         #: A step, and the place in the data order behind what it and those before have read. Where

@@ -133,11 +133,19 @@ def write_checkpoint(
     weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Write the `weights` of `model`, experts also one by one, as ``folder/step-0``, in `dtype`;
-    buffers are fp32. `state` is that of a run before its first step."""
+    buffers are fp32, or the integers that they are. `state` is that of a run before its first
+    step."""
     shards: list[Shard] = []
+    architecture, stacks = model.architecture, frozenset[str]()
+    if architecture is not None:
+        stacks = frozenset(one.name for one in architecture.parameters if one.is_expert)
     for stack, shape in logical_shapes(model).items():
         kept, names = _kept(stack, dtype), [stack]
-        if (match := _STACK.fullmatch(stack)) is not None:
+        if architecture is not None and stack in architecture.buffers:
+            kept = weights(stack, [range(0) for _ in shape]).dtype
+            kept = torch.float32 if kept.is_floating_point else kept
+        is_stack = architecture is None or stack in stacks
+        if is_stack and (match := _STACK.fullmatch(stack)) is not None:
             names = [f"{match[1]}.{expert}.{match[2]}" for expert in range(shape[0])]
             shape = shape[1:]
         shards += [

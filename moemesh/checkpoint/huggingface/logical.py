@@ -195,6 +195,8 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     have folders of their own."""
     whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
     shapes = {tensor.name: tensor.shape for tensor in whole_model}
+    if config.architecture is not None:
+        return shapes | config.architecture.buffers
     if config.router_selection_bias:
         routers = [name for name in shapes if name.endswith(".router.weight")]
         biases = [f"{name.removesuffix('weight')}selection_bias" for name in routers]

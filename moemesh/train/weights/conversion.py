@@ -72,6 +72,14 @@ def open_weights(
     return weights
 
 
+def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> None:
+    """Record in a run's folder what its export must know of the folder that it starts from."""
+    if not isinstance(weights, HuggingFaceWeights):
+        from moemesh.train.weights.hub_export import keep_record
+
+        keep_record(weights, folder)
+
+
 def open_adapters(config: RunConfig) -> AdapterFolder | None:
     """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
     holds the adapters of the run's model and no others."""
@@ -125,27 +133,44 @@ def convert(
     to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
         given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
-        run = load_run([], given, {}).config
-        write_run(open_weights(run, to_stderr).read, run, out)
+        config = load_run([], given, {}).config
+        opened = open_weights(config, to_stderr)
+        keep_source(opened, write_run(opened.read, config, out))
         return to
+    run: Path | None = None
     if (source / CONFIG).exists():  # of another layout or dtype, or not quantized
         config = load_run([], [f"model.path={source.resolve()}"], {}).config
-        origin, model, dtype = source, config.model, dtype or _dtype_of(source)
-        if dtype not in DTYPES:
-            message = f"{source / CONFIG} names the dtype {dtype}"
-            raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
-        weights = open_weights(config, to_stderr).read
+        origin, weights = source, open_weights(config, to_stderr).read
     else:
-        _, config, checkpoint = _opened(source)
+        run, config, checkpoint = _opened(source)
         origin = like or (Path(config.model_path) if config.model_path else None)
+        weights = checkpoint_weights(checkpoint)
         if origin is not None and not (origin / CONFIG).exists():
             if like is not None:
                 raise refused("--like", str(like), f"{like} holds no {CONFIG}")
             origin = None
-        model, dtype = config.model, dtype or config.train.dtype
-        weights = checkpoint_weights(checkpoint)
+    if config.model.architecture is not None:
+        if expert_layout is not None:
+            message = "experts of a model of transformers are laid out as in the folder it is from"
+            raise refused("--expert-layout", expert_layout, message, "leave it out")
+        from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
+
+        layout = hub_export.open_source(origin, run)
+        trains = config.tuning.trains
+        hub_export.export(
+            weights, layout, out, trains=trains, dtype=dtype, delta=delta, on_file=on_file
+        )
+        return to
+    model = config.model
+    if run is None:
+        dtype = dtype or _dtype_of(source)
+        if dtype not in DTYPES:
+            message = f"{source / CONFIG} names the dtype {dtype}"
+            raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
+    else:
+        dtype = dtype or config.train.dtype
         if config.lora.rank:
-            weights = merged(weights, config.model)
+            weights = merged(weights, model)
         if origin is None:
             model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
@@ -226,6 +251,16 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
         raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
     kind = weight_sources.family_of_run(config)
+    if config.model.architecture is not None:
+        from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
+
+        source_of = hub_export.open_source(base)
+        weights = checkpoint_weights(checkpoint)
+        made, names = hub_export.export_tensors(weights, source_of, config.tuning.trains, dtype)
+        folder = WeightFolder(base)
+        description = Description(kind, dtype or source_of.dtype, fingerprint(folder), str(base))
+        write_delta(out, {name: made[name] for name in made if name in names}, description)
+        return
     logical = logical_tensors(config.model, kind)
     sources = trained_sources(logical, config.tuning.trains)
     whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
@@ -243,8 +278,8 @@ def apply_delta(
     """Write the folder of transformers `source` with the tensors of the delta in `path`: what an
     export of the run that trained them gives. Raises ConfigError for a delta of another base."""
     delta = Delta(path)
-    weights = open_weights(load_run([], [f"model.path={source.resolve()}"], {}).config)
-    found = family_of(read_config(source)), fingerprint(weights.folder)
+    config = load_run([], [f"model.path={source.resolve()}"], {}).config
+    found = weight_sources.family_of_run(config), fingerprint(open_weights(config).folder)
     if found != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
         raise refused("--apply", str(source), message, "the folder that the run started from")
@@ -252,14 +287,15 @@ def apply_delta(
     convert(source, out, "huggingface", dtype=dtype, delta=delta, on_file=on_file)
 
 
-def write_run(weights: Read, config: RunConfig, out: Path) -> None:
+def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
     """Write a run of `config` before its first step: no sample was read, and the optimizer has no
-    state."""
+    state. Returns its folder."""
     folder = RunFolder.open(out, "never")
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
     write_checkpoint(weights, config.model, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+    return folder
 
 
 def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:

@@ -54,6 +54,12 @@ class HubSource(NamedTuple):
     tensors: HubTensors
     folder: WeightFolder | None
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of most tensors."""
+        dtypes = (one.dtype for one in self.tensors.stored.values() if one.dtype in WEIGHT_DTYPES)
+        return Counter(dtypes).most_common(1)[0][0]
+
 
 def open_source(origin: Path | None, run: Path | None = None) -> HubSource:
     """The layout of the folder `origin`, or the one that `run` recorded. Raises ConfigError where
@@ -87,8 +93,7 @@ def export_tensors(
     Raises CheckpointError for tensors that neither the parameters nor `source` can give.
     """
     tensors, stored = source.tensors, source.tensors.stored
-    floats = Counter(one.dtype for one in stored.values() if one.dtype in WEIGHT_DTYPES)
-    usual = max(floats, key=floats.__getitem__, default="")
+    usual = source.dtype
 
     def dtype_of(name: str) -> torch.dtype:
         own = stored[name].dtype
@@ -129,7 +134,7 @@ def export(
     tensors, _ = export_tensors(weights, source, trains, dtype)
     put_delta(tensors, delta)
     config = source.config
-    if dtype is not None:
+    if dtype not in (None, source.dtype):
         values = json.loads(config)
         inner = [part for part in values.values() if isinstance(part, dict) and "dtype" in part]
         for part in (values, *inner):

@@ -132,6 +132,8 @@ def check_adapter_headers(config: RunConfig) -> None:
 
 def family_of_run(config: RunConfig) -> str:
     """The family of a run's model."""
+    if config.model.architecture is not None:
+        return config.model.architecture.model_type
     if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
         return family_of(read_config(Path(config.model_path)))
     from moemesh.config.huggingface.export import family_or_refusal  # late: few runs need it
