@@ -99,7 +99,9 @@ def _not_of_hub(
         if section != "model" or key in broken or name not in ModelConfig.model_fields:
             continue
         default = ModelConfig.model_fields[name].default
-        if name in _BALANCING or leaf.value == values.get(name, default):
+        usual = values.get(name, default)
+        listed = [*usual] if isinstance(usual, tuple) else usual  # as a file has it
+        if name in _BALANCING or leaf.value in (usual, listed):
             continue
         message = f"the code of transformers reads config.json, and {name} is none of its keys"
         fix = f"leave {key} out, or change config.json; {', '.join(sorted(_BALANCING))} count"

@@ -157,7 +157,7 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
     found["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
     stretched = {key for key in found if key.startswith(("rope_beta", "rope_low", "rope_high"))}
     experts = {"experts_per_token", "expert_intermediate_size", "num_experts"}
-    without_effect = {"first_dense_layers", "num_shared_experts"}
+    without_effect = {"first_dense_layers", "num_shared_experts", "implementation"}
     for is_so, keys in (
         (not moe, experts.union(key for key in found if key.startswith("router_"))),
         (len(moe) == model.num_layers, {"intermediate_size"}),
