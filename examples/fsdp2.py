@@ -17,16 +17,15 @@ model = Qwen3MoeForCausalLM(
 )  # fmt: skip
 for layer in model.model.layers:
     layer.mlp = mm.MoELayer.from_transformers(layer.mlp)
-ignored = set(mm.expert_parameters(model).values())
 for part in (*model.model.layers, model):
-    fully_shard(part, ignored_params=ignored)
+    fully_shard(part)
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 tokens = (torch.arange(8 * 16).view(8, 16) + 7 * dist.get_rank()) % 61
 for _ in range(20):
     loss = model(tokens, labels=tokens).loss
     optimizer.zero_grad()
     loss.backward()  # the mean over ranks: gradients="mean", which is the default
-    mm.clip_grad_norm_(model, 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 held = len(model.model.layers[0].mlp.experts.down)
 print(f"rank {dist.get_rank()} holds {held} of 8 experts; loss of the last step {loss:.3f}")

@@ -24,7 +24,7 @@ for _ in range(30):
     loss = (y - x.flip(-1)).square().mean() + aux_loss
     optimizer.zero_grad()
     loss.backward()
-    mm.clip_grad_norm_(model, 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 held = len(model[0].experts.down)
 print(f"rank {dist.get_rank()} holds {held} of 8 experts; loss of the last step {loss:.3f}")

@@ -21,6 +21,7 @@ _HOMES = {
     "clip_grad_norm_": "moemesh.parallel.expert.spread",
     "estimate": "moemesh.api.planning",
     "expert_parameters": "moemesh.parallel.expert.spread",
+    "full_state_dict": "moemesh.parallel.expert.spread",
     "load": "moemesh.api.runs",
     "load_checkpoint": "moemesh.api.checkpoints",
     "parallelize": "moemesh.api.training",

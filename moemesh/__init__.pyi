@@ -14,6 +14,7 @@ from moemesh.config.errors import ConfigError as ConfigError
 from moemesh.parallel.expert.layer import MoELayer as MoELayer
 from moemesh.parallel.expert.spread import clip_grad_norm_ as clip_grad_norm_
 from moemesh.parallel.expert.spread import expert_parameters as expert_parameters
+from moemesh.parallel.expert.spread import full_state_dict as full_state_dict
 from moemesh.planner.stages.partition import partition as partition
 from moemesh.schedule.simulate import simulate as simulate
 from moemesh.trace.run import Run as Run

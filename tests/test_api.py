@@ -35,6 +35,7 @@ NAMES = [
     "clip_grad_norm_",
     "estimate",
     "expert_parameters",
+    "full_state_dict",
     "load",
     "load_checkpoint",
     "parallelize",
@@ -59,7 +60,8 @@ def test_the_names_are_frozen() -> None:
 
 def test_a_wrong_keyword_is_answered_by_the_nearest_one() -> None:
     functions: Any = {name: getattr(mm, name) for name in NAMES if name.islower()}
-    del functions["schedules"], functions["expert_parameters"]  # a module; no keyword to miss
+    for name in ("schedules", "expert_parameters", "full_state_dict"):
+        del functions[name]  # a module; no keyword to miss
     for name, function in functions.items():
         with pytest.raises(TypeError, match=rf"{name}\(\) has no argument 'qqqq': it takes \w+, "):
             function(qqqq=3)
@@ -316,7 +318,7 @@ def train_net(rank: int, folder: str, ranks_of_experts: int, sharded: bool) -> A
     mesh = init_device_mesh("cpu", (ranks // ranks_of_experts, ranks_of_experts))
     model = Net(mesh)
     if sharded:
-        fully_shard(model, ignored_params=set(mm.expert_parameters(model).values()))
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model(torch.ones(3, 6)).sum().backward()
     for name, parameter in model.named_parameters():
@@ -325,8 +327,7 @@ def train_net(rank: int, folder: str, ranks_of_experts: int, sharded: bool) -> A
     model.moe.sync_expert_gradients()
     optimizer.step()
     mm.save_checkpoint(folder, {"model": model, "optimizer": optimizer, "at": [1, "x", None]})
-    state = model.state_dict()
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+    return mm.full_state_dict(model)
 
 
 def load_net(rank: int, folder: str) -> Any:
@@ -339,7 +340,7 @@ def load_net(rank: int, folder: str) -> Any:
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     moments = optimizer.state[model.moe.experts.down]
     assert moments["exp_avg"].shape == model.moe.experts.down.shape and moments["step"] == 1
-    return model.state_dict(), moments["exp_avg"]
+    return mm.full_state_dict(model), moments["exp_avg"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.errors import public
-from moemesh.parallel.expert.spread import sharded_state_dicts
 
 
 @public
@@ -200,7 +199,7 @@ class _ProgramState:
 
     def _name_parameters(self, path: str, node: Any) -> None:
         if isinstance(node, (nn.Module, ParallelModel)):
-            parts = _state_dict(node)
+            parts = dict(node.state_dict())
             every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
             for name, parameter in node.named_parameters(**every):
                 part = store.shard_of(name, parts.get(name, parameter))
@@ -208,7 +207,7 @@ class _ProgramState:
 
     def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
         if isinstance(node, (nn.Module, ParallelModel)):
-            return _state_dict(node)
+            return dict(node.state_dict())
         if not isinstance(node, torch.optim.Optimizer):
             return node
         state: dict[str, dict[str, Any]] = {}
@@ -261,11 +260,6 @@ class _ProgramState:
                 }
         found = {number: own for number, own in state.items() if own}
         optimizer.load_state_dict({"state": found, "param_groups": groups})
-
-
-def _state_dict(module: nn.Module | ParallelModel) -> dict[str, Any]:
-    with sharded_state_dicts():
-        return dict(module.state_dict())
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

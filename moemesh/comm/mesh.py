@@ -7,10 +7,12 @@ axis over all ranks has the group that the mesh was made of, and an axis of size
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -191,6 +193,7 @@ class Mesh(Shown):
                         groups[ranks] = made if is_member else None
 
         make_groups(groups, AXES)
+        _wait_at_exit()
         host_groups = None
         if whole.size > 1 and whole.backend != "gloo":
             host_groups = {}
@@ -260,6 +263,14 @@ def new_group(
         )
     finally:
         world.bound_device_id = device
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Release the GIL for a moment before the interpreter ends: a thread of a process group may
+    hold the last reference to a tensor of Python, and needs the GIL to drop it. If the interpreter
+    ends first, that thread is unwound, which C++ answers with an abort of the process."""
+    atexit.register(time.sleep, 0.1)
 
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:

@@ -18,7 +18,12 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.layer import MoELayer, RoutingOptions
-from moemesh.parallel.expert.spread import LayerError, clip_grad_norm_, expert_parameters
+from moemesh.parallel.expert.spread import (
+    LayerError,
+    clip_grad_norm_,
+    expert_parameters,
+    full_state_dict,
+)
 from tests.ranks import run_on_ranks
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, STEPS, RANKS = 8, 12, 8, 2, 2, 4
@@ -97,8 +102,8 @@ def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, A
         called = DistributedDataParallel(model)
     if way == "fsdp2":
         # A block of its own and the root, as programs do.
-        fully_shard(model.moe, ignored_params=set(expert_parameters(model).values()))
-        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+        fully_shard(model.moe)
+        fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.2)
     losses = []
     num_numbers = sum(sizes) * 5 * HIDDEN
@@ -121,11 +126,7 @@ def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, A
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / (1 if is_sum else RANKS))
-    state = {
-        key: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for key, value in model.state_dict().items()
-    }
-    return {key: value.detach().clone() for key, value in state.items()}, losses
+    return full_state_dict(model), losses
 
 
 WAYS = [
@@ -154,7 +155,7 @@ def test_training_equals_one_device(
 
 def share_state(rank: int, state: dict[str, Tensor]) -> Any:
     """Draw, load, copy and call a layer over all ranks; both ends of a state dict."""
-    drawn = build().state_dict()
+    drawn = full_state_dict(build())
     torch.manual_seed(rank)  # what is loaded replaces different routers
     model = build()
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
@@ -170,7 +171,7 @@ def share_state(rank: int, state: dict[str, Tensor]) -> Any:
         model.load_state_dict(state | {"moe.experts.down": state["moe.experts.down"][:2]})
     with pytest.raises(RuntimeError, match=r"Missing key.*moe\.experts\.down"):
         model.load_state_dict({k: v for k, v in state.items() if k != "moe.experts.down"})
-    return drawn, model.state_dict(), first
+    return drawn, full_state_dict(model), first
 
 
 def test_state_dicts_hold_all_experts_by_global_id() -> None:
@@ -317,8 +318,6 @@ def mistakes(rank: int) -> None:
     model = build()
     with pytest.raises(LayerError, match="DDP has overwritten"):
         DistributedDataParallel(model)(tokens_of(0, rank))
-    with pytest.raises(LayerError, match="fully_shard would mix the experts of ranks"):
-        fully_shard(build())
     torch.manual_seed(rank)
     layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
     with pytest.raises(LayerError, match="ranks 0 and 1 of the group have different router"):

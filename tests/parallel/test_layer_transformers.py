@@ -107,6 +107,35 @@ def test_a_model_with_layers_in_place_of_its_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_blocks_are_replaced_and_put_back_at_any_time(kind: str, has_run: bool) -> None:
+    """transformers installs what collects the logits of routers once, at a first forward."""
+    model = make(kind, output_router_logits=True, router_aux_loss_coef=0.1)
+    twin = copy.deepcopy(model)
+    expected = twin(TOKENS, labels=TOKENS, output_router_logits=True)
+    expected.loss.backward()
+    if has_run:
+        model(TOKENS, output_router_logits=True)
+    blocks = [getattr(holder, name) for holder, name in holders(model)]
+    places = holders(model)
+    for put_back in (False, True):
+        for (holder, name), block in zip(places, blocks, strict=True):
+            made = block if put_back else MoELayer.from_transformers(block)
+            setattr(holder, name, made)
+        found = model(TOKENS, labels=TOKENS, output_router_logits=True)
+        assert_near(found.loss, expected.loss)
+        if expected.aux_loss is not None:
+            assert_near(found.aux_loss, expected.aux_loss)
+        assert len(found.router_logits) == len(blocks)
+        for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
+            assert_near(ours.view_as(theirs), theirs)
+        model.zero_grad()
+        found.loss.backward()
+        gradients = (one.model.embed_tokens.weight.grad for one in (model, twin))
+        assert_near(*gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_save_pretrained_writes_what_transformers_reads(kind: str, tmp_path: Path) -> None:
     """Files and all, those of the model with its own blocks."""
     model = make(kind)

@@ -17,6 +17,8 @@ import hashlib
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import FrameType
 from typing import Any, Literal, TypedDict, Unpack, get_args
 from weakref import WeakValueDictionary
 
@@ -25,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
-from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.mesh import Axis, Mesh, local_part
 from moemesh.config import experts as keys
 from moemesh.config.errors import check_kind, public
 from moemesh.config.layout import Layout
@@ -55,6 +58,7 @@ from moemesh.parallel.expert.spread import (
     SpreadExperts,
     copy_sharing,
     expert_parameters,
+    full_state_dict,
 )
 from moemesh.parallel.tensor import ShardedTokens
 from moemesh.sharding.dispatchers import rows_at_once
@@ -211,16 +215,24 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
+def _caller(function: str, module: str) -> FrameType | None:
+    """The frame of a function of transformers that is being run."""
+    frame = inspect.currentframe()
+    while frame and (frame.f_code.co_name != function or frame.f_globals.get("__name__") != module):
+        frame = frame.f_back
+    return frame
+
+
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
     """A hook of the state dict: in `save_pretrained` the names and tensors are those of the block,
-    which transformers reads. Nothing else says for whom the state of a whole model is."""
-    frame = inspect.currentframe()
-    while frame and (
-        frame.f_code.co_name != "save_pretrained"
-        or frame.f_globals.get("__name__") != "transformers.modeling_utils"
-    ):
-        frame = frame.f_back
-    if frame and layer.origin:
+    which transformers reads. Only the caller shows what the state of a whole model is for."""
+    if layer.origin and _caller("save_pretrained", "transformers.modeling_utils"):
+        if layer.ranks.size > 1:
+            raise LayerError(
+                "save_pretrained is called by one rank, which has the experts of one rank: before "
+                "it, put the blocks back on all ranks, "
+                "block.load_state_dict(layer.to_transformers())"
+            )
         own = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
         stored = layer.origin.stored({name[len(prefix) :]: one for name, one in own.items()})
         state.update({prefix + name: one for name, one in stored.items()})
@@ -243,8 +255,8 @@ class MoELayer(nn.Module):
     `gradients`: "mean" where the gradients of the other parameters are averaged over all ranks, as
     DDP and FSDP2 do; "sum" where they are added up (the loss is divided by global counts). The
     gradients of the experts are then right without a reduction over the group: keep them out of
-    DDP and FSDP2 with :func:`expert_parameters`. Replicas (the first dimension of a DeviceMesh of
-    two) still have to be reduced: :meth:`sync_expert_gradients` after each backward.
+    DDP with :func:`expert_parameters`; FSDP2 passes over them. Replicas (the first dimension of a
+    DeviceMesh of two) still have to be reduced: :meth:`sync_expert_gradients` after each backward.
 
     The scopes of the auxiliary losses: "sequence" (the last dim but one of x; the mean over this
     rank's sequences), "microbatch" (all tokens of this call) and "global" (those of all ranks of
@@ -311,7 +323,7 @@ class MoELayer(nn.Module):
             combine=combine,
             dispatch_chunks=dispatch_chunks,
         )
-        with torch.device("cpu" if device is None else device):
+        with nullcontext() if device is None else torch.device(device):
             block = LayerBlock(self.config, gradients, size)
             if size > 1:
                 block.experts = SpreadExperts(self.config, self.ranks)
@@ -392,7 +404,7 @@ class MoELayer(nn.Module):
         for :meth:`state_dict`. Raises LayerError for a layer that was made of none."""
         if self.origin is None:
             raise LayerError("the layer was not made by MoELayer.from_transformers")
-        return self.origin.stored(self.state_dict())
+        return self.origin.stored(full_state_dict(self))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -406,14 +418,18 @@ class MoELayer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.device.type == "meta":
                 continue
-            shape, parts = list(parameter.shape), [range(size) for size in parameter.shape]
+            local, offset = parameter, (0,) * parameter.ndim
+            if isinstance(parameter, DTensor):  # sharded by FSDP2
+                local, offset = local_part(parameter)
+            shape = list(parameter.shape)
+            parts = [range(at, at + size) for at, size in zip(offset, local.shape, strict=True)]
             if name in spread:
                 shape[0], parts[0] = self.config.num_experts, self.experts.held
             if len(shape) == 1 or name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.copy_(normal_slice(seed, name, tuple(shape), parts))
-                parameter *= self.config.init_std
+                local.zero_()
+            elif local.numel():
+                local.copy_(normal_slice(seed, name, tuple(shape), parts))
+                local *= self.config.init_std
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -424,6 +440,12 @@ class MoELayer(nn.Module):
         weights are cast to its dtype. The router computes in fp32 (fp64). y has the dtype of the
         computation. Raises LayerError for another width or dtype.
         """
+        if torch.compiler.is_compiling():
+            # Rows of an expert and messages are data: a graph cannot hold them.
+            return torch.compiler.disable(self._forward)(x, valid)
+        return self._forward(x, valid)
+
+    def _forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Auxiliary]:
         dtype = self._checked_dtype(x, valid)
         if self._connection is None:
             self._connect(x, dtype)
@@ -431,12 +453,14 @@ class MoELayer(nn.Module):
             # A backward runs on all ranks or on none, whatever the inputs of this one.
             x = x.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
         num_tokens = max(self._num_tokens, math.prod(x.shape[:-1]))
-        self.experts.max_rows = rows_at_once(
+        self._block[0].experts.max_rows = rows_at_once(
             num_tokens, self.config.experts_per_token, self.plan.etp
         )
+        if isinstance(self.experts, SpreadExperts):
+            self.experts.mark_gradients()
         with torch.autocast(x.device.type, enabled=False):
             x_TH = x.reshape(-1, x.shape[-1]).to(dtype)
-            parameters: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = dict(self.named_buffers())
             for name, parameter in self.named_parameters():
                 wanted, prepared = dtype, parameter
                 if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
@@ -445,9 +469,9 @@ class MoELayer(nn.Module):
                     )
                 if name.startswith("router."):
                     wanted = torch.promote_types(parameter.dtype, torch.float32)
-                parameters[name] = prepared.to(wanted)
+                tensors[name] = prepared.to(wanted)
             y_TH, auxiliary = functional_call(
-                self._block[0], parameters, (x_TH, self._context(x, valid))
+                self._block[0], tensors, (x_TH, self._context(x, valid))
             )
         return y_TH.view(x.shape), auxiliary
 
@@ -483,6 +507,11 @@ class MoELayer(nn.Module):
         """The dtype of the computation."""
         hidden, own = self.config.hidden_size, self.experts.gate_up
         check_kind("x", x, Tensor)
+        if sharded := [name for name, one in self.named_parameters() if isinstance(one, DTensor)]:
+            raise LayerError(
+                f"{sharded[0]} is sharded in the forward of the layer: call fully_shard on the "
+                "layer or on a module around it, not on a part of it"
+            )
         if valid is not None:
             check_kind("valid", valid, Tensor)
         if x.ndim < 1 or x.shape[-1] != hidden:
@@ -542,6 +571,14 @@ class MoELayer(nn.Module):
                     "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
                     "list(moemesh.expert_parameters(model))"
                 )
+        trainer = _caller("training_step", "transformers.trainer")
+        strategy = trainer.f_locals["self"].args.save_strategy.value if trainer else "no"
+        if self.ranks.size > 1 and strategy != "no":
+            raise LayerError(
+                f'save_strategy = "{strategy}" saves the weights of one rank, which has the '
+                'experts of one rank: TrainingArguments(save_strategy="no"), and after the '
+                "training block.load_state_dict(layer.to_transformers()) on all ranks"
+            )
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.
@@ -577,6 +614,14 @@ class MoELayer(nn.Module):
         if self._connection and self._connection.mesh.device != self.experts.gate_up.device:
             self._connection = None
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.ranks.size > 1:
+            raise LayerError(
+                f"a layer over {self.ranks.size} ranks cannot be pickled: it holds a process "
+                "group. Save mm.full_state_dict(model), which all ranks call"
+            )
+        return self.__dict__.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A copy with parameters of its own, over the same group."""

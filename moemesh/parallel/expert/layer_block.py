@@ -49,7 +49,7 @@ class TransformersBlock:
         layer = next(filter(self.config.is_moe_layer, range(self.config.num_layers)))
         names = names_of(kind, fused=True)
         ours, theirs = f"layers.{layer}.feed_forward.", f"model.layers.{layer}.{names.block}."
-        self.returns_pair, self.router = names.returns_pair, type(block.get_submodule(names.router))
+        self.returns_pair, self.router = names.returns_pair, block.get_submodule(names.router)
         self.tensors = {
             name.removeprefix(ours): tensor._replace(
                 pieces=[p._replace(source=p.source.removeprefix(theirs)) for p in tensor.pieces]
@@ -87,11 +87,16 @@ class TransformersBlock:
     def recorder(self) -> nn.Module:
         """A module that gets the logits [T, E] of each forward. It is of the family's class of
         routers, by whose results transformers finds those that ``output_router_logits`` asks for.
+        Its hooks are those of the block's router: transformers adds hooks once, at the first
+        forward of a model, whichever of the two is in the model by then.
         """
-        found = self.router.__new__(self.router)
-        nn.Module.__init__(found)
-        found.forward = _alone
-        return found
+        kind = type(self.router)
+        recorder = kind.__new__(kind)
+        nn.Module.__init__(recorder)
+        for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs"):
+            setattr(recorder, hooks, getattr(self.router, hooks))
+        recorder.forward = _alone
+        return recorder
 
     def finish(self, layer: nn.Module, inputs: object, outputs: tuple[Tensor, Any]) -> Any:
         """A hook of the layer's forward: its result becomes that of the block."""
@@ -148,7 +153,7 @@ class LayerBlock(MoE):
             scale = 1 / max(context.num_sequences, 1)
         else:
             routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
-            scale = 1 / routed_B.sum().clamp(min=1)
+            scale = routed_B.sum().clamp(min=1).to(routing.logits_TE.dtype).reciprocal()
         balance_loss, z_loss = (
             auxiliary_loss(
                 routing, self.config.model_copy(update={other: 0.0}), context, self.tokens

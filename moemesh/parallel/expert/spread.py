@@ -1,36 +1,33 @@
-"""Experts spread over the ranks of a group: each rank holds others, a state dict holds all.
+"""Experts spread over the ranks of a group: a rank holds L of the E experts.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| state_dict | L own experts | E experts, by global id | all_gather | none |
-| load_state_dict | E experts, by global id | L own experts | none | none |
+| state_dict | L experts of the rank | DTensors of E experts, by global id | none | none |
+| full_state_dict | the same | tensors of E experts | all_gather | none |
+| load_state_dict | E experts, by global id | L experts of the rank | none | none |
 | sync_gradients | partial over replicas | the whole | none | all_reduce over replicas |
-| clip_grad_norm_ | own squares | the norm of all ranks | none | all_reduce |
+| norm of a gradient | L norms | the norm of E experts | none | all_gather |
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
-from moemesh.comm.mesh import Axis
+from moemesh.comm.mesh import Axis, local_part
 from moemesh.config.errors import UserError, check_kind, check_limit, public
 from moemesh.config.model import ModelConfig
 from moemesh.model.experts import Experts
 from moemesh.model.moe import swiglu_form
-
-#: Whether state dicts hold this rank's experts as DTensors; see :func:`sharded_state_dicts`.
-_SHARDED = ContextVar("_SHARDED", default=False)
 
 
 class LayerError(UserError):
@@ -40,8 +37,8 @@ class LayerError(UserError):
 class SpreadExperts(Experts):
     """``num_experts / ranks.size`` consecutive experts of a layer, in rank order.
 
-    DDP and FSDP2, which take parameters for equal on all ranks, must leave them alone: see
-    :func:`expert_parameters`. Raises LayerError where FSDP2 shards them.
+    FSDP passes over them; DDP, which broadcasts the parameters of rank 0, has to be given their
+    names: :func:`expert_parameters`.
     """
 
     def __init__(self, config: ModelConfig, ranks: Axis) -> None:
@@ -53,14 +50,24 @@ class SpreadExperts(Experts):
             form=swiglu_form(config),
         )
         self.ranks, self.num_experts = ranks, config.num_experts
-        self.register_state_dict_post_hook(_gather)
+        self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
+        # FSDP passes over modules that torch's composable `replicate` manages.
+        setattr(self, REGISTRY_KEY, {"replicate": None})
 
     @property
     def held(self) -> range:
         """Global ids of this rank's experts."""
         first = self.ranks.index * len(self.down)
         return range(first, first + len(self.down))
+
+    def mark_gradients(self) -> None:
+        """Make every gradient a :class:`SpreadGradient`, when a backward has computed it."""
+        for parameter in self.parameters():
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            is_marked = any(isinstance(hook, _Mark) for hook in hooks)
+            if parameter.requires_grad and parameter.is_leaf and not is_marked:
+                parameter.register_post_accumulate_grad_hook(_Mark(self.ranks))
 
     @torch.no_grad()
     def sync_gradients(self, replicas: Axis, mean: bool) -> None:
@@ -69,18 +76,9 @@ class SpreadExperts(Experts):
             if parameter.requires_grad and replicas.size > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                    _Mark(self.ranks)(parameter)
                 all_reduce_(parameter.grad, replicas, caller="moe.sync", phase="backward")
                 parameter.grad /= replicas.size if mean else 1
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(value, "device_mesh"):  # a DTensor: FSDP2 shards the parameter
-            others = set(value.device_mesh.mesh.flatten().tolist()) & set(self.ranks.ranks)
-            if len(others) > 1:
-                raise LayerError(
-                    f"fully_shard would mix the experts of ranks {sorted(others)}: each holds its "
-                    "own. Give it ignored_params=set(moemesh.expert_parameters(model).values())"
-                )
-        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadExperts:
         return copy_sharing(self, memo, self.ranks)
@@ -96,11 +94,10 @@ def copy_sharing(module: Any, memo: dict[int, Any], *shared: object) -> Any:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter of the experts of `model` that are spread over ranks: those that DDP and
-    FSDP2 must leave alone::
+    """Name -> parameter of the experts of `model` that are spread over ranks. DDP must leave them
+    alone::
 
         model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
-        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
     """
     check_kind("model", model, nn.Module)
     return {
@@ -111,67 +108,132 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-@public
-@torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of `model` to one norm of all its parameters on all ranks; returns it.
+_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
 
-    For models with :class:`MoELayer` in place of torch's function, by which each rank would see its
-    own experts alone, and clip parameters that all share by a factor of its own. All ranks call.
+
+class SpreadGradient(Tensor):
+    """A gradient of the experts of this rank, whose norm is that of the experts of all ranks.
+
+    Every rank of the group therefore takes it at the same point, as with
+    `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one has a gradient
+    that is not finite. Results of the same shape (``clone``, ``float``, ``grad / 2``) are of this
+    class as well. So are norms, without `ranks`: `torch.stack` accepts them beside DTensors.
     """
+
+    ranks: Axis | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, ranks: Axis | None) -> SpreadGradient:
+        gradient = tensor.as_subclass(cls)
+        gradient.ranks = ranks
+        return gradient
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        places = [at for at, one in enumerate(tensors) if getattr(one, "ranks", None) is not None]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.stack:
+                whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+                return func(whole, *args[1:], **kwargs)
+            if func is torch._foreach_norm:  # DTensors may be among them
+                results = [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in tensors]
+                for at in places:
+                    results[at] = _norm_of_all(results[at], tensors[at].ranks, args, kwargs)
+                return results
+            result = func(*args, **kwargs)
+            if not places:
+                return result
+            ranks, shape = tensors[places[0]].ranks, tensors[places[0]].shape
+            if func in _NORMS and result.ndim == 0:
+                return _norm_of_all(result, ranks, args, kwargs)
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                all_reduce_(args[1], ranks, caller="moe.scaler", phase="backward")
+                args[1].clamp_(max=1)
+            is_plain = type(result) is Tensor and result.is_floating_point()
+            return cls.of(result, ranks) if is_plain and result.shape == shape else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _norm_of_all(
+    norm: Tensor, ranks: Axis, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """The norm over all ranks, equal to the bit on each, from the norm of this rank."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    norms = transfers.all_gather(norm.view(1), ranks, phase="backward", caller="moe.norm")
+    whole = torch.linalg.vector_norm(norms, 2 if order in (None, "fro") else order)
+    return SpreadGradient.of(whole, None)
+
+
+class _Mark(NamedTuple):
+    """A hook of a parameter, after its gradient has been accumulated."""
+
+    ranks: Axis
+
+    def __call__(self, parameter: Tensor) -> None:
+        if type(parameter.grad) is Tensor:
+            parameter.grad = SpreadGradient.of(parameter.grad, self.ranks)
+
+
+@public
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of all parameters of `model`; returns the norm. All ranks
+    call it."""
     check_limit("max_norm", max_norm)
-    spread = {id(p.grad) for p in expert_parameters(model).values() if p.grad is not None}
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    for is_sharded in (False, True):  # by FSDP2, as DTensors
-        shared = [
-            gradient
-            for gradient in gradients
-            if id(gradient) not in spread and hasattr(gradient, "full_tensor") == is_sharded
-        ]
-        norm = torch.nn.utils.get_total_norm(shared)
-        total += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).double().square()
-    own: dict[tuple[int, ...], tuple[Axis, Tensor]] = {}
-    for experts in (one for one in model.modules() if isinstance(one, SpreadExperts)):
-        _, square = own.setdefault(experts.ranks.ranks, (experts.ranks, torch.zeros_like(total)))
-        for parameter in experts.parameters():
-            if parameter.grad is not None:
-                square += parameter.grad.double().square().sum()
-    for ranks, square in own.values():
-        all_reduce_(square, ranks, caller="moe.clip", phase="backward")
-        total += square
-    norm = total.sqrt()
-    factor = min(1.0, max_norm / (norm.item() + 1e-6))
-    for gradient in gradients:
-        gradient *= factor
-    return norm
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-@contextmanager
-def sharded_state_dicts() -> Iterator[None]:
-    """Inside, a `state_dict` sends nothing: experts are DTensors of global shape, each rank's part
-    its own memory, as sharded checkpoints want them."""
-    token = _SHARDED.set(True)
-    try:
-        yield
-    finally:
-        _SHARDED.reset(token)
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of `model` with the experts of all ranks, and tensors in place of DTensors, as
+    one process would have it. All ranks call it; then one of them may save."""
+    check_kind("model", model, nn.Module)
+    state = model.state_dict()
+    return {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in state.items()}
 
 
-@torch.no_grad()
-def _gather(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Experts of all ranks, by global id, in place of this rank's."""
+class ExpertShare(DTensor):
+    """An entry of a state dict: experts of all ranks, of which this rank holds its own.
+
+    `torch.distributed.checkpoint` and :func:`moemesh.save_checkpoint` write those of all ranks.
+    A file of one rank would lack the experts of the others: serialization raises LayerError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if type(result) is DTensor and result.placements == (Shard(0),):
+            result.__class__ = cls
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def refuse(self, *args: Any) -> Any:
+        local, offset = local_part(self)
+        raise LayerError(
+            f"this state dict holds experts {offset[0]} to {offset[0] + len(local) - 1} of "
+            f"{len(self)}: save mm.full_state_dict(model), which all ranks call, or use "
+            "torch.distributed.checkpoint or mm.save_checkpoint"
+        )
+
+    __reduce_ex__ = storage = untyped_storage = data_ptr = numpy = refuse
+
+
+def _share(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Entries of global shape, each rank's part its parameter's memory."""
     assert isinstance(experts, SpreadExperts) and experts.ranks.group is not None
-    for name, _ in experts.named_parameters():
-        own = state[prefix + name].detach()
-        if _SHARDED.get():
-            mesh = DeviceMesh.from_group(experts.ranks.group, own.device.type)
-            found = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-        else:
-            found = transfers.all_gather(
-                own, experts.ranks, phase="control", caller="moe.state_dict"
-            )
-        state[prefix + name] = found
+    mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
+    for name, parameter in experts.named_parameters():
+        share = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        share.__class__ = ExpertShare
+        state[prefix + name] = share
 
 
 def _take_own(
@@ -190,6 +252,12 @@ def _take_own(
         given = state.get(prefix + name)
         if given is None:
             continue
+        if isinstance(given, DTensor):
+            local, (first, *_) = local_part(given)
+            if first == experts.held.start and local.shape == own.shape:
+                state[prefix + name] = local
+                continue
+            given = given.full_tensor()
         expected = [experts.num_experts, *own.shape[1:]]
         if list(given.shape) != expected:
             errors.append(

@@ -1,0 +1,320 @@
+"""MoELayer in programs as people write them: torch's clipping, scaling, saving and compiling."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from moemesh.parallel.expert.layer import MoELayer
+from moemesh.parallel.expert.spread import (
+    LayerError,
+    clip_grad_norm_,
+    expert_parameters,
+    full_state_dict,
+)
+from tests.parallel.test_layer import HIDDEN, Net, build, tokens_of
+from tests.ranks import run_on_ranks
+
+RANKS, STEPS, CLIP = 2, 8, 0.05
+
+
+def wrapped(model: Net, way: str) -> nn.Module:
+    if way.startswith("ddp"):
+        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
+        finds = {"find_unused_parameters": True} if way == "ddp unused" else {}
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, **finds)
+    shape, names = ((2, 1), ("replicas", "shards")) if way == "hsdp" else ((2,), ("shards",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in (model.moe, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def clipped(model: nn.Module, clip: str) -> float:
+    if clip == "accelerate":
+        from accelerate import Accelerator
+
+        norm = Accelerator(cpu=True).clip_grad_norm_(model.parameters(), CLIP)
+        assert norm is not None
+    elif clip == "by hand":
+        norms = [parameter.grad.norm() for parameter in model.parameters()]  # type: ignore[union-attr]
+        norm = torch.stack(norms).norm()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= (CLIP / (norm + 1e-6)).clamp(max=1)
+    elif clip == "moemesh":
+        norm = clip_grad_norm_(model, CLIP)
+    else:
+        order = float(clip)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, order)
+    return norm.item()
+
+
+def train(rank: int, way: str, clip: str) -> Any:
+    model = build()
+    called = wrapped(model, way)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
+    norms = []
+    for step in range(STEPS):
+        for part in range(2):  # accumulated over two microbatches
+            x = tokens_of(2 * step + part, rank)
+            if way == "ddp" and part == 0:
+                with called.no_sync():  # type: ignore[operator]
+                    y, aux = called(x)
+                    ((y.square().mean() + aux) / 2).backward()
+            else:
+                y, aux = called(x)
+                ((y.square().mean() + aux) / 2).backward()
+        norms.append(clipped(model, clip))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return full_state_dict(model), norms
+
+
+def one_device(clip: str) -> Any:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
+    norms = []
+    for step in range(STEPS):
+        for part in range(2):
+            y, aux = model(torch.cat([tokens_of(2 * step + part, rank) for rank in range(RANKS)]))
+            ((y.square().mean() + aux) / 2).backward()
+        order = float(clip) if clip[0].isdigit() or clip == "inf" else 2.0
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP, order).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+@pytest.mark.parametrize(
+    ("way", "clip"),
+    [
+        ("ddp", "2"),
+        ("ddp", "inf"),
+        ("ddp unused", "by hand"),
+        ("fsdp2", "2"),
+        ("fsdp2", "moemesh"),
+        ("hsdp", "1"),
+        ("hsdp", "accelerate"),
+    ],
+)
+def test_clipping_equals_one_device_and_the_ranks_stay_equal(way: str, clip: str) -> None:
+    expected, norms = one_device(clip)
+    assert norms[0] > CLIP
+    results = run_on_ranks(RANKS, train, way, clip)
+    for state, own_norms in results:
+        assert own_norms == pytest.approx(norms, rel=1e-10) and own_norms == results[0][1]
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            assert torch.equal(state[name], results[0][0][name]), name
+
+
+def scale(rank: int) -> Any:
+    """One rank's experts alone have a gradient that is not finite: no rank takes the step."""
+    model = build()
+    model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
+    called = DistributedDataParallel(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.2), torch.amp.GradScaler("cpu")
+    weights = []
+    for step in range(3):
+        y, aux = called(tokens_of(step, rank))
+        optimizer.zero_grad()
+        scaler.scale(y.square().mean() + aux).backward()
+        if step == 1 and rank == 1:
+            gradient = model.moe.experts.down.grad
+            assert gradient is not None
+            gradient[0, 0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(model.inner.weight.detach().clone())
+    return weights, scaler.get_scale()
+
+
+def test_a_scaler_skips_a_step_on_all_ranks() -> None:
+    (first, scale_of_first), (second, scale_of_second) = run_on_ranks(RANKS, scale)
+    assert all(map(torch.equal, first, second)) and scale_of_first == scale_of_second
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+
+
+def states(rank: int, folder: str) -> None:
+    model = build()
+    whole = full_state_dict(model)
+    assert all(type(value) is Tensor for value in whole.values())
+    if rank == 0:  # nothing waits for the other rank
+        state = model.state_dict()
+        moved = {name: value.clone().float().cpu() for name, value in state.items()}
+        for unfit in (state, moved, copy.deepcopy(state)):
+            with pytest.raises(LayerError, match=r"holds experts 0 to 3 of 8: save mm\.full_state"):
+                torch.save(unfit, io.BytesIO())
+        with pytest.raises(LayerError, match=r"holds experts 0 to 3 of 8"):
+            from safetensors.torch import save_file
+
+            save_file(state, f"{folder}/model.safetensors")
+        with pytest.raises(LayerError, match="over 2 ranks cannot be pickled"):
+            torch.save(model, io.BytesIO())
+        torch.save(whole, f"{folder}/whole.pt")
+    dist.barrier()
+    other = Net()
+    other.load_state_dict(torch.load(f"{folder}/whole.pt"))
+    assert all(map(torch.equal, full_state_dict(other).values(), whole.values()))
+    # A state dict goes back without a message, and torch's own functions read it.
+    other = Net()
+    if rank == 0:
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other.moe.experts.down, model.moe.experts.down)
+    options = StateDictOptions(full_state_dict=True)
+    for name, value in get_model_state_dict(model, options=options).items():
+        assert torch.equal(value, whole[name]), name
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    other = Net()
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    other.load_state_dict(state["model"])
+    assert all(map(torch.equal, full_state_dict(other).values(), whole.values()))
+
+
+def test_states_are_complete_or_refused(tmp_path: Path) -> None:
+    run_on_ranks(RANKS, states, str(tmp_path))
+    # One process reads the shares of both ranks.
+    one = Net()
+    state = {"model": one.state_dict()}
+    dcp.load(state, checkpoint_id=f"{tmp_path}/dcp")
+    expected = torch.load(f"{tmp_path}/whole.pt")
+    assert all(torch.equal(state["model"][name], value) for name, value in expected.items())
+
+
+def deferred_initialization(rank: int, way: str) -> Any:
+    """Built on the meta device, sharded, allocated, drawn: the order of torchtitan."""
+    with torch.device("meta"):
+        model = Net()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    called = wrapped(model, way)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    model.moe.reset_parameters()
+    for linear in (model.inner, model.outer):
+        nn.init.constant_(linear.weight, 0.25)
+        nn.init.zeros_(linear.bias)
+    y, aux = called(tokens_of(0, rank))
+    (y.square().mean() + aux).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    gradients = {
+        name: parameter.grad.full_tensor() if hasattr(parameter, "full_tensor") else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return full_state_dict(model), gradients
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "hsdp"])
+def test_a_model_on_meta_is_sharded_and_drawn_later(way: str) -> None:
+    model = Net()
+    torch.manual_seed(7)
+    model.moe.reset_parameters()
+    for linear in (model.inner, model.outer):
+        nn.init.constant_(linear.weight, 0.25)
+        nn.init.zeros_(linear.bias)
+    y, aux = model(torch.cat([tokens_of(0, rank) for rank in range(RANKS)]))
+    (y.square().mean() + aux).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    for rank, (state, gradients) in enumerate(run_on_ranks(RANKS, deferred_initialization, way)):
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        for name, parameter in model.named_parameters():
+            expected = parameter.grad
+            assert expected is not None
+            if ".experts." in name:
+                expected = expected.chunk(RANKS)[rank]
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def part_of_a_layer(rank: int) -> None:
+    model = build()
+    fully_shard(model.moe.router)
+    with pytest.raises(LayerError, match="fully_shard on the layer or on a module around it"):
+        model(tokens_of(0, rank))
+
+
+def test_a_sharded_part_of_a_layer_is_refused() -> None:
+    run_on_ranks(RANKS, part_of_a_layer)
+
+
+def compiled(rank: int, backend: str) -> Any:
+    """Losses and gradients with and without torch.compile around the model, and the layer alone."""
+    torch.set_default_device("cpu")
+    model = build()
+    results = []
+    for call in (model, torch.compile(model, backend=backend)):
+        for size in (2, 3):
+            model.zero_grad()
+            y, aux = call(tokens_of(0, rank, size))
+            (y.square().mean() + aux).backward()
+            results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
+    x = tokens_of(1, rank)
+    y, aux = torch.compile(model.moe, backend=backend)(x)
+    expected, expected_aux = model.moe(x)
+    assert torch.equal(y, expected) and torch.equal(aux.counts, expected_aux.counts)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [("eager", 1), ("aot_eager", 2), ("inductor", 1), ("inductor", 2)]
+)
+def test_compiled_models_compute_the_same(backend: str, ranks: int) -> None:
+    runs = [compiled(0, backend)] if ranks == 1 else run_on_ranks(ranks, compiled, backend)
+    for plain_2, plain_3, compiled_2, compiled_3 in runs:
+        for found, expected in ((compiled_2, plain_2), (compiled_3, plain_3)):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_and_modules_given_from_outside_are_used() -> None:
+    """Functional calls, tied modules, averages and copies."""
+    x = torch.randn(3, HIDDEN)
+    layer = MoELayer(HIDDEN, 6, 4, 2, router_selection_bias=True)
+    other = MoELayer(HIDDEN, 6, 4, 2, router_selection_bias=True)
+    assert other.router.selection_bias is not None
+    other.router.selection_bias[0] = 100.0
+    expected = other(x)[0]
+    assert torch.equal(functional_call(layer, dict(other.state_dict()), (x,))[0], expected)
+    layer.experts, layer.router = other.experts, other.router
+    assert torch.equal(layer(x)[0], expected)
+
+    model = build()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += step
+        average.update_parameters(model)
+    start = build()
+    for name, parameter in average.module.named_parameters():
+        torch.testing.assert_close(parameter, start.get_parameter(name) + 0.5)
+
+
+def test_a_double_layer_has_double_losses_with_padding() -> None:
+    """The mean over sequences that have tokens, in the precision of the layer."""
+    torch.manual_seed(0)
+    options: Any = {"aux_loss_coefficient": 0.3, "z_loss_coefficient": 0.2}
+    layer = MoELayer(HIDDEN, 6, 4, 2, dtype=torch.float64, **options)
+    x = torch.randn(7, 5, HIDDEN, dtype=torch.float64)
+    valid = torch.ones(7, 5, dtype=torch.bool)
+    valid[4:] = False
+    loss = layer(x, valid)[1].loss
+    torch.testing.assert_close(loss, layer(x[:4])[1].loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        layer(x[:3], valid[:3])[1].loss, layer(x[:3])[1].loss, rtol=1e-14, atol=0
+    )
