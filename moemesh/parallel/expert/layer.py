@@ -229,9 +229,8 @@ def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: objec
     if layer.origin and _caller("save_pretrained", "transformers.modeling_utils"):
         if layer.ranks.size > 1:
             raise LayerError(
-                "save_pretrained is called by one rank, which has the experts of one rank: before "
-                "it, put the blocks back on all ranks, "
-                "block.load_state_dict(layer.to_transformers())"
+                "save_pretrained is called by one rank, which has the experts of one rank: put the "
+                "blocks back before, on all ranks, block.load_state_dict(layer.to_transformers())"
             )
         own = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
         stored = layer.origin.stored({name[len(prefix) :]: one for name, one in own.items()})

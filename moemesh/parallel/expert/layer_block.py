@@ -87,8 +87,7 @@ class TransformersBlock:
     def recorder(self) -> nn.Module:
         """A module that gets the logits [T, E] of each forward. It is of the family's class of
         routers, by whose results transformers finds those that ``output_router_logits`` asks for.
-        Its hooks are those of the block's router: transformers adds hooks once, at the first
-        forward of a model, whichever of the two is in the model by then.
+        Its hooks are those of the block's router: transformers adds them at the first forward only.
         """
         kind = type(self.router)
         recorder = kind.__new__(kind)
