@@ -267,9 +267,8 @@ def new_group(
 
 @cache
 def _wait_at_exit() -> None:
-    """Release the GIL for a moment before the interpreter ends: a thread of a process group may
-    hold the last reference to a tensor of Python, and needs the GIL to drop it. If the interpreter
-    ends first, that thread is unwound, which C++ answers with an abort of the process."""
+    """Release the GIL before the interpreter ends: a thread of a process group that then drops the
+    last reference to a tensor of Python waits for it, and would abort the process."""
     atexit.register(time.sleep, 0.1)
 
 

@@ -108,9 +108,6 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
-
-
 class SpreadGradient(Tensor):
     """A gradient of the experts of this rank, whose norm is that of the experts of all ranks.
 
@@ -146,7 +143,7 @@ class SpreadGradient(Tensor):
             if not places:
                 return result
             ranks, shape = tensors[places[0]].ranks, tensors[places[0]].shape
-            if func in _NORMS and result.ndim == 0:
+            if func in (torch.linalg.vector_norm, torch.norm, Tensor.norm) and result.ndim == 0:
                 return _norm_of_all(result, ranks, args, kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
                 all_reduce_(args[1], ranks, caller="moe.scaler", phase="backward")
