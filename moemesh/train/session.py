@@ -19,6 +19,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
 from moemesh.train.numerics import nan_check
+from moemesh.train.numerics.hub_proof import prove
 from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
 from moemesh.train.numerics.replica_checksums import CopiesDiffer, ReplicaChecksums
 from moemesh.train.numerics.repro_bundle import begin_bundle, finish_bundle
@@ -80,6 +81,8 @@ class Session:
         train, plan = config.train, config.plan
         self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
         self.console, self.stop = console, stop
+        if config.model.architecture is not None and mesh.world_size > 1:
+            prove(config, mesh)
         self.parallel = parallel = construct(config, mesh, schedule)
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)

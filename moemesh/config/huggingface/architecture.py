@@ -20,6 +20,7 @@ from typing import Any
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import real, wrong
+from moemesh.config.model import ModelConfig
 
 #: Version of the record: an older one in the cache is read from the model once more.
 RECORD_VERSION = 1
@@ -109,6 +110,13 @@ def hub_values(architecture: Architecture) -> dict[str, object]:
         chosen = architecture.experts_per_token
         found["aux_loss_coefficient"] = real("router_aux_loss_coef", coefficient) * chosen
     return {name: value for name, value in found.items() if value is not None}
+
+
+def hub_model(architecture: Architecture) -> ModelConfig:
+    """The section [model] of a model of transformers."""
+    values = hub_values(architecture)
+    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    return ModelConfig.model_validate({**values, **lists}).with_architecture(architecture)
 
 
 def _refusal(value: object, message: str, fix: str) -> ConfigError:

@@ -59,8 +59,9 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def read(values: Mapping[str, Any]) -> Architecture:
-    """The record of the model of a ``config.json``. Raises ConfigError where it is none."""
+def read(values: Mapping[str, Any], documents: str | None = None) -> Architecture:
+    """The record of the model of a ``config.json``; `documents` None: it is found out how they are
+    kept apart. Raises ConfigError where it is none."""
     plan = blueprint(values)
     model = plan.build(torch.bfloat16)
     kind = str(values["model_type"])
@@ -105,9 +106,11 @@ def read(values: Mapping[str, Any]) -> Architecture:
         {0, 2} <= phases for phases in uses.phases.values()
     )  # read before the layers and behind them
     notes = list(plan.notes)
-    documents = "rows"
-    with suppress(Exception):
-        documents = _documents(values)
+    is_counted = documents is None  # else for a proof
+    if documents is None:
+        documents = "rows"
+        with suppress(Exception):
+            documents = _documents(values)
     if documents == "rows":
         notes.append(f"{kind}: documents of one sequence are computed in rows of their own")
     return Architecture(
@@ -133,7 +136,7 @@ def read(values: Mapping[str, Any]) -> Architecture:
         },
         documents=documents,
         notes=tuple(notes),
-        costs=count_costs(model, layers),
+        costs=count_costs(model, layers) if is_counted else {},
     )
 
 
@@ -194,7 +197,6 @@ def _documents(values: Mapping[str, Any]) -> str:
     """How two documents in one row are kept apart: as `Architecture.documents`."""
     model = shrunken(values).build()
     initialize(model, seed=0)
-    model = model.double()
     ids = torch.randint(1, 100, (1, sum(_DOCUMENTS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in _DOCUMENTS])[None]
     with exactly(torch.float64):

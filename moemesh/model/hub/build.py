@@ -168,12 +168,11 @@ def _empty(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Random weights for a small model on the meta device, as transformers draws them, without any
-    that are exactly zero or one: a bias or a norm that does nothing would prove nothing."""
-    model.to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]):
+    """Random float64 weights for a small model on the meta device, as transformers draws them, but
+    none that is exactly zero or one: a bias or a norm that does nothing would prove nothing."""
+    allocate(model, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]), exactly(torch.float64):
         torch.manual_seed(seed)
         model.initialize_weights()
-        model.tie_weights()
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -105,6 +106,13 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
     """This rank's part of every parameter: masters of what trains, the weights of the rest."""
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
+
+
+def owned_shards(parallel: RankModel, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+    """This rank's part of `tensors` of parameters, under the names of checkpoints, without any
+    prefix."""
+    for shard in _owned(parallel, "", tensors):
+        yield replace(shard, name=shard.name[1:])
 
 
 def _owned(
