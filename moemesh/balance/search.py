@@ -226,7 +226,11 @@ def search_box(
     num_slots = len(slots)
     top = heaviest_gpu(weight, slots, num_gpus)
     if num_slots <= MOST_EXACT_SLOTS and effort.polished:
-        top, finished = exact_box(weight, num_gpus, top, slots)
+        top, finished = exact_box(weight, num_gpus, top, False, slots)
+        if finished:
+            # A second copy on a GPU wastes a slot: only where that is better than every placement
+            # without.
+            top, finished = exact_box(weight, num_gpus, top, True, slots)
         if finished:
             return top
     if effort.polished:
