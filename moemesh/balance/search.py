@@ -24,7 +24,7 @@ from moemesh.balance.groups import (
     find_divisions,
     nodes_bound,
 )
-from moemesh.balance.inputs import Shape
+from moemesh.balance.inputs import Shape, scaled
 from moemesh.balance.polish import heaviest_gpu, part_twins, polish
 from moemesh.balance.published import published_layers
 
@@ -113,6 +113,13 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
             _spend(layers, started + effort)
     _keep_up(layers)
     return layers.slots
+
+
+def first_packing(weights: Floats, shape: Shape) -> Ints:
+    """Slots [layers, slots] of loads [layers, experts] that a search starts from."""
+    return _Layers(
+        scaled(np.where(weights.any(axis=1, keepdims=True), weights, 1.0)), shape, FAST
+    ).slots
 
 
 class _Layers:

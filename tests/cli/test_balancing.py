@@ -360,3 +360,14 @@ def test_recorders_of_serving_stacks(tmp_path: Path) -> None:
     torch.save({"loads": torch.nn.Linear(1, 1)}, tmp_path / "code.pt")
     with pytest.raises(BalanceError, match="tensors alone"):
         load_table(tmp_path / "code.pt")
+
+
+def test_redundant_experts_that_would_help(tmp_path: Path) -> None:
+    """One expert with half of the load: a permutation is at 4 times the mean, copies even it out."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([[7, 1, 1, 1, 1, 1, 1, 1]]))
+    found = place(BalanceSettings(loads=path, gpus=4)).to_json()
+    rows = {row["redundant"]: row["worst"] for row in found["by_redundant"]}
+    assert list(rows) == [0, 4, 8]
+    assert rows[0] == 8 / 3.5 and rows[4] < 1.2
+    assert "by_redundant" not in place(BalanceSettings(loads=path, gpus=4, redundant=4)).to_json()
