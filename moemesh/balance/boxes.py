@@ -232,8 +232,11 @@ MAX_EXACT_STEPS = 60_000
 
 
 @compiled
-def exact_box(weight: Floats, num_gpus: int, top: float, slots: Ints) -> tuple[float, bool]:
-    """Improve on the load `top`; fills `slots` if that is possible, never twice on one GPU.
+def exact_box(
+    weight: Floats, num_gpus: int, top: float, twins: bool, slots: Ints
+) -> tuple[float, bool]:
+    """Improve on the load `top`; fills `slots` if that is possible, with an expert twice on one GPU
+    only where `twins` are allowed.
 
     Returns the best load of the hottest GPU and whether nothing better exists.
     """
@@ -249,8 +252,8 @@ def exact_box(weight: Floats, num_gpus: int, top: float, slots: Ints) -> tuple[f
             unit[expert] = weight[expert] / (extra[expert] + 1)
             heaviest = max(heaviest, unit[expert])
             most = max(most, extra[expert] + 1)
-        if most <= num_gpus and heaviest < top:
-            top, steps = exact_packing(extra, unit, num_gpus, top, steps, slots)
+        if (twins or most <= num_gpus) and heaviest < top:
+            top, steps = exact_packing(extra, unit, num_gpus, top, steps, twins, slots)
         if steps <= 0:
             return top, False
         # The next way to share out the slots beyond one per expert.
@@ -268,9 +271,16 @@ def exact_box(weight: Floats, num_gpus: int, top: float, slots: Ints) -> tuple[f
 
 @compiled
 def exact_packing(
-    extra: Ints, unit: Floats, num_gpus: int, top: float, steps: int, slots: Ints
+    extra: Ints,
+    unit: Floats,
+    num_gpus: int,
+    top: float,
+    steps: int,
+    twins: bool,
+    slots: Ints,
 ) -> tuple[float, int]:
-    """The best packing of given counts below `top`, heaviest replica first; fills `slots`.
+    """The best packing of given counts below `top`, heaviest replica first; fills `slots`, two of
+    an expert on one GPU only where `twins` are allowed.
 
     Returns the load reached (`top` if nothing better exists) and the steps that are left.
     """
@@ -297,7 +307,8 @@ def exact_packing(
             if held[last] == 0:
                 first = num_gpus  # empty GPUs are all alike
         elif depth > 0 and replicas[depth - 1] == expert:
-            first = chosen[depth - 1] + 1  # copies ascend: never two on a GPU, no order twice
+            # Copies ascend, so that no order comes twice.
+            first = chosen[depth - 1] + (0 if twins else 1)
         gpu = -1
         for candidate in range(first, num_gpus):
             fits = held[candidate] < per_gpu

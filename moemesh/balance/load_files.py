@@ -1,10 +1,12 @@
-"""Loads and placements from files: JSON, CSV, NumPy, and the loads of a run."""
+"""Loads and placements from files: JSON, CSV, NumPy, torch, and the loads of a run."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,17 +19,30 @@ from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
 #: Names under which a file may hold its loads, and its placement.
-LOAD_KEYS = ("loads", "weight", "tokens_per_expert")
+LOAD_KEYS = ("loads", "weight", "tokens_per_expert", "logical_count", "expert_load")
 PLACEMENT_KEYS = ("physical_to_logical",)
+#: Headers of columns that number layers, experts, and steps over which loads are summed.
+_LAYERS, _EXPERTS, _STEPS = (
+    tuple(f"{name}{end}" for name in names for end in ("", "s", "_id", "_index", "_idx"))
+    for names in (
+        ("layer", "moe_layer"),
+        ("expert", "logical_expert"),
+        ("step", "iteration", "iter", "forward_pass", "batch", "timestamp", "time"),
+    )
+)
 #: Headers of a column that names the rows of a table.
-_ROW_NAMES = ("", "layer", "layers", "layer_id", "layer_index", "layer_idx", "index", "idx", "id")
+_ROW_NAMES = ("", *_LAYERS, "index", "idx", "id")
+#: Names of one layer, and of one expert, in a header or a first column.
+_ONE_LAYER = re.compile(r"(?:layer|l)[ _.-]?\d+", re.IGNORECASE)
+_ONE_EXPERT = re.compile(r"(?:expert|exp|e)[ _.-]?\d+", re.IGNORECASE)
 
 
 def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.ndarray[Any, Any]:
     """Loads [layers, experts] of a file, or of a run's folder (tokens over all its steps).
 
-    One row (or one list) is one layer. `warn` is told of a first column that names the rows and is
-    left out, and of one that may do so. Raises BalanceError.
+    One row (or one list) is one layer; steps in front of the layers are summed. `warn` gets a
+    sentence for each column that is left out or may name the rows, for sums, and for tables with a
+    row for each expert. Raises BalanceError.
     """
     if path.is_dir():
         path = path / "loads.jsonl"
@@ -57,6 +72,7 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
         ".csv": partial(_read_csv, warn=warn),
         ".npy": _read_numpy,
         ".npz": _read_numpy,
+        ".pt": _read_torch,
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -81,6 +97,9 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
         raise BalanceError(f"{path}: {unreadable(error)}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise BalanceError(f"{path}: {error}") from error
+    if table.ndim == 3 and keys is LOAD_KEYS:
+        warn(f"{path}: loads of {len(table)} steps are summed")
+        table = table.sum(axis=0)
     return table[None] if table.ndim == 1 else table
 
 
@@ -119,11 +138,8 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
         header = rows.pop(0)  # as pandas writes it: experts have numbers for names
     if not rows:
         raise BalanceError(f"{path}: no row of numbers with commas between them")
-    if header is not None and header[0].strip().lower().rstrip("s") in ("expert", "expert_id"):
-        raise BalanceError(
-            f"{path}: its rows are experts (the first column is {header[0]!r}); "
-            "every row is a layer, with a load for each expert"
-        )
+    if header is not None and (found := _named_columns(path, header, rows, warn)) is not None:
+        return found
     named = header is not None and header[0].strip().lower() in _ROW_NAMES
     # Words in every row are names, too ("1,000" is a number that we do not read, and no word).
     named |= not any(is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
@@ -141,13 +157,107 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
                     f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is "
                     f"taken for loads; if it is none, write a header that begins with {name}"
                 )
-    table: list[list[float]] = []
+    return [_numbers(path, number, row) for number, row in enumerate(rows)]
+
+
+def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
+    for cell in row:
+        if not is_number(cell):
+            raise BalanceError(f"{path}: row {number} holds {cell!r}, which is no number")
+    return [float(cell) for cell in row]
+
+
+def _named_columns(
+    path: Path, header: list[str], rows: list[list[str]], warn: Callable[[str], None]
+) -> Any:
+    """Loads of a table whose header names experts or steps, or layers as columns; None for a table
+    with a row for each layer."""
+    names = [name.strip().lower() for name in header]
+    places = {
+        kind: [place for place, name in enumerate(names) if name in known]
+        for kind, known in (("layer", _LAYERS), ("expert", _EXPERTS), ("step", _STEPS))
+    }
     for number, row in enumerate(rows):
-        wrong = [cell for cell in row if not is_number(cell)]
-        if wrong:
-            raise BalanceError(f"{path}: row {number} holds {wrong[0]!r}, which is no number")
-        table.append([float(cell) for cell in row])
-    return table
+        if len(row) != len(header):
+            raise BalanceError(
+                f"{path}: row {number} has {len(row)} cells, the header {len(header)}"
+            )
+    rest = [
+        place for place in range(len(names)) if not any(place in own for own in places.values())
+    ]
+    layers, experts, steps = (places[kind][:1] for kind in ("layer", "expert", "step"))
+    names_experts = all(_ONE_EXPERT.fullmatch(row[0].strip()) for row in rows)
+    has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[place]) for place in rest[1:])
+    has_layers &= bool(rest) and (len(rest) > 1 or bool(_ONE_LAYER.fullmatch(names[rest[0]])))
+    if not experts and not steps and not layers and (names_experts or has_layers):
+        # A first column of other names, or none.
+        experts = [] if _ONE_LAYER.fullmatch(names[0]) else [0]
+        rest = [place for place in rest if place not in experts]
+        numbers = [
+            _numbers(path, at, [row[place] for place in rest]) for at, row in enumerate(rows)
+        ]
+        warn(f"{path}: every row is an expert, every column a layer")
+        return np.array(numbers).T
+    if not experts and not steps:
+        return None
+    if steps and not layers:
+        raise BalanceError(
+            f"{path}: the column {header[steps[0]]!r} counts steps and none names the layer: name "
+            "it in a column `layer`, or leave the steps out"
+        )
+    if experts and not layers:
+        numbers = [
+            _numbers(path, at, [row[place] for place in rest]) for at, row in enumerate(rows)
+        ]
+        order = np.argsort([_whole(path, at, row[experts[0]]) for at, row in enumerate(rows)])
+        warn(f"{path}: every row is an expert, every other column a layer")
+        return np.array(numbers)[order].T
+    if experts and len(rest) != 1:
+        others = ", ".join(header[place] for place in rest) or "none"
+        raise BalanceError(
+            f"{path}: a row is one expert of one layer, and one more column is its load; there are "
+            f"{others}: keep one"
+        )
+    sums: dict[tuple[int, int], float] = {}
+    for at, row in enumerate(rows):
+        layer = _whole(path, at, row[layers[0]])
+        loads = _numbers(path, at, [row[place] for place in rest])
+        first = _whole(path, at, row[experts[0]]) if experts else 0
+        for expert, load in enumerate(loads, start=first):
+            sums[layer, expert] = sums.get((layer, expert), 0.0) + load
+    numbered = sorted({layer for layer, _ in sums})
+    size = 1 + max(expert for _, expert in sums)
+    table = np.array([[sums.get((layer, e), np.nan) for e in range(size)] for layer in numbered])
+    summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "as its rows say"
+    text = f"{path}: {len(numbered)} layers of {size} experts, {summed}"
+    if missing := int(np.isnan(table).sum()):
+        text += f"; {missing} experts of a layer have no row and no load"
+    warn(text)
+    return np.nan_to_num(table)
+
+
+def _whole(path: Path, number: int, cell: str) -> int:
+    """The number of a layer or an expert."""
+    digits = re.fullmatch(r"\s*[A-Za-z_. -]*?(\d{1,6})(?:\.0*)?\s*", cell)
+    if digits is None:
+        raise BalanceError(f"{path}: row {number} names a layer or expert {cell!r}, no number")
+    return int(digits[1])
+
+
+def _read_torch(path: Path) -> Any:
+    """Tensors of a file of torch.save, read without running any code of the file."""
+    torch: Any = importlib.import_module("torch")
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # damage ends in errors of zipfile, pickle and torch
+        raise BalanceError(f"{path}: no file of torch.save with tensors alone") from error
+    held = found if isinstance(found, dict) else {LOAD_KEYS[0]: found}
+    return {
+        str(name): value.double().numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in held.items()
+    }
 
 
 def _read_numpy(path: Path) -> Any:

@@ -24,7 +24,7 @@ from moemesh.balance.groups import (
     find_divisions,
     nodes_bound,
 )
-from moemesh.balance.inputs import Shape
+from moemesh.balance.inputs import Shape, scaled
 from moemesh.balance.polish import heaviest_gpu, part_twins, polish
 from moemesh.balance.published import published_layers
 
@@ -113,6 +113,13 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
             _spend(layers, started + effort)
     _keep_up(layers)
     return layers.slots
+
+
+def first_packing(weights: Floats, shape: Shape) -> Ints:
+    """Slots [layers, slots] of loads [layers, experts] that a search starts from."""
+    return _Layers(
+        scaled(np.where(weights.any(axis=1, keepdims=True), weights, 1.0)), shape, FAST
+    ).slots
 
 
 class _Layers:
@@ -226,7 +233,11 @@ def search_box(
     num_slots = len(slots)
     top = heaviest_gpu(weight, slots, num_gpus)
     if num_slots <= MOST_EXACT_SLOTS and effort.polished:
-        top, finished = exact_box(weight, num_gpus, top, slots)
+        top, finished = exact_box(weight, num_gpus, top, False, slots)
+        if finished:
+            # A second copy on a GPU wastes a slot: only where that is better than every placement
+            # without.
+            top, finished = exact_box(weight, num_gpus, top, True, slots)
         if finished:
             return top
     if effort.polished:

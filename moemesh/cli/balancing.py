@@ -3,8 +3,9 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,6 +70,8 @@ class Placed:
     moved: tuple[int, ...] | None = None
     transfers: tuple[Any, ...] = ()
     shares: Any = None
+    #: Redundant experts -> balance of each layer, where no number of slots was given.
+    by_redundant: Mapping[int, Any] = field(default_factory=dict[int, Any])
 
     @property
     def balance(self) -> tuple[Any, Any]:
@@ -93,6 +96,11 @@ class Placed:
             shown["transfers"] = rounds
         if self.shares is not None:
             shown["shares"] = self.shares.tolist()
+        if self.by_redundant:
+            shown["by_redundant"] = [
+                {"redundant": number, "mean": found.mean(), "worst": found.max()}
+                for number, found in self.by_redundant.items()
+            ]
         return shown
 
 
@@ -203,7 +211,31 @@ def place(settings: BalanceSettings) -> Placed:
             loads_before=balance.loads_in_order(loads, gpus),
             loads_after=balance.gpu_loads(loads, maps[0], gpus),
             bound=np.where(loads.any(axis=1), bound, 1.0),
+            by_redundant=_by_redundant(loads, settings),
         )
+
+
+def _by_redundant(loads: Any, settings: BalanceSettings) -> dict[int, Any]:
+    """Balance of each layer by the number of redundant experts, of the packings that a search
+    starts from; empty where the number of slots was given."""
+    from moemesh.balance import balance_of, gpu_loads
+    from moemesh.balance.compiled import plain_loops
+    from moemesh.balance.inputs import check_shape
+    from moemesh.balance.search import first_packing
+
+    if settings.replicas is not None or settings.redundant is not None:
+        return {}
+    experts, gpus = loads.shape[1], settings.gpus
+    found: dict[int, Any] = {}
+    for further in (0, 1, 2, 4, 8):
+        redundant = -experts % gpus + further * gpus
+        if redundant > experts and found:
+            break
+        sizes = (experts + redundant, settings.groups, settings.nodes, gpus)
+        with plain_loops():  # few milliseconds a layer, where a compiler takes many seconds
+            slots = first_packing(loads, check_shape(experts, *sizes, None))
+        found[redundant] = balance_of(gpu_loads(loads, slots, gpus))
+    return found
 
 
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:
@@ -273,7 +305,16 @@ def _text(placed: Placed, settings: BalanceSettings) -> str:
         header.append("moved")
         for row, moved in zip(rows, placed.moved, strict=False):
             row.append(str(moved))
-    lines += [table(header, rows, left=0), "experts of each GPU:"]
+    lines.append(table(header, rows, left=0))
+    if placed.by_redundant:
+        head = ("--redundant", "balance, mean", "worst layer")
+        cells = [
+            (str(number), f"{found.mean():.3f}", f"{found.max():.3f}")
+            for number, found in placed.by_redundant.items()
+        ]
+        lines += ["with redundant experts (a quick packing of each number):"]
+        lines += [table(head, cells, left=0)]
+    lines.append("experts of each GPU:")
     per_gpu = slots // settings.gpus
     for layer in shown:
         names = [str(expert) for expert in physical[layer]]

@@ -78,19 +78,17 @@ def check_groups(slots: Ints, num_experts: int, num_groups: int, num_nodes: int)
         assert {len(node) for node in held} == {num_groups // num_nodes}
 
 
-def least_possible(weight: Floats, num_slots: int, num_gpus: int) -> tuple[float, bool]:
-    """(load of the hottest GPU of the best placement, whether without twins), by brute force.
-
-    Placements with twins are only looked at where none is without.
-    """
+def least_possible(weight: Floats, num_slots: int, num_gpus: int) -> tuple[float, float]:
+    """Load of the hottest GPU of the best placement without twins (infinite: there is none), and of
+    the best of all, by brute force."""
+    found: list[float] = []
     for twins in (False, True):
         best = np.inf
         for counts in _counts(len(weight), num_slots):
             unit = tuple(load / count for load, count in zip(weight, counts, strict=True))
             best = min(best, _pack(tuple(counts), unit, num_gpus, num_slots // num_gpus, twins))
-        if best < np.inf:
-            return float(best), not twins
-    raise AssertionError("no placement at all")
+        found.append(float(best))
+    return found[0], found[1]
 
 
 def _counts(num_experts: int, num_slots: int) -> Iterator[list[int]]:

@@ -243,7 +243,7 @@ def test_names_of_rows_are_no_loads(
     [
         ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz\)"),
         ("a.json", "{", r"a.json: Expecting"),
-        ("a.json", "{}", r"no loads or weight or tokens_per_expert in it: it has nothing"),
+        ("a.json", "{}", r"no loads or weight or tokens_per_expert or .* in it: it has nothing"),
         ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
         ("a.json", "[" * 100_000, r"a.json: lists within lists"),
@@ -253,7 +253,6 @@ def test_names_of_rows_are_no_loads(
         ("a.json", "[[1, -1]]", r"a.json: the load of expert 1 in layer 0 is -1"),
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
-        ("a.csv", "expert,load\n0,5\n1,6\n", r"its rows are experts"),
         ("a.csv", '"1,000",2,3,4\n', r"row 0 holds '1,000', which is no number"),
         ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),
         ("a.npy", "nonsense", r"a.npy: no NumPy file of numbers"),
@@ -306,3 +305,69 @@ def test_the_verb(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and not wrong.stdout
     said = "--gpus (8) must divide --replicas (17): take 16 or 24 replicas"
     assert wrong.stderr == f"moemesh: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "loads", "note"),
+    [
+        # SGLang's long table; a layer's expert without a row has no load.
+        ("layer_id,expert_id,count\n0,0,5\n0,1,6\n0,2,1\n1,2,9\n1,0,2\n", [[5, 6, 1], [2, 0, 9]],
+         "2 layers of 3 experts, as its rows say; 1 experts"),
+        ("step,layer,expert,tokens\n0,3,0,5\n0,3,1,6\n1,3,0,2\n1,3,1,9\n", [[7, 15]], "summed"),
+        ("step,layer,e0,e1\n0,0,1,2\n0,1,4,5\n1,0,1,1\n1,1,1,1\n", [[2, 3], [5, 6]], "summed"),
+        ("expert,layer0,layer1\n1,3,4\n0,1,2\n", [[1, 3], [2, 4]], "every row is an expert"),
+        ("name,layer0,layer1\nfoo,1,2\nbar,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
+        ("what,a,b\ne0,1,2\ne1,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
+        ("layer,e0,e1\n0,1,2\n1,3,4\n", [[1, 2], [3, 4]], "first column names the rows"),
+    ],
+)  # fmt: skip
+def test_tables_of_other_shapes(text: str, loads: list, note: str, tmp_path: Path) -> None:
+    path, notes = tmp_path / "a.csv", list[str]()
+    path.write_text(text)
+    assert load_table(path, notes.append).tolist() == loads
+    assert len(notes) == 1 and note in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("step,e0,e1\n0,1,2\n", "'step' counts steps and none names the layer"),
+        ("layer,expert,count,share\n0,0,5,1\n", "there are count, share: keep one"),
+        ("layer,expert,count\n0,zero,5\n", "names a layer or expert 'zero', no number"),
+        ("layer,expert,count\n0,0\n", "row 0 has 2 cells, the header 3"),
+    ],
+)
+def test_ambiguous_tables_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(BalanceError, match=words):
+        load_table(path)
+
+
+def test_recorders_of_serving_stacks(tmp_path: Path) -> None:
+    """SGLang's recorder: steps x layers x experts, as JSON or by torch.save; vLLM's expert_load."""
+    import torch
+
+    counts = np.arange(12).reshape(2, 2, 3)
+    (tmp_path / "a.json").write_text(json.dumps({"logical_count": counts.tolist()}))
+    torch.save({"logical_count": torch.from_numpy(counts), "rank": 0}, tmp_path / "a.pt")
+    for name in ("a.json", "a.pt"):
+        notes: list[str] = []
+        assert load_table(tmp_path / name, notes.append).tolist() == counts.sum(axis=0).tolist()
+        assert notes == [f"{tmp_path / name}: loads of 2 steps are summed"]
+    (tmp_path / "b.json").write_text(json.dumps({"expert_load": [[1, 2]]}))
+    assert load_table(tmp_path / "b.json").tolist() == [[1, 2]]
+    torch.save({"loads": torch.nn.Linear(1, 1)}, tmp_path / "code.pt")
+    with pytest.raises(BalanceError, match="tensors alone"):
+        load_table(tmp_path / "code.pt")
+
+
+def test_redundant_experts_that_would_help(tmp_path: Path) -> None:
+    """One expert with half of the load: a permutation is at 4 times the mean, copies even it out."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([[7, 1, 1, 1, 1, 1, 1, 1]]))
+    found = place(BalanceSettings(loads=path, gpus=4)).to_json()
+    rows = {row["redundant"]: row["worst"] for row in found["by_redundant"]}
+    assert list(rows) == [0, 4, 8]
+    assert rows[0] == 8 / 3.5 and rows[4] < 1.2
+    assert "by_redundant" not in place(BalanceSettings(loads=path, gpus=4, redundant=4)).to_json()
