@@ -490,16 +490,16 @@ def test_rows_behind_a_torn_one_stand_alone(tmp_path: Path) -> None:
 
 def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3) == Cut()
+    assert cut_after(file, 3) == Cut(missing="metrics.jsonl: 3 steps are missing (1 to 3)")
     log = RowLog(file)
     for step in range(1, 6):
         log.append([{"step": step, "loss": 0.1 + step / 3}])
     whole = file.read_bytes()
     with file.open("a") as handle:
         handle.write('{"step": 6, "lo')  # a crash in the middle of a row
-    assert cut_after(file, 9) == Cut(damaged=1, first_damaged=6)
+    assert cut_after(file, 9)._replace(missing="") == Cut(damaged=1, first_damaged=6)
     assert file.read_bytes() == whole
-    assert cut_after(file, 3) == Cut(rows=2)
+    assert cut_after(file, 3)._replace(missing="") == Cut(rows=2)
     rows = runs.rows_of(file)
     assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
     assert cut_after(file, -1) == Cut(rows=3)
@@ -509,7 +509,7 @@ def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
 def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}')
-    assert cut_after(file, 2) == Cut()
+    assert cut_after(file, 2)._replace(missing="") == Cut()
     RowLog(file).append([{"step": 3}])
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
@@ -518,7 +518,7 @@ def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
 def test_a_damaged_row_blocks_no_resume(tmp_path: Path, line: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n{"step": 3}\n', encoding="latin-1")
-    assert cut_after(file, 2) == Cut(rows=1, damaged=1, first_damaged=2)
+    assert cut_after(file, 2)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -527,7 +527,7 @@ def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     monkeypatch.setattr(row_log.os, "replace", None)  # no second file
     monkeypatch.setattr(row_log.os, "fsync", None)
-    assert cut_after(file, 1) == Cut(rows=1, damaged=1, first_damaged=3)
+    assert cut_after(file, 1)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=3)
     assert file.read_text() == '{"step": 1}\n'
 
 
@@ -535,8 +535,19 @@ def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     rows = [{"step": 4, "steps": 4}, {"step": 8, "steps": 4}, {"step": 12, "steps": 4}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cut_after(file, 6) == Cut(rows=2, lost=range(5, 7))
+    assert cut_after(file, 6) == Cut(
+        rows=2, lost=range(5, 7), missing="loads.jsonl: 2 steps are missing (5 to 6)"
+    )
     assert rows_of(file) == [4]
+
+
+def test_rows_that_are_missing_at_a_resume_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert cut_after(file, 3).missing == "metrics.jsonl: 3 steps are missing (1 to 3)"
+    file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 5, 8, 9)))
+    assert cut_after(file, 10).missing == "metrics.jsonl: 5 steps are missing (3 to 4, 6 to 7, 10)"
+    file.write_text('{"step": 4, "steps": 4}\n{"step": 6, "steps": 2}\n')
+    assert cut_after(file, 6).missing == ""
 
 
 # --- a folder that is lost while a run works in it ----------------------------------------------
