@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -539,6 +540,19 @@ def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
         rows=2, lost=range(5, 7), missing="loads.jsonl: 2 steps are missing (5 to 6)"
     )
     assert rows_of(file) == [4]
+
+
+def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
+    """By the cosine: 0.1 of the rate at its end; 3 of 8 decay steps are done at step 5."""
+    out = tmp_path / "run"
+    keys = {"train__steps": 4, "train__lr": 1e-3, "train__warmup_steps": 2}
+    keys["train__final_lr_ratio"] = 0.1
+    assert "learning rate" not in runs.said(*runs.arguments(out, **keys))
+    told = runs.said(*runs.arguments(out, **keys | {"train__steps": 10}))
+    after = 1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * 3 / 8))
+    note = f"note: the learning rate of step 4 was 1.00e-04, that of step 5 is {after:.2e}: "
+    assert note + "its decay ends at step 10 now, not at 4" in told, told
+    assert runs.metrics(out)[4]["lr"] == pytest.approx(after)
 
 
 def test_rows_that_are_missing_at_a_resume_are_named(tmp_path: Path) -> None:
