@@ -36,7 +36,7 @@ from moemesh.trace.run import (
     newest_checkpoint,
     state_of,
 )
-from moemesh.watch.failures import CAUSES, cause_of, culprit_of
+from moemesh.watch.failures import CAUSES, cause_of, culprit_of, is_disk_full
 
 # The health of a run: losses beside each other, steps that were left out, failures it survived.
 
@@ -357,7 +357,7 @@ def explain(run: Run) -> Explanation:
     losses = losses_of(run)
     if state == "interrupted":
         event = run.events[-1].text if run.events else ""
-        cause = "disk full" if cause_of({"message": event}).name == "disk full" else "killed"
+        cause = "disk full" if is_disk_full(event) else "killed"
         if cause == "disk full":
             sentences[0] = sentences[0].replace(_KILLED, "while a disk was full")
             sentences.append(f"The last event: {one_line(event, _MAX_MESSAGE)}.")

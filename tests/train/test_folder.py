@@ -12,18 +12,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from moemesh.checkpoint import ownership
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.retention import Standing, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.train import session as session_module
 from moemesh.train.records import rows as row_log
 from moemesh.train.records import run_folder as folder_module
 from moemesh.train.records.rows import Cut, RowLog, cut_after
@@ -35,6 +39,7 @@ from moemesh.train.records.run_folder import (
     refuse_changes,
     refuse_other_data,
 )
+from moemesh.train.session import Session
 from moemesh.watch.lease import LeaseLost
 from tests.checkpoint.simulate import save_one, whole
 from tests.data.texts import stream
@@ -656,3 +661,48 @@ def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) 
     assert f"the last checkpoint of this run is {moved}/checkpoints/step-{step}" in err, err
     assert json.loads((moved / "failure.json").read_text())["run_folder"] == str(moved)
     runs.said(*runs.arguments(moved, **keys), "--stop-after", step + 5)
+
+
+# --- a disk that is full at the last step -------------------------------------------------------
+
+
+def _last_save(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[str], stops: list[bool]
+) -> list[str]:
+    """What the console gets from the save of step 6 of 6, the last one saved being 4; `outcomes`:
+    of the attempts; `stops`: whether a stop was requested, after each of them."""
+    monkeypatch.setattr(session_module, "_ROOM_SECONDS", 0.01)
+    said = list[str]()
+    attempts = iter(outcomes)
+
+    def save(step: int, state: object, *, is_last: bool) -> None:
+        if problem := next(attempts):
+            raise CheckpointError(problem)
+
+    requests = iter(stops)
+    session = SimpleNamespace(
+        folder=SimpleNamespace(check_lease=lambda: None),
+        artifacts=SimpleNamespace(flush=lambda: None, identity={}),
+        num_read=lambda step: step,
+        rehoming=SimpleNamespace(state=dict),
+        nan_policy=SimpleNamespace(state=dict),
+        checkpoints=SimpleNamespace(save=save),
+        config=SimpleNamespace(train=SimpleNamespace(steps=6)),
+        stop=SimpleNamespace(requested=False),
+        largest=lambda number: next(requests),
+        mesh=SimpleNamespace(rank=0),
+        console=SimpleNamespace(warn=said.append),
+        saved=4,
+    )
+    Session.save(cast("Session", session), 6, is_last=True)
+    return said
+
+
+def test_the_last_step_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = "checkpoint of step 6: /r/step-6: No space left on device: 9 bytes needed, 1 free"
+    said = _last_save(monkeypatch, [full, full, full, ""], [False] * 3)
+    assert len(said) == 1 and "waits for room" in said[0] and "steps 5 to 6 are lost" in said[0]
+    with pytest.raises(CheckpointError, match="steps 5 to 6 are lost"):
+        _last_save(monkeypatch, [full, full], [False, True])
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        _last_save(monkeypatch, ["Input/output error"], [])
