@@ -412,10 +412,11 @@ def train_rank(
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
     if done >= last:
-        console.say(preparation.already_trained(folder.path, done, last))
+        console.say(preparation.already_trained(folder.path, done, last), "finished")
         return 0
     if stop.after is not None and done >= stop.after:
-        console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")
+        text = f"already trained to step {done}; --stop-after {stop.after} is before it"
+        console.say(text, "stopped")
         return 0
     session.artifacts.begin(done, samples)
     provenance.record_start(folder, config, mesh, samples, done + 1)

@@ -27,6 +27,7 @@ from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import Artifacts
 from moemesh.train.records.expert_loads import RowBounds
+from moemesh.train.records.failure import newest_step
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
@@ -294,13 +295,12 @@ class Session:
                 # The same on all ranks. A run that is to stop has no time to wait for room.
                 if step < self.config.train.steps or not is_disk_full(str(error)):
                     raise
+                lost = f"steps {(newest_step(self.folder.path) or 0) + 1} to {step} are lost"
                 if self.largest(self.stop.requested):
-                    lost = f"{error}; steps {self.saved + 1} to {step} are lost"
-                    raise CheckpointError(lost, error.facts) from error
+                    raise CheckpointError(f"{error}; {lost}", error.facts) from error
                 if tells and self.mesh.rank == 0:
                     self.console.warn(
-                        f"{error}; the run waits for room on the disk; Ctrl-C ends it, and steps "
-                        f"{self.saved + 1} to {step} are lost"
+                        f"{error}; the run waits for room on the disk; Ctrl-C ends it, and {lost}"
                     )
             tells = False
             end = time.monotonic() + _ROOM_SECONDS

@@ -681,7 +681,7 @@ def _last_save(
 
     requests = iter(stops)
     session = SimpleNamespace(
-        folder=SimpleNamespace(check_lease=lambda: None),
+        folder=SimpleNamespace(check_lease=lambda: None, path=Path()),
         artifacts=SimpleNamespace(flush=lambda: None, identity={}),
         num_read=lambda step: step,
         rehoming=SimpleNamespace(state=dict),
@@ -692,8 +692,9 @@ def _last_save(
         largest=lambda number: next(requests),
         mesh=SimpleNamespace(rank=0),
         console=SimpleNamespace(warn=said.append),
-        saved=4,
+        saved=5,  # that save failed later
     )
+    monkeypatch.setattr(session_module, "newest_step", lambda path: 4)
     Session.save(cast("Session", session), 6, is_last=True)
     return said
 
