@@ -31,7 +31,6 @@ from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
 from moemesh.train.numerics.replica_checksums import what_is_compared
 from moemesh.train.opening import schedule_of_run
-from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preparation import Preparation, RunRequest, prepare
 from moemesh.train.records import failure, provenance
@@ -269,8 +268,9 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
         print(f"changed since the last call: {change}", flush=True)
         if change.key == "train.steps" and isinstance(change.old, int):
             done = max(folder.saved_steps(), default=0)
-            before = learning_rate(config.train.model_copy(update={"steps": change.old}), done)
-            after = learning_rate(config.train, done + 1)
+            shorter = config.train.model_copy(update={"steps": change.old})
+            before = shorter.learning_rate(done)
+            after = config.train.learning_rate(done + 1)
             if done and not math.isclose(before, after, rel_tol=0.05):
                 print(
                     f"note: the learning rate of step {done} was {before:.2e}, that of step "
