@@ -26,8 +26,17 @@ from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import JUMPED, Event, MetricsRow, PlannedStep, Run, State, state_of
-from moemesh.watch.failures import CAUSES, cause_of, culprit_of
+from moemesh.trace.run import (
+    JUMPED,
+    Event,
+    MetricsRow,
+    PlannedStep,
+    Run,
+    State,
+    newest_checkpoint,
+    state_of,
+)
+from moemesh.watch.failures import CAUSES, cause_of, culprit_of, is_disk_full
 
 # The health of a run: losses beside each other, steps that were left out, failures it survived.
 
@@ -40,6 +49,10 @@ _NOISES = 3
 _GAP, _GAP_SHARE = 0.1, 0.1
 #: A run is judged by its losses from so many steps on; they are taken in so many parts.
 _LEAST_STEPS, _PARTS = 40, 20
+#: Parts of the losses of which the first and the last are compared.
+_THIRDS = 3
+#: Gradients are uneven where the largest norm is so many times the median.
+_UNEVEN = 10
 _LONGEST = 160
 _MOST_FAILURES = 3
 
@@ -116,16 +129,23 @@ def _verdict(
         name, loss = "validation", validated[-1][1]
     is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
-        # A loss that still falls only needs time.
-        is_early = not rose and rows[0].loss - latest > _GAP
-        why = "it needs more steps" if is_early else "its learning rate is probably wrong"
         # Four times the steps so far, unless as many are ahead already.
         more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
+        why, change, is_early = {
+            "falls": ("it needs more steps", more_steps, True),
+            "falls slowly": (
+                "its loss falls steadily, so that a higher train.lr or more steps are needed",
+                higher_rate(run),
+                False,
+            ),
+            "rises": ("its learning rate is too high", lower_rate(run), False),
+            "": ("and its losses do not show why", "", False),
+        }[shape_of(rows, rose=rose)]
         return (
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
             f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
             f"learned, {why}.",
-            more_steps if is_early else lower_rate(run),
+            change,
             is_early,
         )
     if newest < _LEAST_STEPS:
@@ -158,6 +178,38 @@ def _verdict(
         )
         return text, "", False
     return "", "", False
+
+
+def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
+    """The shape of the losses of a run that has not learned: "falls", "falls slowly", "rises"
+    (also: jumps under uneven gradients), or "" where noise hides it."""
+    losses = [row.loss for row in rows]
+    norms = sorted(row.grad_norm for row in rows if math.isfinite(row.grad_norm))
+    is_even = bool(norms) and norms[-1] < _UNEVEN * statistics.median(norms)
+    size = max(1, len(losses) // _THIRDS)
+    first, last = losses[:size], losses[-size:]
+    fall = statistics.fmean(first) - statistics.fmean(last)
+    # Around its own line, a third scatters by chance alone.
+    pairs = [abs(b - a) for part in (first, last) for a, b in itertools.pairwise(part)]
+    noise = statistics.fmean(pairs) / math.sqrt(size) if pairs else 0.0
+    if rose or fall < -max(_GAP, _NOISES * noise):
+        return "rises"
+    # No chance, and no single jump: the middle lies between both ends.
+    middle = statistics.fmean(losses[size : len(losses) - size] or losses)
+    is_steady = min(first) > max(last) or statistics.fmean(first) > middle > statistics.fmean(last)
+    if len(losses) < _THIRDS or fall <= _NOISES * noise or not is_steady:
+        return "rises" if not is_even and fall < _GAP else ""
+    return "falls" if fall > _GAP else "falls slowly" if is_even else ""
+
+
+def higher_rate(run: Run) -> str:
+    """The override for ten times the learning rate, at most the usual one of such a run, or twice
+    a rate that is as high already; "" where the run does not say its own."""
+    rate, rank = run.section("train").get("lr"), run.section("lora").get("rank")
+    usual = usual_rate(loads_weights="path" in run.section("model"), lora_rank=int(rank or 0))
+    if not isinstance(rate, int | float):
+        return ""
+    return f"train.lr={max(min(10 * rate, usual), 2 * rate):.3g}"
 
 
 def lower_rate(run: Run) -> str:
@@ -209,11 +261,12 @@ _MOST_LINES, _LABEL = 7, 10
 #: Smaller shares of a step are not listed.
 _SHOWN = 0.005
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+_KILLED = "without a word (it was killed, or the machine went down)"
 _STATES: dict[State, str] = {
     "finished": "finished {step}",
     "running": "is at {step}",
     "stopped": "was stopped after {step},",
-    "interrupted": "ended after {step} without a word (it was killed, or the machine went down),",
+    "interrupted": f"ended after {{step}} {_KILLED},",
     "failed": "failed after {step},",
 }
 #: Causes that take less than this share of a step are not spoken of beside the first one.
@@ -295,14 +348,22 @@ def explain(run: Run) -> Explanation:
         wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
         verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
         progress = f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
+    elif run.last_step:
+        progress = f"The run {_STATES[state].format(step=f'step {run.last_step:,}')}"
+        progress = f"{progress.rstrip(',')}; the rows of its steps are gone (metrics.jsonl)."
     else:
         progress = NO_STEP[state]
     sentences, command = [progress], ""
     losses = losses_of(run)
     if state == "interrupted":
-        advice = next(one.advice for one in CAUSES if one.name == "killed")
+        event = run.events[-1].text if run.events else ""
+        cause = "disk full" if is_disk_full(event) else "killed"
+        if cause == "disk full":
+            sentences[0] = sentences[0].replace(_KILLED, "while a disk was full")
+            sentences.append(f"The last event: {one_line(event, _MAX_MESSAGE)}.")
+        advice = next(one.advice for one in CAUSES if one.name == cause)
         sentences += [_checkpoint(run.folder), advice]
-        command, cause = _resume(run), "killed"
+        command = _resume(run)
     elif state == "stopped":
         command = _resume(run)
     if losses.verdict:
@@ -434,7 +495,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     place = culprit_of(failure)
     kind = str(failure.get("kind", "an error"))
     message = one_line(str(failure.get("message", "")), _MAX_MESSAGE)
-    last = f" after step {run.metrics[-1].step:,}" if run.metrics else " before its first step"
+    last = f" after step {run.last_step:,}" if run.last_step else " before its first step"
     sentences = [
         f"The run failed{last}: {cause.name}" + (f" ({place})." if place else "."),
         f"{kind}: {message}." if message else f"{kind}.",
@@ -449,7 +510,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]
     command = _resume(run, arguments)
-    finite, newest = failure.get("finite_step"), max(_checkpoints(run.folder), default=-1)
+    finite, newest = failure.get("finite_step"), newest_checkpoint(run.folder)
     if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
         # Nothing was finite with the weights that the next start would go on from.
         sentences.append(
@@ -473,21 +534,15 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     )
 
 
-def _checkpoints(folder: Path) -> list[int]:
-    """The steps of the checkpoints in the folder of a run."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
-    return [int(name) for name in names if name.isdecimal()]
-
-
 def _checkpoint(folder: Path) -> str:
-    steps = _checkpoints(folder)
+    step = newest_checkpoint(folder)
     with suppress(OSError, ConfigError):
         config = load_run([folder / "config.toml"], [], environ={}).config
         if place := config.train.checkpoint_folder:
             return f"The next start goes on from the newest checkpoint in {place}, if there is one."
-    if not steps:
+    if not step:
         return "There is no checkpoint: the next start begins again."
-    return f"The next start goes on from the checkpoint of step {max(steps):,}."
+    return f"The next start goes on from the checkpoint of step {step:,}."
 
 
 def _resume(run: Run, arguments: Sequence[str] = ()) -> str:

@@ -129,7 +129,7 @@ def document(run: Run) -> PageDocument:
         boxes=[
             NoticeBox("failure", "This run failed", failure, True),
             NoticeBox("warnings", unread, [("", warning) for warning in run.warnings]),
-            NoticeBox("no-step", "No step yet", [] if run.metrics else [("", NO_STEP[state])]),
+            NoticeBox("no-step", "No step yet", [] if run.last_step else [("", NO_STEP[state])]),
         ],
         chapters=[
             *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),

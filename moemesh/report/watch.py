@@ -22,7 +22,7 @@ from rich.text import Text
 
 from moemesh.config.limits import parse_json, parse_toml, visible
 from moemesh.trace.duration import duration, flop_rate
-from moemesh.trace.run import Event, MetricsRow
+from moemesh.trace.run import Event, MetricsRow, missing_steps, newest_checkpoint
 
 #: Points of a curve that are kept; of more, neighbours are averaged.
 MOST_POINTS = 512
@@ -233,7 +233,7 @@ class Watched:
         self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
         self._last_kind = ""
         self._beat: tuple[object, float] = (None, 0.0)
-        self._has_read_config = False
+        self._has_read_config = self._misses_all = False
         self.view = View(folder.resolve().name)
 
     @property
@@ -245,6 +245,7 @@ class Watched:
     def look(self) -> list[Event]:
         """Read on; returns the events that are new."""
         self._read_total()
+        events: list[Event] = []
         while True:
             is_cut, objects = self._metrics.objects()
             if is_cut:
@@ -252,10 +253,19 @@ class Watched:
             if objects is None:
                 break
             for row in _parsed(objects, MetricsRow.from_json):
-                if self.view.row is not None and row.step <= self.view.row.step:
+                before = 0 if self.view.row is None else self.view.row.step
+                if row.step <= before:
                     self.view.restart()
+                elif text := missing_steps(
+                    self._metrics.path.name, {row.step: 1}, row.step, before
+                ):
+                    events.append(Event(time="", step=before, kind="warning", text=text))
                 self.view.add_row(row)
-        events: list[Event] = []
+        newest = newest_checkpoint(self.folder)
+        if self.view.row is None and newest and not self._misses_all:
+            self._misses_all = True
+            text = missing_steps(self._metrics.path.name, {}, newest)
+            events.append(Event(time="", step=None, kind="warning", text=text))
         while (objects := self._events.objects()[1]) is not None:
             events += _parsed(objects, Event.from_json)
         for event in events:

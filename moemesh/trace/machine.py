@@ -182,3 +182,13 @@ def _kilobytes(path: str, key: str) -> int:
 def _stat(pid: int) -> list[bytes]:
     """Fields of a process behind its name, its state first."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def file_of(handle: int) -> Path | None:
+    """The present path of an open file that may have been renamed; None where it was deleted, or
+    where the system has no /proc."""
+    with suppress(OSError):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if os.path.samestat(os.stat(path), os.fstat(handle)):
+            return Path(path)
+    return None

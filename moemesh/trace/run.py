@@ -215,6 +215,8 @@ class Run(Shown):
     earlier_failures: tuple[Mapping[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
+    #: The last step that any file of the run records.
+    last_step: int = 0
     #: In no file: of who reads the run and knows a cluster.
     planned: PlannedStep | None = None
 
@@ -298,9 +300,20 @@ class Run(Shown):
         reader = _Reader(folder)
         config_text = reader.text("config.toml")
         newest = {row.step: row for row in reader.rows("metrics.jsonl", MetricsRow.from_json)}
-        loads = LoadBins()
+        loads, bins = LoadBins(), dict[int, int]()
         for row in reader.rows("loads.jsonl", LayerLoads.from_json):
             loads.add(row)
+            bins[row.step] = row.steps
+        summary = reader.json("summary.json", _object) or {}
+        last_step = max([*newest, *bins, newest_checkpoint(folder)], default=0)
+        if isinstance(steps := summary.get("steps"), int):
+            last_step = max(last_step, steps)
+        if text := missing_steps("metrics.jsonl", dict.fromkeys(newest, 1), last_step):
+            reader.warnings.append(text)
+        # A version that wrote the loads of every n-th step alone has more gaps than bins.
+        gaps = gaps_of(bins, last_step) if bins else []
+        if 2 * len(gaps) < len(bins) and (text := missing_steps("loads.jsonl", bins, last_step)):
+            reader.warnings.append(text)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
         # Replay bundles stand in the same folder under other names.
@@ -327,9 +340,38 @@ class Run(Shown):
             events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
             earlier_failures=tuple(one for one in failures if one is not None),
-            summary=reader.json("summary.json", _object) or {},
+            summary=summary,
             warnings=tuple(reader.warnings),
+            last_step=last_step,
         )
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint in the folder of a run; 0 where there is none."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def gaps_of(rows: Mapping[int, int], last: int, before: int = 0) -> list[range]:
+    """Steps after `before` to `last` without a row; `rows`: the last step of a row -> its steps."""
+    gaps: list[range] = []
+    following = before + 1
+    for step in [*sorted(rows), None]:
+        first = last + 1 if step is None else step - rows[step] + 1
+        if first > following:
+            gaps.append(range(following, first))
+        following = max(following, first if step is None else step + 1)
+    return gaps
+
+
+def missing_steps(name: str, rows: Mapping[int, int], last: int, before: int = 0) -> str:
+    """A sentence on the steps without a row (:func:`gaps_of`); "" where all have one."""
+    gaps = gaps_of(rows, last, before)
+    shown = [f"{gap[0]:,}" if len(gap) == 1 else f"{gap[0]:,} to {gap[-1]:,}" for gap in gaps]
+    more = ", ..." if len(gaps) > 3 else ""
+    count = sum(map(len, gaps))
+    steps = "1 step is" if count == 1 else f"{count:,} steps are"
+    return f"{name}: {steps} missing ({', '.join(shown[:3])}{more})" if gaps else ""
 
 
 def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -265,6 +266,18 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed)
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
+        if change.key == "train.steps" and isinstance(change.old, int):
+            done = max(folder.saved_steps(), default=0)
+            shorter = config.train.model_copy(update={"steps": change.old})
+            before = shorter.learning_rate(done)
+            after = config.train.learning_rate(done + 1)
+            if done and not math.isclose(before, after, rel_tol=0.05):
+                print(
+                    f"note: the learning rate of step {done} was {before:.2e}, that of step "
+                    f"{done + 1} is {after:.2e}: its decay ends at step {config.train.steps} now, "
+                    f"not at {change.old}",
+                    flush=True,
+                )
     if config.train.esft is not None:
         from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
@@ -400,10 +413,11 @@ def train_rank(
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
     if done >= last:
-        console.say(preparation.already_trained(folder.path, done, last))
+        console.say(preparation.already_trained(folder.path, done, last), "finished")
         return 0
     if stop.after is not None and done >= stop.after:
-        console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")
+        text = f"already trained to step {done}; --stop-after {stop.after} is before it"
+        console.say(text, "stopped")
         return 0
     session.artifacts.begin(done, samples)
     provenance.record_start(folder, config, mesh, samples, done + 1)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moemesh.checkpoint.store import Checkpoint
+from moemesh.checkpoint.store import Checkpoint, CheckpointError
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
@@ -27,6 +27,7 @@ from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import Artifacts
 from moemesh.train.records.expert_loads import RowBounds
+from moemesh.train.records.failure import newest_step
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.rehoming import Rehoming
@@ -41,8 +42,12 @@ from moemesh.train.step import (
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
 from moemesh.watch import progress_words
+from moemesh.watch.failures import is_disk_full
 from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.watch.supervisor import StopRequest
+
+#: Seconds between two attempts to save the last step on a disk that is full.
+_ROOM_SECONDS = 5.0
 
 
 class Steps(Protocol):
@@ -282,7 +287,25 @@ class Session:
             **self.rehoming.state(),
             **self.nan_policy.state(),
         }
-        self.checkpoints.save(step, state, is_last=is_last)
+        tells = True
+        while True:
+            try:
+                return self.checkpoints.save(step, state, is_last=is_last)
+            except CheckpointError as error:
+                # The same on all ranks. A run that is to stop has no time to wait for room.
+                if step < self.config.train.steps or not is_disk_full(str(error)):
+                    raise
+                lost = f"steps {(newest_step(self.folder.path) or 0) + 1} to {step} are lost"
+                if self.largest(self.stop.requested):
+                    raise CheckpointError(f"{error}; {lost}", error.facts) from error
+                if tells and self.mesh.rank == 0:
+                    self.console.warn(
+                        f"{error}; the run waits for room on the disk; Ctrl-C ends it, and {lost}"
+                    )
+            tells = False
+            end = time.monotonic() + _ROOM_SECONDS
+            while time.monotonic() < end and not self.stop.requested:
+                time.sleep(0.1)
 
     def next_drain(self, first: int) -> int:
         """The next step from `first` on behind which a validation, a checkpoint or the end comes,

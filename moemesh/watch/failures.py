@@ -129,6 +129,11 @@ def cause_of(failure: Mapping[str, Any]) -> FailureCause:
     return _by_message(message) or OTHER
 
 
+def is_disk_full(message: str) -> bool:
+    """Whether a message is about a disk without room, or a quota that is used up."""
+    return cause_of({"message": message}).name == "disk full"
+
+
 def _by_message(message: str) -> FailureCause | None:
     text = message.lower()
     return next((c for c in CAUSES if c.message and re.search(c.message, text)), None)

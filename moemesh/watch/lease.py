@@ -236,16 +236,6 @@ def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
     return f"{folder} was replaced: its lease is not that of this run"
 
 
-def file_of(handle: int) -> Path | None:
-    """The present path of an open file that may have been renamed; None where it was deleted, or
-    where the system has no /proc."""
-    with suppress(OSError):
-        path = os.readlink(f"/proc/self/fd/{handle}")
-        if os.path.samestat(os.stat(path), os.fstat(handle)):
-            return Path(path)
-    return None
-
-
 def read_claim(folder: Path) -> tuple[str, int] | None:
     """The identity of the run in `folder`, and its claim to a folder of checkpoints elsewhere; None
     where it has none."""

@@ -142,6 +142,9 @@ def test_a_change_of_a_run_at_work_or_of_a_wrong_course_starts_beside_it(tmp_pat
     assert "train.steps" not in found.command
     # A rate at which nothing was learned: no weights to go on from.
     folder = folder_of(tmp_path / "flat", timeline(), loss=5.0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (json.dumps(row | {"loss": 5 + 0.2 * row["step"]}) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "summary.json").write_text('{"steps": 20, "unigram_loss": 3.0}')
     found = explain(Run.load(folder))
     assert "learning rate" in found.text and f"--out {folder}-train-lr" in found.command

@@ -1,10 +1,14 @@
 """Losses and events of a run as a reader is told of them; healthy runs are told of nothing."""
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 
+from moemesh.report import page
 from moemesh.report.explain import Losses, explain, losses_of, troubles_of
+from moemesh.report.watch import Watched
 from moemesh.trace.run import JUMPED, MetricsRow, Run, state_of
 
 
@@ -27,15 +31,25 @@ def run_of(folder, losses, validated=None, unigram=None, steps=None, events=(), 
     return Run.load(folder)
 
 
+def scattered(first, slope, noise=0.002, steps=100):
+    chance = random.Random(3)
+    return [first + slope * step + chance.gauss(0, noise) for step in range(steps)]
+
+
 FALLING = [5.0 - 3.0 * step / 100 for step in range(100)]
 #: Losses, validation losses, unigram entropy; a word of the verdict ("": none) and the change.
 CASES = {
     "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, "", ""),
     "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, "", ""),
-    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "not below", "train.lr=0.003"),
+    # A flat loss does not show whether its rate is too high or too low.
+    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "do not show why", ""),
+    "flat noise": (scattered(5.0, 0.0), {}, 3.2, "do not show why", ""),
+    "a straight line": (scattered(6.04, -0.0003), {}, 3.2, "higher train.lr", "train.lr=0.06"),
+    "a line in noise": (scattered(6.04, -0.0003, 0.01), {}, 3.2, "higher", "train.lr=0.06"),
+    "climbs": (scattered(5.0, 0.01, 0.05), {}, 3.2, "too high", "train.lr=0.003"),
     "still falling": (FALLING, {100: 2.05}, 2.0, "needs more steps", "train.steps=400"),
-    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", "train.lr=0.003"),
-    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", "train.lr=0.003"),
+    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", ""),
+    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", ""),
     "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "at step 50 (2.4000)", "train.steps=50"),
     "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again", "train.lr=0.003"),
     "noisy": ([2.8 - x / 100 + 0.1 * (x % 3) for x in range(40)] + [2.6] * 3, {}, 9.0, "", ""),
@@ -110,6 +124,50 @@ def test_runs_without_a_step(tmp_path):
     assert "before its first step" in text and "no checkpoint" in text
     (tmp_path / "run" / "failure.json").write_text('{"kind": "OSError", "message": "x"}')
     assert "before its first step: exception" in explain(Run.load(tmp_path / "run")).text
+
+
+def test_uneven_gradients_without_progress_want_a_lower_rate(tmp_path):
+    run = run_of(tmp_path / "run", scattered(5.0, 0.0), unigram=3.2)
+    rows = [replace(row, grad_norm=50.0 if row.step % 30 == 0 else 1.0) for row in run.metrics]
+    found = losses_of(replace(run, metrics=tuple(rows)))
+    assert "too high" in found.verdict and found.change == "train.lr=0.003"
+
+
+@pytest.mark.parametrize("kind", ["disk", "warning"])
+def test_a_run_that_ended_on_a_full_disk(tmp_path, kind):
+    text = "checkpoint of step 3 not saved: /r/step-3: No space left on device: 10 bytes needed"
+    run = run_of(tmp_path / "run", FALLING, steps=200, events=[("start", "x"), (kind, text)])
+    found = explain(run)
+    assert (found.state, found.cause) == ("interrupted", "disk full")
+    assert "while a disk was full" in found.text and text in found.text
+    assert "Free space" in found.text and "out-of-memory" not in found.text
+
+
+def test_missing_rows_are_named(tmp_path):
+    """Rows cut out of the middle, at the beginning and at the end; the file removed."""
+    folder = tmp_path / "run"
+    run_of(folder, FALLING)
+    file, num_steps = folder / "metrics.jsonl", len(FALLING)
+    (folder / "summary.json").write_text(json.dumps({"steps": num_steps}))
+    lines = file.read_text().splitlines(keepends=True)
+    for kept, words in (
+        (lines[:10] + lines[15:], "5 steps are missing (11 to 15)"),
+        (lines[1:20] + lines[21:], "2 steps are missing (1, 21)"),
+        (lines[:-3], f"3 steps are missing ({num_steps - 2} to {num_steps})"),
+    ):
+        file.write_text("".join(kept))
+        assert words in dict(explain(Run.load(folder)).lines)["files"]
+        assert words in page.write(folder).read_text()
+    file.write_text("".join(lines[:10] + lines[15:]))
+    seen = [event.text for event in Watched(folder).look() if event.kind == "warning"]
+    assert seen == ["metrics.jsonl: 5 steps are missing (11 to 15)"]
+    file.unlink()
+    found = explain(Run.load(folder))
+    assert "without a step" not in found.text and f"step {num_steps}" in found.text
+    assert f"{num_steps} steps are missing (1 to {num_steps})" in found.text
+    (folder / "checkpoints" / "step-7").mkdir(parents=True)
+    seen = [event.text for event in Watched(folder).look() if event.kind == "warning"]
+    assert seen == ["metrics.jsonl: 7 steps are missing (1 to 7)"]
 
 
 def test_rows_of_the_first_schema(tmp_path):

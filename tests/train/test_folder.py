@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,18 +12,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from moemesh.checkpoint import ownership
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.retention import Standing, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.train import session as session_module
 from moemesh.train.records import rows as row_log
 from moemesh.train.records import run_folder as folder_module
 from moemesh.train.records.rows import Cut, RowLog, cut_after
@@ -34,6 +39,7 @@ from moemesh.train.records.run_folder import (
     refuse_changes,
     refuse_other_data,
 )
+from moemesh.train.session import Session
 from moemesh.watch.lease import LeaseLost
 from tests.checkpoint.simulate import save_one, whole
 from tests.data.texts import stream
@@ -490,16 +496,16 @@ def test_rows_behind_a_torn_one_stand_alone(tmp_path: Path) -> None:
 
 def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3) == Cut()
+    assert cut_after(file, 3) == Cut(missing="metrics.jsonl: 3 steps are missing (1 to 3)")
     log = RowLog(file)
     for step in range(1, 6):
         log.append([{"step": step, "loss": 0.1 + step / 3}])
     whole = file.read_bytes()
     with file.open("a") as handle:
         handle.write('{"step": 6, "lo')  # a crash in the middle of a row
-    assert cut_after(file, 9) == Cut(damaged=1, first_damaged=6)
+    assert cut_after(file, 9)._replace(missing="") == Cut(damaged=1, first_damaged=6)
     assert file.read_bytes() == whole
-    assert cut_after(file, 3) == Cut(rows=2)
+    assert cut_after(file, 3)._replace(missing="") == Cut(rows=2)
     rows = runs.rows_of(file)
     assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
     assert cut_after(file, -1) == Cut(rows=3)
@@ -509,7 +515,7 @@ def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
 def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}')
-    assert cut_after(file, 2) == Cut()
+    assert cut_after(file, 2)._replace(missing="") == Cut()
     RowLog(file).append([{"step": 3}])
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
@@ -518,7 +524,7 @@ def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
 def test_a_damaged_row_blocks_no_resume(tmp_path: Path, line: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n{"step": 3}\n', encoding="latin-1")
-    assert cut_after(file, 2) == Cut(rows=1, damaged=1, first_damaged=2)
+    assert cut_after(file, 2)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -527,7 +533,7 @@ def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     monkeypatch.setattr(row_log.os, "replace", None)  # no second file
     monkeypatch.setattr(row_log.os, "fsync", None)
-    assert cut_after(file, 1) == Cut(rows=1, damaged=1, first_damaged=3)
+    assert cut_after(file, 1)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=3)
     assert file.read_text() == '{"step": 1}\n'
 
 
@@ -535,8 +541,32 @@ def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     rows = [{"step": 4, "steps": 4}, {"step": 8, "steps": 4}, {"step": 12, "steps": 4}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cut_after(file, 6) == Cut(rows=2, lost=range(5, 7))
+    assert cut_after(file, 6) == Cut(
+        rows=2, lost=range(5, 7), missing="loads.jsonl: 2 steps are missing (5 to 6)"
+    )
     assert rows_of(file) == [4]
+
+
+def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
+    """By the cosine: 0.1 of the rate at its end; 3 of 8 decay steps are done at step 5."""
+    out = tmp_path / "run"
+    keys = {"train__steps": 4, "train__lr": 1e-3, "train__warmup_steps": 2}
+    keys["train__final_lr_ratio"] = 0.1
+    assert "learning rate" not in runs.said(*runs.arguments(out, **keys))
+    told = runs.said(*runs.arguments(out, **keys | {"train__steps": 10}))
+    after = 1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * 3 / 8))
+    note = f"note: the learning rate of step 4 was 1.00e-04, that of step 5 is {after:.2e}: "
+    assert note + "its decay ends at step 10 now, not at 4" in told, told
+    assert runs.metrics(out)[4]["lr"] == pytest.approx(after)
+
+
+def test_rows_that_are_missing_at_a_resume_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert cut_after(file, 3).missing == "metrics.jsonl: 3 steps are missing (1 to 3)"
+    file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 5, 8, 9)))
+    assert cut_after(file, 10).missing == "metrics.jsonl: 5 steps are missing (3 to 4, 6 to 7, 10)"
+    file.write_text('{"step": 4, "steps": 4}\n{"step": 6, "steps": 2}\n')
+    assert cut_after(file, 6).missing == ""
 
 
 # --- a folder that is lost while a run works in it ----------------------------------------------
@@ -631,3 +661,49 @@ def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) 
     assert f"the last checkpoint of this run is {moved}/checkpoints/step-{step}" in err, err
     assert json.loads((moved / "failure.json").read_text())["run_folder"] == str(moved)
     runs.said(*runs.arguments(moved, **keys), "--stop-after", step + 5)
+
+
+# --- a disk that is full at the last step -------------------------------------------------------
+
+
+def _last_save(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[str], stops: list[bool]
+) -> list[str]:
+    """What the console gets from the save of step 6 of 6, the last one saved being 4; `outcomes`:
+    of the attempts; `stops`: whether a stop was requested, after each of them."""
+    monkeypatch.setattr(session_module, "_ROOM_SECONDS", 0.01)
+    said = list[str]()
+    attempts = iter(outcomes)
+
+    def save(step: int, state: object, *, is_last: bool) -> None:
+        if problem := next(attempts):
+            raise CheckpointError(problem)
+
+    requests = iter(stops)
+    session = SimpleNamespace(
+        folder=SimpleNamespace(check_lease=lambda: None, path=Path()),
+        artifacts=SimpleNamespace(flush=lambda: None, identity={}),
+        num_read=lambda step: step,
+        rehoming=SimpleNamespace(state=dict),
+        nan_policy=SimpleNamespace(state=dict),
+        checkpoints=SimpleNamespace(save=save),
+        config=SimpleNamespace(train=SimpleNamespace(steps=6)),
+        stop=SimpleNamespace(requested=False),
+        largest=lambda number: next(requests),
+        mesh=SimpleNamespace(rank=0),
+        console=SimpleNamespace(warn=said.append),
+        saved=5,  # that save failed later
+    )
+    monkeypatch.setattr(session_module, "newest_step", lambda path: 4)
+    Session.save(cast("Session", session), 6, is_last=True)
+    return said
+
+
+def test_the_last_step_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = "checkpoint of step 6: /r/step-6: No space left on device: 9 bytes needed, 1 free"
+    said = _last_save(monkeypatch, [full, full, full, ""], [False] * 3)
+    assert len(said) == 1 and "waits for room" in said[0] and "steps 5 to 6 are lost" in said[0]
+    with pytest.raises(CheckpointError, match="steps 5 to 6 are lost"):
+        _last_save(monkeypatch, [full, full], [False, True])
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        _last_save(monkeypatch, ["Input/output error"], [])

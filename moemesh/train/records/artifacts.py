@@ -166,7 +166,9 @@ class Artifacts:
                 where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
                 text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"
                 self._say(text, "damaged")
-            if cut.lost:
+            if cut.missing and (name == ROWS[0] or self.config.model.routed_layers):
+                self._say(f"{cut.missing}: their rows were lost, the weights are whole", "damaged")
+            elif cut.lost:
                 text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} are no longer in its sums"
                 self._say(text, "damaged")
         self._loads.resume()

@@ -193,7 +193,7 @@ def advice_on(
     if told is not None and (advice := told.facts.get("advice")):
         return str(advice)
     if told is not None and told.is_final:
-        first_line = told.message.splitlines()[0] if told.message else ""
+        first_line = told.message.splitlines()[0].rstrip(":") if told.message else ""
         return (
             f"the same command would fail again: {first_line}\n"
             "checkpoints are untouched; change the configuration first"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from moemesh.checkpoint.files import explain, replace_by
 from moemesh.config.limits import parse_json
-from moemesh.trace.run import MetricsRow
+from moemesh.trace.run import MetricsRow, missing_steps
 
 Row = dict[str, Any]
 
@@ -107,12 +107,14 @@ class RowLog:
 
 class Cut(NamedTuple):
     """The result of :func:`cut_after`: rows of later steps, rows that nobody can read (and the
-    number of the first such line), and the steps up to the cut that were summed with later ones."""
+    number of the first such line), the steps up to the cut that were summed with later ones, and a
+    sentence on those without any row."""
 
     rows: int = 0
     damaged: int = 0
     first_damaged: int = 0
     lost: range = range(0)
+    missing: str = ""
 
 
 def cut_after(path: Path, step: int) -> Cut:
@@ -122,8 +124,9 @@ def cut_after(path: Path, step: int) -> Cut:
     nothing before the cut is damaged the file is only shortened, which needs no room on the disk.
     """
     if not path.exists():
-        return Cut()
+        return Cut(missing=missing_steps(path.name, {}, step))
     removed = damaged = first_damaged = 0
+    steps = dict[int, int]()
     lost, kept_end, is_whole = range(0), 0, True
     for number, (start, line, row) in enumerate(_rows(path), start=1):
         is_kept = row is not None and row[0] <= step
@@ -133,7 +136,8 @@ def cut_after(path: Path, step: int) -> Cut:
             removed += 1
             if row[0] - row[1] < step:
                 lost = range(row[0] - row[1] + 1, step + 1)
-        if is_kept:
+        if is_kept and row is not None:
+            steps[row[0]] = row[1]
             is_whole = is_whole and start == kept_end and line.endswith(b"\n")
             kept_end = start + len(line)
     if not is_whole:
@@ -141,7 +145,7 @@ def cut_after(path: Path, step: int) -> Cut:
         replace_by(path, (line.rstrip(b"\n") + b"\n" for line, row in rows if row[0] <= step))
     elif kept_end < path.stat().st_size:
         os.truncate(path, kept_end)
-    return Cut(removed, damaged, first_damaged, lost)
+    return Cut(removed, damaged, first_damaged, lost, missing_steps(path.name, steps, step))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:

@@ -34,6 +34,7 @@ from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
+from moemesh.trace.machine import file_of
 from moemesh.trace.run import Run
 from moemesh.train.records.rows import RowLog
 from moemesh.watch.lease import FILE as LEASE
@@ -41,7 +42,6 @@ from moemesh.watch.lease import (
     Lease,
     LeaseLost,
     RunFolderError,
-    file_of,
     read_claim,
     read_start,
     why_lost,

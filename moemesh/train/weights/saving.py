@@ -31,6 +31,7 @@ from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
+from moemesh.watch.failures import is_disk_full
 
 
 def contents(
@@ -194,7 +195,7 @@ class Checkpoints:
             ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
             lost=folder.lost,
         )
-        self._has_said_why = self._has_saved = False
+        self._has_said_why = self._has_saved = self._shows_full = False
 
     def save(self, step: int, state: dict[str, object], *, is_last: bool = False) -> None:
         """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
@@ -244,9 +245,11 @@ class Checkpoints:
                     f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
                 )
             self._complain(outcome.step, outcome.problem)
-        elif not self._has_saved and self._tells:
-            self._has_saved = True
-            self._console.keep(f"first checkpoint of this start: step {outcome.step}", "saved")
+        else:
+            self._shows_full = False
+            if not self._has_saved and self._tells:
+                self._has_saved = True
+                self._console.keep(f"first checkpoint of this start: step {outcome.step}", "saved")
         if outcome.nonfinite and self._tells:
             more = len(outcome.nonfinite) - 1
             names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
@@ -259,14 +262,25 @@ class Checkpoints:
     def look(self) -> None:
         """Tell what failed in the meantime; cheap, for every step."""
         for text in self._saver.news():
-            self._console.warn(f"checkpoint: {text}")
+            if not self._is_known(text):
+                self._console.warn(f"checkpoint: {text}")
+
+    def _is_known(self, problem: str) -> bool:
+        """Whether the console has shown since the last checkpoint that the disk is full."""
+        is_full, is_known = is_disk_full(problem), self._shows_full
+        self._shows_full = is_known or is_full
+        return is_full and is_known
 
     def abandon(self) -> None:
         """This process ends at once: leave the checkpoint under way unfinished."""
         self._saver.abandon()
 
     def _complain(self, step: int, problem: str) -> None:
-        if self._tells:
+        if not self._tells:
+            return
+        if self._is_known(problem):
+            self._console.warn(f"checkpoint of step {step} not saved: no space left on the disk")
+        else:
             self._console.warn(
                 f"checkpoint of step {step} not saved, training goes on, the next one is tried "
                 f"again: {problem}"
