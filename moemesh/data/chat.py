@@ -206,8 +206,7 @@ class ChatTemplate:
 
 
 def completed(record: Mapping[str, str], tokenizer: Tokenizer) -> Rendered:
-    """A text that goes on with another, which carries loss, with the ``eos_token`` if there is
-    one."""
+    """A prompt and its completion, which carries loss, with the ``eos_token`` of the tokenizer."""
     prompt, completion = record[PROMPT], record[COMPLETION]
     end = tokenizer.settings.special.get("eos_token", "")
     text = prompt + completion + ("" if completion.endswith(end) else end)
@@ -290,7 +289,7 @@ class _Rendering:
             prompt = None
         if prompt is not None and self.text.startswith(prompt):
             start = len(prompt)
-            # A template may ask for no header where it writes one, as after the result of a tool.
+            # After the result of a tool, a prompt may lack the header that the text has.
             is_written = start + len(header) <= first and self.text.startswith(header, start)
             return start + len(header) * is_written
         if earlier:

@@ -188,7 +188,7 @@ def downloaded(dataset: HubName) -> Path:
         from huggingface_hub import snapshot_download  # optional
     except ImportError as error:
         raise DataError(
-            f"data.path {name} is no file or folder; a dataset of the Hub needs the package "
+            f"data.path {name} does not exist; as a dataset of the Hub it needs the package "
             f"huggingface_hub: pip install huggingface_hub, or {command} --local-dir FOLDER, and "
             "data.path = FOLDER"
         ) from error
@@ -207,7 +207,7 @@ def downloaded(dataset: HubName) -> Path:
     except Exception as error:  # the package raises errors of several others
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"data.path {name} is no file or folder, and as a dataset of the Hub it cannot be "
+            f"data.path {name} does not exist, and as a dataset of the Hub it cannot be "
             f"downloaded ({reason}): where there is a network, {command}"
         ) from error
 

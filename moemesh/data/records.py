@@ -1,8 +1,8 @@
 """Files into records: texts and conversations, one after the other, each with its place.
 
 A record is a text (bytes; of all formats but "text" and "bytes" they are UTF-8), a conversation
-(a dict with a list under "messages"; records of ShareGPT and Alpaca become one), or a text that
-goes on with another (a dict with "prompt" and "completion"). One record, or one small batch of
+(a dict with a list under "messages"; records of ShareGPT and Alpaca become one), or a prompt
+with its completion (a dict with these two keys). One record, or one small batch of
 rows, is in memory at a time: a file may be larger than memory.
 
     format    one record is                                   place
@@ -38,7 +38,7 @@ ROWS = 256
 NAMED = 5
 #: Records after which a share of bad ones that is too large ends the reading.
 ENOUGH = 1000
-#: The key of a conversation, and those of a text and how it goes on.
+#: The key of a conversation, and those of a prompt and its completion.
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 #: Keys that other records need -> those that they may have.
 SHAPES = {
@@ -264,7 +264,7 @@ def _encoded(text: str, where: Where) -> bytes:
 
 
 def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
-    """The record that `fields`, of the shape with `key`, stand for."""
+    """The record that is equal to `fields`, which have the shape with `key`."""
     if key == PROMPT:
         prompt, completion = fields[PROMPT], fields[COMPLETION]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -408,7 +408,7 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
 
 def without_nulls(value: Any) -> Any:
     """A table has every key of its type in each row, and so has JSON that is written from one: a
-    null stands for a key that is missing."""
+    null means a key that is missing."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Tokenizers: text into ids and ids into text.
 
 A folder means what ``AutoTokenizer`` of transformers reads. Where other files of the folder can
-change what ``tokenizer.json`` says, that class reads it, or, without the package, it is refused;
+change ``tokenizer.json``, that class reads it, or, without the package, it is refused;
 otherwise the file is read alone, which takes no import of transformers.
 
 No special token is added to a text: neither the beginning nor the end that a tokenizer may have
@@ -130,8 +130,8 @@ class Tokenizer:
 
     @property
     def template_facts(self) -> list[object]:
-        """What decides the text of a conversation: templates, special tokens, and the day where a
-        template reads it."""
+        """Templates, special tokens, and the date where a template reads it: all that decides the
+        text of a conversation."""
         reads_clock = any(CLOCK in one for one in self.settings.templates.values())
         day = str(self.day or date.today()) if reads_clock else None
         return [dict(self.settings.templates), dict(self.settings.special), day]
@@ -291,7 +291,7 @@ def _read_once(
         logging.set_verbosity(verbosity)
     names = [*dict(read.vocab_files_names).values(), FILE]
     if read.vocab_files_names and not any((folder / name).is_file() for name in names):
-        # The class makes a vocabulary of a few tokens where there is no file.
+        # Without a file, the class makes a vocabulary of a few tokens.
         held = f"{', '.join(dict.fromkeys(names))} of a {type(read).__name__}"
         raise DataError(f"{folder} is not a usable tokenizer: it has no {held}")
     templates = read.chat_template or {}
@@ -336,7 +336,7 @@ class _SlowTokenizer:
         if texts:
             name = type(self._read).__name__
             raise DataError(
-                f"a {name} of transformers does not say which characters a token stands for, and "
+                f"a {name} of transformers has no offsets of its tokens, and "
                 "the loss mask of a conversation needs them: name a tokenizer with a "
                 f"{FILE}, or give texts"
             )
