@@ -363,7 +363,7 @@ def test_recorders_of_serving_stacks(tmp_path: Path) -> None:
 
 
 def test_redundant_experts_that_would_help(tmp_path: Path) -> None:
-    """One expert with half of the load: a permutation is at 4 times the mean, copies even it out."""
+    """One expert with half of the load: four times the mean, which copies even out."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps([[7, 1, 1, 1, 1, 1, 1, 1]]))
     found = place(BalanceSettings(loads=path, gpus=4)).to_json()
