@@ -329,6 +329,7 @@ def preflight_warnings(
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
+        whose = "adapters" if config.lora.rank and config.model_path is not None else whose
         times = train.lr / usual
         shown = f"{times:,.0f}" if times < 1e6 else f"{times:.3g}"
         yield (
