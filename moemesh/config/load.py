@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from moemesh.config.data import DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
+from moemesh.config.hub import local_folder, repository_of
 from moemesh.config.huggingface.architecture import read_architecture
 from moemesh.config.huggingface.folder import read_config, read_folder
 from moemesh.config.model import ModelConfig
@@ -118,7 +119,7 @@ def resolve(
         base = read_preset(preset)
     else:
         wanted = chosen.get(IMPLEMENTATION_KEY)
-        base = read_folder(Path(path), "auto" if wanted is None else wanted.value)
+        base, path = _read_model(path, "auto" if wanted is None else wanted.value)
         if wanted is not None and wanted.value == "auto":
             del chosen[IMPLEMENTATION_KEY]  # the folder's reader has chosen
     problems += base.problems
@@ -167,6 +168,19 @@ def resolve(
     return Resolved(config=config, origins=origins, notes=notes)
 
 
+def _read_model(name: str, implementation: object) -> tuple[ConfigSource, str]:
+    """The source of ``model.path``, and the folder: of a name of the hub its snapshot."""
+    try:
+        path = str(local_folder(name, "model", PATH_KEY))
+    except ConfigError as error:
+        return ConfigSource(problems=tuple(error.problems)), name
+    base = read_folder(Path(path), implementation)
+    if path == name:
+        return base, name
+    note = f"model.path: {name} is the snapshot {path}, which the run records"
+    return replace(base, notes=(note, *base.notes)), path
+
+
 def read_recorded(
     path: Path, overrides: Sequence[str], sections: Sequence[str], run_checks: Sequence[RunCheck]
 ) -> RunConfig:
@@ -199,7 +213,8 @@ def _with_architecture(model: ModelConfig, path: str | None) -> ModelConfig:
 
 def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     """`config` with the values that the run in `folder` has recorded for keys that follow from
-    others and that nobody has given, so that a run goes on with those it was started with."""
+    others and that nobody has given, and with its revision of a model of the hub, so that a run
+    goes on with those it was started with."""
     if not (folder / RUN_CONFIG).is_file():
         return config
     recorded, kept = read_file(folder / RUN_CONFIG).leaves, dict[str, object]()
@@ -213,6 +228,14 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     data = config.data
     if data.date is None and day is not None:  # of a template that reads the date
         data = data.model_copy(update={"date": day.value})
+    # A name of the hub leads to the newest revision: the run keeps its own.
+    path, given = recorded.get(PATH_KEY), config.model_path
+    if path is not None and given is not None and given != path.value:
+        pinned = str(path.value)
+        if repository_of(given) is not None and repository_of(pinned) == repository_of(given):
+            update = {"tokenizer": pinned} if data.tokenizer == given else {}
+            data = data.model_copy(update=update)
+            config = replace(config, model_path=pinned)
     commits = re.findall(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})\b", (folder / RUN_CONFIG).read_text())
     kept_at = {name: f"{name}@{commit}" for name, commit in commits}
     return replace(config, data=data.with_paths(lambda path: kept_at.get(path or "", path)))

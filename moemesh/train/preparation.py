@@ -23,6 +23,7 @@ from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.config.changes import Change
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError, found_by, refuse_together
+from moemesh.config.hub import short_name
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
@@ -328,6 +329,7 @@ def preflight_warnings(
     usual = config.usual_rate
     if train.lr >= _HIGH[train.optimizer] * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
+        whose = "adapters" if config.lora.rank and config.model_path is not None else whose
         times = train.lr / usual
         shown = f"{times:,.0f}" if times < 1e6 else f"{times:.3g}"
         yield (
@@ -427,7 +429,7 @@ class RunRequest:
         file, out, config = self.config_file, self.out, self.resolved.config
         if file is not None and file.is_dir():
             out = out or file
-        model = config.model_preset if config.model_path is None else Path(config.model_path).name
+        model = config.model_preset if config.model_path is None else short_name(config.model_path)
         return (out or Path("runs") / (file.stem if file else model)).expanduser()
 
     @cached_property

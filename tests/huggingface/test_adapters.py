@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS
+from moemesh.checkpoint.huggingface.adapters import CONFIG, KNOWN_FIELDS, WEIGHTS
 from moemesh.checkpoint.huggingface.convert import write_adapters, write_huggingface
 from moemesh.checkpoint.huggingface.derived import merged
 from moemesh.checkpoint.huggingface.weight_folder import AdapterFolder
@@ -161,6 +162,33 @@ def test_adapters_of_peft_are_read(tmp_path: Path, kind: str) -> None:
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
+#: Fields of PEFT's that give a folder another meaning.
+OTHER_METHODS: dict[str, Any] = {
+    "bias": "all", "modules_to_save": ["lm_head"], "trainable_token_indices": [1], "use_dora": True,
+    "velora_config": {"a": 1}, "alora_invocation_tokens": [1, 2], "use_qalora": True,
+    "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "lora_bias": True,
+    "use_bdlora": {"a": 1}, "arrow_config": {"a": 1}, "kasa_config": {"a": 1},
+    "init_lora_weights": "pissa_niter_4",
+}  # fmt: skip
+
+
+def test_every_field_of_peft_is_known_or_refused() -> None:
+    """A field of a later version is refused, too, until it stands in one of the two lists."""
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields == KNOWN_FIELDS | OTHER_METHODS.keys()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "corda", "loftq", "lora_ga", "mica"])
+def test_a_changed_base_is_refused(tmp_path: Path, init: str) -> None:
+    folder = save("mixtral", tmp_path / "base")
+    config, model = adapted(folder, LORA)
+    write_adapters(ours.weights(model), config, "mixtral", tmp_path, dtype=torch.float32, base=None)
+    given = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(given | {"init_lora_weights": init}))
+    with pytest.raises(CheckpointError, match=f"init_lora_weights = '{init}' changes the weights"):
+        AdapterFolder(tmp_path, config, "mixtral")
+
+
 def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "base")
     config, model = adapted(folder, LORA)
@@ -188,6 +216,9 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     given = json.loads(path.read_text())
     path.write_text(json.dumps(given | {"alpha_pattern": given["alpha_pattern"] | {"q_proj": 9}}))
     refused("q_proj has rank 3 and alpha 9, another scaling")
+    for key, value in OTHER_METHODS.items():
+        path.write_text(json.dumps(given | {key: value}))
+        refused(rf"{key}.*(changes the weights|is not known here)")
     path.write_text(json.dumps(given | {"peft_type": "IA3"}))
     refused("is of the type IA3, not LORA")
     path.write_text(json.dumps(given))

@@ -40,6 +40,24 @@ _FUSED = "gate_up_proj"
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
+#: Fields of PEFT's LoraConfig that are read here, that the names of the stored tensors tell, and
+#: that have no effect on what stored adapters compute. Any other must be empty.
+KNOWN_FIELDS = frozenset(
+    {
+        "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+        "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
+        "layers_pattern",
+        "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core",
+        "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
+        "runtime_config", "ensure_weight_tying",
+    }
+)  # fmt: skip
+#: Initializations that leave the weights of the base as they are.
+SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+_NO_BIAS = ("bias", "none")
+
+
 class Adaptation(NamedTuple):
     """One adapter of PEFT's, of the parts `parts` of our `weight` in the family `kind`, each of
     which has an adapter of its own here, of rank `rank`. `module`: PEFT's name of what it adapts,
@@ -228,8 +246,13 @@ def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adap
             raise CheckpointError(
                 f"{file}: has {key} = {given.get(key)}, and lora.{ours} is {getattr(lora, ours)}"
             )
-    for key in ("use_dora", "modules_to_save", "lora_bias", "layer_replication"):
-        if given.get(key):
+    if (init := given.get("init_lora_weights")) not in SAME_BASE:
+        raise CheckpointError(
+            f"{file}: init_lora_weights = {init!r} changes the weights beside the adapters: "
+            "save them with PEFT's `path_initial_model_for_weight_conversion`, as plain ones"
+        )
+    for key, value in given.items():
+        if value and key not in {*KNOWN_FIELDS, "init_lora_weights"} and (key, value) != _NO_BIAS:
             raise CheckpointError(f"{file}: uses {key}, which is not known here")
     ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     root = math.sqrt if lora.rslora else float

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.keys import known_families
+from moemesh.config.huggingface.keys import class_rows, known_families, names
 from moemesh.config.huggingface.model import ROPE_KEYS, ROPE_NEEDS, model_values, trained_families
 from moemesh.config.model import ModelConfig
 from moemesh.config.toml import format_value
@@ -137,10 +137,11 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
         "dtype": dtype,
         "tie_word_embeddings": model.tied_embeddings,
     }
-    known, row = trained_families()["keys"], trained_families()["family"][kind]
-    for key in ("norm_eps", "init_std", *row.get("reads", ())):
-        (name, *_) = row.get("writes", {}).get(key, known[key])
-        values[name] = getattr(model, key, None)
+    reads = class_rows()[kind]["reads"]
+    for key, names_of_key in trained_families()["keys"].items():
+        name = next((name for name in names_of_key if name in reads), None)
+        if name is not None and name not in values:
+            values[name] = getattr(model, key)
     return {key: value for key, value in values.items() if value is not None or key in _NULLS}
 
 
@@ -217,7 +218,7 @@ def _rope(model: ModelConfig, kind: str) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_type != "default":
         values["rope_scaling"] = {k: v for k, v in table.items() if k != "rope_theta"}
-    usual = trained_families()["family"][kind].get("defaults", {}).get("partial_rotary_factor", 1)
+    usual = class_rows()[kind]["rope"].get("partial_rotary_factor", 1)
     if model.partial_rotary_factor != 1 or usual != 1:
         table["partial_rotary_factor"] = model.partial_rotary_factor
         values["partial_rotary_factor"] = model.partial_rotary_factor
@@ -228,8 +229,11 @@ def _rope(model: ModelConfig, kind: str) -> dict[str, Any]:
 def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Sizes of experts under every name; families whose MLP key means an expert get it there."""
     moe = [index for index in range(model.num_layers) if model.is_moe_layer(index)]
-    row = trained_families()["family"][kind]
-    keys = {**trained_families()["writes"], **row.get("writes", {})}
+    row = class_rows()[kind]
+    keys = {
+        size: [name for name in names(size) if name in row["reads"] or name in row["aliases"]]
+        for size in ("num_experts", "experts_per_token", "num_shared")
+    }
     values: dict[str, Any] = dict.fromkeys(keys["num_experts"], model.num_experts)
     values |= dict.fromkeys(keys["experts_per_token"], model.experts_per_token)
     family = known_families()["family"][kind]

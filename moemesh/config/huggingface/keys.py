@@ -28,6 +28,38 @@ def known_families() -> dict[str, Any]:
     return tomllib.loads((home / "families.toml").read_text(encoding="utf-8"))
 
 
+@cache
+def class_rows() -> dict[str, Any]:
+    """What configuration classes of transformers say: ``presets/huggingface/classes.toml``."""
+    home = files("moemesh.config") / "presets" / "huggingface"
+    return tomllib.loads((home / "classes.toml").read_text(encoding="utf-8"))
+
+
+#: Keys that every class reads as RoPE, and what a folder says of prediction layers.
+_FOR_ALL = (
+    "model_type", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
+    "original_max_position_embeddings",
+)  # fmt: skip
+
+
+def as_class(config: Config, kind: str) -> dict[str, Any]:
+    """`config` as the class of the family `kind` reads it: with its defaults, under its names,
+    without keys that its code does not read. Of a family without a row in ``classes.toml`` a
+    copy."""
+    row = class_rows().get(kind)
+    if row is None:
+        return dict(config)
+    known, usual = {*row["reads"], *_FOR_ALL, *names("num_mtp_layers")}, row["defaults"]
+    values = usual | {key: value for key, value in config.items() if key in known}
+    values |= {key: config[name] for name, key in row["aliases"].items() if name in config}
+    # A switch that is null is off, whatever its default.
+    switches = (key for key, value in usual.items() if isinstance(value, bool))
+    values |= {key: False for key in switches if values[key] is None}
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return values
+
+
 def names(size: str) -> list[str]:
     """The names that one of our sizes goes by."""
     return known_families()["names"][size]

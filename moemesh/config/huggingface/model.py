@@ -14,7 +14,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 
-from moemesh.config.huggingface.keys import Config, first, known_families, real, table, wrong
+from moemesh.config.huggingface.keys import (
+    Config,
+    class_rows,
+    first,
+    known_families,
+    real,
+    table,
+    wrong,
+)
 from moemesh.config.huggingface.sizes import read_sizes
 
 #: Fields of a planner's shape that say nothing new to a trained model, with the value that it has.
@@ -38,14 +46,24 @@ _SAME = (
     "expert_bias", "router_logit_bias", "router_selection_bias", "router_groups",
     "router_groups_kept",
 )  # fmt: skip
-#: Our names of the types of RoPE, what their tables must have, and the keys of these with "rope_"
-#: or nothing in front.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-ROPE_NEEDS = {
+_YARN = (
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+#: Sizes that a model cannot have at 0.
+_NEEDED = {"num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim"}
+_NEEDED_BY_EXPERTS = {"experts_per_token", "router_groups", "router_groups_kept"}
+#: Types of RoPE -> what their tables may have, and must have.
+ROPE_TYPES = {
+    "default": (),
     "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "dynamic": (),
+    "llama3": (*_LLAMA3, "original_max_position_embeddings"),
+    "yarn": _YARN,
 }
+ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
+#: What the tables have -> our keys.
 ROPE_KEYS = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -107,8 +125,11 @@ def quantization_of(config: Config) -> Quantization | None:
     return Quantization("fp8", (numbers[0], numbers[1]))
 
 
-#: Keys that every family reads.
-_FOR_ALL = ("norm_eps", "init_std", "max_position_embeddings")
+#: What there is to do with a folder that cannot be trained.
+_UNTRAINED = (
+    "plan it with `moemesh plan --model FOLDER` and train it with transformers, or choose a folder "
+    "of a family that docs/models.md lists as trained"
+)
 
 
 @cache
@@ -126,7 +147,7 @@ def family_of(config: Config) -> str:
     families = trained_families()["family"]
     if found not in families:
         message = "models of this family can be planned at most, not trained from their weights"
-        raise wrong("not-available", "model_type", kind, message, ", ".join(sorted(families)))
+        raise wrong("not-available", "model_type", kind, message, _UNTRAINED)
     return found
 
 
@@ -145,12 +166,15 @@ def model_values(config: Config) -> dict[str, object]:
         if fields.get(name, value) != value:
             message = f"a model with {name} = {fields[name]} cannot be trained (known: {value})"
             raise wrong("not-available", "model_type", sizes.kind, message)
-    if (activation := sizes.values.get("hidden_act", "silu")) not in ("silu", "swiglu", "swish"):
-        message = "MLPs of trained models are gated by silu"
-        raise wrong("not-available", "hidden_act", activation, message, 'hidden_act = "silu"')
+    if (activation := sizes.values.get("hidden_act", "silu")) not in ("silu", "swish"):
+        message = "MLPs of trained models are gated by silu; with another one these weights are of "
+        message += "another model"
+        raise wrong("not-available", "hidden_act", activation, message, _UNTRAINED)
     found: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
-    # A size of 0 stands for a part that the model does not have.
-    found |= {name: fields[name] for name in _SAME if fields.get(name) not in (None, 0)}
+    # A size of 0 stands for a part that the model does not have, unless every model has it.
+    needed = _NEEDED | _NEEDED_BY_EXPERTS if fields["moe_layers"] else _NEEDED
+    given = {name: fields[name] for name in _SAME if fields.get(name) is not None}
+    found |= {name: value for name, value in given.items() if value or name in needed}
     # Layers with experts: all but the first ones, or a list.
     layers, moe = fields["num_layers"], fields["moe_layers"]
     if not moe:
@@ -174,20 +198,17 @@ def model_values(config: Config) -> dict[str, object]:
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         found |= {"sliding_window": max(windows), "layer_types": kinds}
     found |= row.get("fields", {})
-    values = dict(row.get("defaults", {}))
-    values |= {key: value for key, value in sizes.values.items() if value is not None}
+    values = sizes.values
     for name, names in trained_families()["keys"].items():
-        if name in _FOR_ALL or name in row.get("reads", ()):
-            given = next((values[key] for key in names if values.get(key) is not None), None)
-            if given is not None:
-                found[name] = given
-    found |= _rope(values, fields)
+        given = next((values[key] for key in names if values.get(key) is not None), None)
+        if given is not None:
+            found[name] = given
+    found |= _rope(values, class_rows()[family_of(config)], fields)
     # How transformers balances the experts in training: by one loss for all layers, of families
     # that have it and where a configuration asks for it; it moves no selection bias.
     balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
-    if values.get("output_router_logits") and "aux_loss" in row:
-        wanted = values.get("router_aux_loss_coef")
-        coefficient = real("router_aux_loss_coef", row["aux_loss"] if wanted is None else wanted)
+    if values.get("output_router_logits") and "router_aux_loss_coef" in values:
+        coefficient = real("router_aux_loss_coef", values["router_aux_loss_coef"])
         # Selections there are counted per token, not per choice.
         balancing["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
         balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
@@ -197,32 +218,48 @@ def model_values(config: Config) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, object]:
-    """Rotary positions, from the old keys or the new table, which newer versions write."""
+def _rope(
+    values: Mapping[str, Any], row: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, object]:
+    """Rotary positions, as transformers takes them from a configuration: from `rope_scaling` where
+    that is set, which model cards add beside the newer `rope_parameters`; else from these, else
+    from the `row` of the family's class."""
     newer, older = table(values, "rope_parameters"), table(values, "rope_scaling")
-    if any(isinstance(one, Mapping) for one in newer.values()):
+    key, given = ("rope_scaling", older) if older else ("rope_parameters", newer)
+    if any(isinstance(one, Mapping) for one in given.values()):
         message = "RoPE that differs between kinds of layers is not known"
-        raise wrong("not-available", "rope_parameters", sorted(newer), message)
-    given = {key: value for key, value in {**older, **newer}.items() if value is not None}
+        raise wrong("not-available", key, sorted(given), message)
+    given = {name: value for name, value in given.items() if value is not None}
+    usual = dict(row["rope"])
+    # Defaults of these two hold beside any table; of the rest only where there is none.
+    theta, share = (usual.pop(name, None) for name in ("rope_theta", "partial_rotary_factor"))
+    if not older and values.get("rope_parameters") is None:
+        given = usual
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    if kind not in _ROPE_TYPES:
-        message = f"RoPE of the type {kind} is not known; known: {', '.join(_ROPE_TYPES)}"
-        raise wrong("not-available", "rope_scaling", kind, message)
-    if missing := [key for key in ROPE_NEEDS.get(kind, ()) if key not in given]:
+    if kind not in ROPE_TYPES:
+        message = f"RoPE of the type {kind} is not known; known: {', '.join(ROPE_TYPES)}"
+        raise wrong("not-available", key, kind, message)
+    if missing := [name for name in ROPE_NEEDS.get(kind, ()) if name not in given]:
         message = f"RoPE of the type {kind} needs {' and '.join(missing)}"
-        raise wrong("missing", f"rope_scaling.{missing[0]}", None, message)
-    found: dict[str, object] = {"rope_type": kind}
-    theta = given.get("rope_theta") or values.get("rope_theta")
-    if theta is not None:
-        found["rope_theta"] = real("rope_theta", theta)
-    if kind != "default":
-        known = {name: given[key] for key, name in ROPE_KEYS.items() if key in given}
-        found |= known
-        if kind != "linear" and "original_max_position_embeddings" not in known:
-            found["original_max_position_embeddings"] = values.get("max_position_embeddings")
-    share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor")
-    if rotary := values.get("rotary_dim"):
-        share = real("rotary_dim", rotary) / fields["head_dim"]
-    if share and fields.get("attention") != "mla":
-        found["partial_rotary_factor"] = real("partial_rotary_factor", share)
+        raise wrong("missing", f"{key}.{missing[0]}", None, message)
+    theta = given.get("rope_theta") or values.get("rope_theta") or theta
+    found: dict[str, object] = {"rope_theta": real("rope_theta", theta)}
+    found |= {ROPE_KEYS[name]: given[name] for name in ROPE_TYPES[kind] if name in given}
+    # The frequencies of the type dynamic differ behind the model's positions alone, where no run
+    # has tokens.
+    found["rope_type"] = "default" if kind == "dynamic" else kind
+    original = "original_max_position_embeddings"
+    if original in ROPE_TYPES[kind]:  # a key of its own counts before that of the table
+        found.setdefault(original, values.get("max_position_embeddings"))
+        found[original] = values.get(original) or found[original]
+    if values.get("rotary_dim"):
+        share = real("rotary_dim", values["rotary_dim"]) / fields["head_dim"]
+    share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or share
+    if share is None or (kind in ("default", "dynamic") and not row["turns_a_part"]):
+        return found
+    if (share := real("partial_rotary_factor", share)) != 1:
+        if not row["turns_a_part"] or fields.get("attention") == "mla":
+            message = "the code of this family turns whole heads"
+            raise wrong("not-available", "partial_rotary_factor", share, message, "leave it out")
+        found["partial_rotary_factor"] = share
     return found

@@ -9,13 +9,14 @@ key, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import (
     Config,
     ReadConfiguration,
+    as_class,
     check_length,
     first,
     indices,
@@ -123,10 +124,9 @@ def router_groups(config: Config) -> dict[str, Any]:
         for key in ("n_group", "topk_group"):
             whole(config, key, default=1)  # Read, and without effect.
         return {"router_groups": 1, "router_groups_kept": 1}
-    kept = whole(config, "topk_group", default=1)
     return {
-        "router_groups": whole(config, "n_group", default=1) or 1,
-        "router_groups_kept": kept or 1,
+        "router_groups": whole(config, "n_group", default=1),
+        "router_groups_kept": whole(config, "topk_group", default=1),
     }
 
 
@@ -317,15 +317,13 @@ WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attent
 _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
 
 
-def attention_windows(
-    config: Config, usual: int | str, *, has_switch: bool = True
-) -> tuple[int, ...]:
+def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     """The attention window of every layer in tokens, 0 for none; () when no layer has one.
 
-    `usual`: where no list says which layers have it, one in so many sees the whole sequence, or
-    the key of the first layer that has it. `has_switch`: `use_sliding_window` counts. Raises
-    ConfigError for kinds of layers without a formula, for a list of another length, and for a list
-    that is missing.
+    `usual`: where no list says which layers have it, one in that many sees the whole sequence; or
+    the key of the first layer that has it, after "not " that of the first that has not, before
+    which every second layer has it. Raises ConfigError for kinds of layers without a formula, for
+    a list of another length, and for a list that is missing.
     """
     layers = num_layers(config)
     kinds = words(config, "layer_types") or words(config, "attention_layers")
@@ -344,7 +342,7 @@ def attention_windows(
     if kinds:
         check_length("layer_types", kinds, layers)
     is_on = config.get("use_sliding_window")
-    if has_switch and is_on is not None and not is_on:
+    if is_on is not None and not is_on:
         return ()
     named = ("sliding_window", "attention_chunk_size", "window_size")
     key = next((key for key in named if config.get(key) and config[key] is not True), None)
@@ -358,7 +356,11 @@ def attention_windows(
         message = "which layers have the window is not said: layer_types is missing"
         raise wrong("missing", "layer_types", None, message)
     if isinstance(usual, str):
-        start = whole(config, usual, default=0)
+        start = whole(config, usual.removeprefix("not "), default=0)
+        if usual.startswith("not "):
+            return tuple(
+                window if index < start and index % 2 == 0 else 0 for index in range(layers)
+            )
         return tuple(window if index >= start else 0 for index in range(layers))
     pattern: Any = next((config[key] for key in _PERIOD_KEYS if config.get(key)), usual)
     if not isinstance(pattern, str):
@@ -414,11 +416,14 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
     return problems
 
 
-def unread_parameters(config: ReadConfiguration, kind: str, *, has_norm: bool) -> list[Problem]:
+def unread_parameters(
+    config: Config, read: Collection[str], kind: str, *, has_norm: bool
+) -> list[Problem]:
     """Keys that stand for parameters where there are any, and that this family's reading never
     asked for: dropping them would count another model.
 
-    `has_norm`: queries and keys have their norms by the family's code, whatever a key says.
+    `read`: keys that were read; `has_norm`: queries and keys have their norms by the family's code,
+    whatever a key says.
     """
     keys, problems = known_families()["parameters"], list[Problem]()
     no_experts = f"no experts of a {kind} model are known"
@@ -434,8 +439,8 @@ def unread_parameters(config: ReadConfiguration, kind: str, *, has_norm: bool) -
             1,
         ),
     ):
-        for key in sorted(set(group) & set(config) - config.read):
-            value: Any = dict(config).get(key)
+        for key in sorted(set(group) & set(config) - set(read)):
+            value: Any = config[key]
             is_number = isinstance(value, (bool, int, float)) and value >= least
             if is_number or (isinstance(value, (list, tuple)) and value):
                 problems.append(Problem.of("unknown-layer", key, cast("object", value), message))
@@ -480,16 +485,13 @@ def read_sizes(config: Config) -> Sizes:
         if text is not None:
             raise wrong("wrong-type", key, text, f"{key} must be an object")
     kind = str(config.get("model_type") or "")
-    family = _family(kind)
-    defaults: Config = family.get("defaults", {})
-    values = dict(defaults)
-    for key, value in config.items():
-        values[key] = defaults.get(key) if value is None else value
-    absent = {key: value for key, value in family.get("absent", {}).items() if key not in config}
-    if "rope_scaling" in config:  # the older name
-        absent.pop("rope_parameters", None)
-    values |= absent
-    if problems := unknown_layers(values, kind):
+    name, family = _family(kind)
+    values = as_class(config, name)
+    for key, value in family.get("defaults", {}).items():
+        if values.get(key) is None:
+            values[key] = value
+    # Layers without a formula are refused by name, also where the family's code reads no such key.
+    if problems := unknown_layers({**config, **values}, kind):
         raise ConfigError(problems)
     record = ReadConfiguration(values)
     try:
@@ -500,7 +502,7 @@ def read_sizes(config: Config) -> Sizes:
         problem = Problem.of("missing", missing.partition(" or ")[0], None, message)
         raise ConfigError([problem]) from None
     has_norm = fields.get("qk_norm", "none") != "none"
-    if problems := unread_parameters(record, kind, has_norm=has_norm):
+    if problems := unread_parameters(config, record.read, kind, has_norm=has_norm):
         raise ConfigError(problems)
     return Sizes(fields, values, kind, notes)
 
@@ -530,9 +532,7 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         "num_heads": heads,
         "tied_embeddings": bool(config.get("tie_word_embeddings")),
         "num_mtp_layers": first(config, "num_mtp_layers", 0),
-        "windows": attention_windows(
-            config, family.get("windows", 0), has_switch=family.get("window_switch", True)
-        ),
+        "windows": attention_windows(config, family.get("windows", 0)),
     }
     if "num_kv_heads" not in found:
         size, *left_out = family.get("kv_heads", ("num_kv_heads",))
@@ -570,12 +570,13 @@ def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, An
     return sizes
 
 
-def _family(kind: str) -> Config:
-    """The row of a family, by any name that it goes by."""
+def _family(kind: str) -> tuple[str, Config]:
+    """The name of a family's row and the row, by any name that it goes by."""
     known = known_families()
     same = {other: name for name, others in known["same"].items() for other in others}
-    if (found := known["family"].get(same.get(kind, kind))) is not None:
-        return found
+    name = same.get(kind, kind)
+    if (row := known["family"].get(name)) is not None:
+        return name, row
     for what, families in known["refused"].items():
         if kind in families:
             message = f"{kind} has {what}, which the planner has no formula for"

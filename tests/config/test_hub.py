@@ -1,0 +1,92 @@
+"""Names of the hub, with a stand-in of its cache: the snapshot, its revision, and refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.hub import is_hub_name, local_folder, short_name
+from moemesh.config.load import resolved_toml, with_recorded
+from moemesh.sharding.load_run import load_run
+
+constants = pytest.importorskip("huggingface_hub.constants")
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 288, "hidden_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 56, "max_position_embeddings": 64,
+}  # fmt: skip
+OLD, NEW = "a" * 40, "b" * 40
+
+
+def add_revision(cache: Path, repository: str, commit: str, files: dict[str, str]) -> Path:
+    """One more revision of a repository, the newest of ``main``, as huggingface_hub keeps it."""
+    home = cache / repository
+    for folder in ("refs", "blobs", f"snapshots/{commit}"):
+        (home / folder).mkdir(parents=True, exist_ok=True)
+    (home / "refs" / "main").write_text(commit)
+    for name, text in files.items():
+        blob = home / "blobs" / f"{commit[:1]}{abs(hash(text))}"
+        blob.write_text(text)
+        (home / "snapshots" / commit / name).symlink_to(f"../../blobs/{blob.name}")
+    return home / "snapshots" / commit
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, without a network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def test_a_name_is_its_newest_snapshot_and_a_run_keeps_its_own(cache: Path, tmp_path: Path) -> None:
+    home = "models--tiny--llama"
+    old = add_revision(cache, home, OLD, {"config.json": json.dumps(LLAMA)})
+    first = load_run([], ["model.path=tiny/llama"])
+    assert first.config.model_path == str(old)
+    assert any(f"tiny/llama is the snapshot {old}" in note for note in first.notes)
+    (tmp_path / "config.toml").write_text(resolved_toml(first.config))
+    assert OLD in (tmp_path / "config.toml").read_text()
+    new = add_revision(cache, home, NEW, {"config.json": json.dumps(LLAMA) + "\n"})
+    second = load_run([], ["model.path=tiny/llama"]).config
+    assert second.model_path == str(new)
+    assert with_recorded(second, tmp_path).model_path == str(old)
+    assert load_run([], [f"model.path=tiny/llama@{OLD}"]).config.model_path == str(old)
+    # Of another repository, and of a folder, nothing is kept.
+    other = replace(second, model_path=str(tmp_path))
+    assert with_recorded(other, tmp_path).model_path == str(tmp_path)
+    assert short_name(str(new)) == "llama"
+    assert short_name("models/own") == "own"
+
+
+def test_a_data_set(cache: Path) -> None:
+    snapshot = add_revision(cache, "datasets--tatsu-lab--alpaca", OLD, {"a.jsonl": "{}"})
+    assert local_folder("tatsu-lab/alpaca", "dataset", "data.path") == snapshot
+
+
+def test_a_local_folder_counts_before_a_name(cache: Path, tmp_path: Path) -> None:
+    Path("tiny/llama").mkdir(parents=True)
+    assert not is_hub_name("tiny/llama")
+    assert local_folder("tiny/llama", "model", "model.path") == Path("tiny/llama")
+    for path in (str(tmp_path / "none"), "none", "a/b/c", "../a/b", "~/models", "a/*.txt"):
+        assert not is_hub_name(path)
+
+
+def test_what_is_not_in_the_cache_is_refused_with_the_command(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    with pytest.raises(ConfigError, match="the hub cannot be reached") as caught:
+        load_run([], ["model.path=Qwen/Qwen3-0.6B"])
+    assert command in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--repo-type dataset --revision v2"):
+        local_folder("tatsu-lab/alpaca@v2", "dataset", "data.path")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match="huggingface_hub, which is not installed") as caught:
+        load_run([], ["model.path=Qwen/Qwen3-0.6B"])
+    assert command in str(caught.value)
