@@ -28,7 +28,9 @@ class Architecture:
     ``layers``: the module that holds the decoder layers; ``layer_kinds``: the class of the mixer
     and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
     head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
-    or "rows": they are not); ``notes``: what a run is to know; ``costs``: figures of the planner.
+    or "rows": they are not); ``reads_between``: parameters outside of the layers are read between
+    them, so that zero3 cannot free them; ``notes``: what a run is to know; ``costs``: figures of
+    the planner.
     """
 
     model_type: str
@@ -49,6 +51,7 @@ class Architecture:
     #: Persistent buffers, name -> shape: routers' selection biases.
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     documents: str = "rows"
+    reads_between: bool = False
     notes: tuple[str, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict[str, Any])
 

@@ -71,6 +71,14 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         fix = f"leave {key} out" if None in values else f"{key} = {' or '.join(map(str, values))}"
         yield section.problem("not-available", key, message, fix, "model.implementation")
 
+    if architecture and architecture.reads_between and config.plan.data == "zero3":
+        message = (
+            f"data = zero3 frees weights of {architecture.model_type} that its code reads between "
+            "the layers"
+        )
+        fix = "data = zero2, zero1 or replicate"
+        yield config.plan.problem("not-available", "data", message, fix, "model.implementation")
+
 
 def _clash(
     plan: Plan, name: str, why: str, fix: str, wanted: str, setting: str, default: object = 0

@@ -24,7 +24,7 @@ from moemesh.model.hub.build import allocate, blueprint
 from moemesh.model.hub.precision import exactly
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.weights.saving import _owned, _weights
 from tests.hub.families import random_model, tiny_config
@@ -99,7 +99,7 @@ def plain(name: str, *, num_parts: int = 1) -> Trained:
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter -= learning_rate(train, step) * parameter.grad
+                    parameter -= train.learning_rate(step) * parameter.grad
                 parameter.grad = None
     return Trained(losses, norms, {n: p.detach() for n, p in net.named_parameters()})
 
@@ -129,7 +129,7 @@ def on_rank(
         result = gradients_of_step(
             parallel, batches_of(mesh, model, plan, step), TimelineRecorder(mesh.rank)
         )
-        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     shards = _owned(parallel, "", _weights(parallel, optimizer), saved=True)

@@ -135,6 +135,11 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
             if path in model.state_dict()
         },
         documents=documents,
+        reads_between=any(
+            1 in uses.phases.get(id(parameter), ())
+            for path, parameter in model.named_parameters()
+            if not path.startswith(name + ".")
+        ),
         notes=tuple(notes),
         costs=count_costs(model, layers) if is_counted else {},
     )

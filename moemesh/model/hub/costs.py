@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.fx.experimental._config as _config
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, masking_utils
@@ -110,7 +111,8 @@ def unpacked_masks() -> Iterator[None]:
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        yield
+        with _config.patch(meta_nonzero_assume_all_nonzero=True):
+            yield
     finally:
         masking_utils.find_packed_sequence_indices = before
 

@@ -84,6 +84,13 @@ class HubModel(Transformer):
         self.embedding = self.norm = self.head = None
         self._moes: dict[int, HubMoE] = {}
         self._context: Context | None = None
+        tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
+        #: Whether what lies before the layers is more than tables, whose backward reads no weights.
+        self._reads_embedding_again = any(
+            net.get_parameter(one.name) not in tables
+            for one in self.architecture.parameters
+            if one.unit == "embedding"
+        )
         layers = net.get_submodule(self.architecture.layers)
         assert isinstance(layers, nn.ModuleList)
         for index, layer in enumerate(layers):
@@ -262,7 +269,7 @@ class HubModel(Transformer):
         first = _first(leaves)
         x = leaves[first]
         if index == 0:
-            x = weights.leave("embedding", x, read_again=False)
+            x = weights.leave("embedding", x, read_again=self._reads_embedding_again)
         x = weights.enter(unit, self.begin_graph(unit, x))
 
         def run(x: Tensor, context: Context) -> Any:

@@ -46,11 +46,21 @@ _LARGEST: tuple[tuple[str, int], ...] = (
 
 
 def shrunken(values: Mapping[str, Any], experts: int = 8) -> Blueprint:
-    """The small model of a parsed ``config.json``, with so many `experts` where it has more."""
+    """The small model of a parsed ``config.json``, with so many `experts` where it has more. Raises
+    ValueError where it would lack a kind of module that the real one has."""
     whole = blueprint(values)
-    layers = layers_needed(whole.build())
-    small = _small(whole.config.to_dict(), layers, experts)
-    return blueprint(small)
+    real = whole.build()
+    small = blueprint(_small(whole.config.to_dict(), layers_needed(real), experts))
+    lost = _kinds(real) - _kinds(small.build())
+    if lost:
+        raise ValueError(f"the small model has no {', '.join(sorted(lost))}")
+    return small
+
+
+def _kinds(model: PreTrainedModel) -> set[str]:
+    """The classes of modules in the decoder layers."""
+    _, layers = decoder_layers(model)
+    return {type(module).__name__ for module in layers.modules()}
 
 
 def layers_needed(model: PreTrainedModel) -> int:

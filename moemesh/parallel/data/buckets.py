@@ -419,10 +419,11 @@ class GatheredBucket(ScatteredBucket):
         self.weights.untyped_storage().resize_(self._bytes)
         self._arriving = self.gather_weights(phase)
 
-    def gather(self, phase: str) -> None:
-        """One more use of the weights begins: they are here when this returns."""
+    def gather(self, phase: str, *, is_use: bool = True) -> None:
+        """One more use of the weights begins: they are here when this returns. Not `is_use`: they
+        are here until a use ends, or the step."""
         self.start_gather(phase)
-        self.users += 1
+        self.users += is_use
         self._arrive()
 
     def _arrive(self) -> None:
@@ -516,7 +517,9 @@ class GatheredWeights(WeightGate):
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
         if not read_again or not torch.is_grad_enabled():
             return x
-        return in_backward(x, lambda: self._gather(unit, "backward"))
+        # No place in the graph ends the backward of an embedding: it is freed with its next use.
+        is_use = unit != "embedding"
+        return in_backward(x, lambda: self._gather(unit, "backward", is_use=is_use))
 
     def free_all(self) -> None:
         """The step is over: give the memory of all weights back."""
@@ -524,9 +527,9 @@ class GatheredWeights(WeightGate):
             for bucket in buckets:
                 bucket.free_unused()
 
-    def _gather(self, unit: str, phase: str) -> None:
-        for bucket in self._buckets[unit]:
-            bucket.gather(phase)
+    def _gather(self, unit: str, phase: str, *, is_use: bool = True) -> None:
+        for bucket in self._buckets.get(unit, ()):
+            bucket.gather(phase, is_use=is_use)
         # Weights on their way are read soon; those that are kept are here after the first time.
         for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
             bucket.start_gather(phase)
@@ -534,7 +537,7 @@ class GatheredWeights(WeightGate):
         self.most_bytes = max(self.most_bytes, held)
 
     def _free(self, unit: str, *, keep: bool) -> None:
-        for bucket in self._buckets[unit]:
+        for bucket in self._buckets.get(unit, ()):
             bucket.free(keep=keep)
 
 

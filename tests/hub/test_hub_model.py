@@ -1,0 +1,168 @@
+"""What breaks without a warning in code that is not ours: packed documents, ranks without rows,
+jitter, empty microbatches, small models without a kind of layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.model.batch import Batch
+from moemesh.model.hub.build import allocate, blueprint
+from moemesh.model.hub.model import HubModel
+from moemesh.model.hub.shrink import decoder_layers, kind_of, shrunken
+from moemesh.parallel.parallelize import parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.step import gradients_of_step
+from tests.hub.families import random_model
+from tests.hub.training import architecture_of, model_of, values_of
+from tests.ranks import mesh_on_ranks
+
+
+def model_with_weights(name: str, config: ModelConfig | None = None) -> HubModel:
+    architecture = architecture_of(name)
+    model = HubModel(config or model_of(architecture), dtype=torch.float64)
+    allocate(model.net, dtype=torch.float64)
+    model.net.load_state_dict(random_model(name).state_dict(), strict=False)
+    return model
+
+
+def batch_of(tokens: Tensor, **masks: Tensor) -> Batch:
+    return Batch(
+        tokens_BS=tokens[:, :-1],
+        targets_BS=tokens[:, 1:],
+        sequences_B=torch.arange(len(tokens)),
+        **masks,
+    )
+
+
+def tokens_of(rows: int, length: int) -> Tensor:
+    return torch.randint(1, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+#: One family for each way in which documents are kept apart.
+WAYS = {"qwen3_moe": "positions", "gpt_oss": "masks", "qwen3_next": "rows", "lfm2_moe": "rows"}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_documents_of_one_row_are_as_rows_of_their_own(name: str) -> None:
+    assert architecture_of(name).documents == WAYS[name]
+    model, tokens = model_with_weights(name), tokens_of(2, 34)
+    lengths = (20, 13)
+    documents = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)).expand(2, -1)
+    packed = model(batch_of(tokens, documents_BS=documents))
+    starts = (range(20), range(20, 33))
+    losses = torch.stack(
+        [
+            torch.cat(
+                [
+                    model(batch_of(tokens[row : row + 1, part.start : part.stop + 1])).losses_T
+                    for part in starts
+                ]
+            )
+            for row in range(2)
+        ]
+    )
+    torch.testing.assert_close(packed.losses_T, losses.flatten(), rtol=0, atol=1e-9)
+    # Not the same as one document: the test would see a mask that is left out.
+    assert (model(batch_of(tokens)).losses_T - packed.losses_T).abs().max() > 1e-5
+
+
+def test_padding_is_not_routed() -> None:
+    model, tokens = model_with_weights("gpt_oss"), tokens_of(2, 13)
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[1, 5:] = False
+    found = model(batch_of(tokens, valid_BS=valid))
+    assert found.counts_LE.sum(1).tolist() == [2 * 17] * len(model.moe_layers())
+    alone = model(batch_of(tokens[1:, :6]))
+    torch.testing.assert_close(found.losses_T[12:17], alone.losses_T, rtol=0, atol=1e-12)
+
+
+def gradients_on_rank(
+    mesh: Mesh, config: ModelConfig, weights: Mapping[str, Tensor], sequences: int
+) -> tuple[float, list[int], dict[str, float]]:
+    torch.set_num_threads(1)
+    plan = Plan(dp=mesh.world_size, ep=mesh.world_size)
+    parallel = parallelize(
+        config, plan, mesh, seed=0, dtype=torch.float64, tokens_per_rank=12 * sequences
+    )
+    for name, parameter in parallel.model.named_parameters():
+        part = weights[name]
+        for dim, own in enumerate(parallel.placements[name].slices(mesh)):
+            part = part.narrow(dim, own.start, len(own))
+        with torch.no_grad():
+            parameter.copy_(part)
+    rows = shard_range(sequences, plan.dp, mesh["dp"].index)
+    tokens = tokens_of(sequences, 13)[rows.start : rows.stop]
+    result = gradients_of_step(parallel, [batch_of(tokens)], TimelineRecorder(mesh.rank))
+    return result.loss, result.counts_LE.sum(0).tolist(), {"norm": result.grad_norm}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("sequences", [4, 1])
+def test_a_rank_without_rows_or_tokens_does_what_the_others_do(name: str, sequences: int) -> None:
+    """Its exchanges are those of the others, in the backward too: none waits for ever."""
+    architecture = architecture_of(name)
+    weights = {key: one.double() for key, one in random_model(name).state_dict().items()}
+    routers = [key for key in weights if key.endswith(("router.weight", "mlp.gate.weight"))]
+    assert routers
+    for key in routers:  # all tokens choose the same two experts, of one rank
+        weights[key] = torch.zeros_like(weights[key])
+        if key.endswith("router.weight"):
+            weights[key.replace("weight", "bias")] = torch.arange(8.0, 0.0, -1.0).double()
+    config = model_of(architecture)
+    one = gradients_on_rank(Mesh.single("cpu"), config, weights, sequences)
+    for found in mesh_on_ranks(
+        Plan(dp=2, ep=2).layout, gradients_on_rank, config, weights, sequences, timeout=60
+    ):
+        assert found[0] == pytest.approx(one[0], abs=1e-12)
+        assert found[1] == one[1]
+        assert 0 in (sum(found[1][:4]), sum(found[1][4:]))
+        assert found[2]["norm"] == pytest.approx(one[2]["norm"], abs=1e-12)
+
+
+def test_jitter_and_dropout_are_off_and_told() -> None:
+    values = {**values_of("phimoe"), "router_jitter_noise": 0.01, "attention_dropout": 0.1}
+    plan = blueprint(values)
+    assert (plan.config.router_jitter_noise, plan.config.attention_dropout) == (0.0, 0.0)
+    assert not plan.config.use_cache
+    assert any("router_jitter_noise = 0.01" in note for note in plan.notes)
+
+
+def test_experts_pass_through_our_exchange() -> None:
+    """The library's own default refuses float64 on a CPU."""
+    net = blueprint(values_of("olmoe")).build(torch.float64)
+    assert net.config._experts_implementation == "moemesh"
+
+
+@pytest.mark.parametrize("name", ["jamba", "gemma4_text", "qwen3_moe"])
+def test_a_small_model_has_every_kind_of_layer(name: str) -> None:
+    real = blueprint({**values_of(name), "hidden_size": 64})
+    small = shrunken(values_of(name)).build()
+    kinds = [{kind_of(layer) for layer in decoder_layers(net)[1]} for net in (real.build(), small)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "mixtral"])
+def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
+    architecture = architecture_of(name)
+    values = {**architecture.values, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    config = model_of(dataclasses.replace(architecture, values=values))
+    assert config.aux_loss_coefficient == pytest.approx(0.6)
+    model, tokens = model_with_weights(name, config), tokens_of(3, 13)
+    own = model(batch_of(tokens)).aux
+    net: Any = random_model(name).double()
+    net.set_experts_implementation("eager")
+    with torch.no_grad():
+        theirs = 0.3 * net(input_ids=tokens[:, :-1], output_router_logits=True).aux_loss
+    assert own.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert math.isfinite(own.item())
