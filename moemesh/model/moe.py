@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums
@@ -94,6 +95,8 @@ def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
 
 #: Made once a forward.
 Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
+#: (gates [T, K], experts [T, K]) of a forward.
+Observer: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 class MoE(nn.Module):
@@ -123,6 +126,14 @@ class MoE(nn.Module):
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Call `observer` in every forward, until the handle is removed."""
+
+        def hook(router: nn.Module, inputs: Any, routing: Routing) -> None:
+            observer(routing.weights_TK, routing.experts_TK)
+
+        return self.router.register_forward_hook(hook)
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)

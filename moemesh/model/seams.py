@@ -139,6 +139,8 @@ class SliceState:
     slice of these sequences follows."""
 
     is_last: bool = True
+    #: The cache of modelling code that keeps one of its own.
+    foreign: Any = None
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions so far [B, M, C, D], these at the end."""

@@ -10,16 +10,18 @@ Legend: T tokens, K slots per token, R rows by expert, L experts held here, H hi
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
-from moemesh.model.moe import PlainExchange, Runner
+from moemesh.model.moe import Observer, PlainExchange, Runner
 from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
@@ -136,7 +138,14 @@ class HubMoE:
         #: The forward that runs now, and the tokens of each expert in it.
         self.context: Context | None = None
         self.counts_E: Tensor | None = None
+        self._observers: OrderedDict[int, Observer] = OrderedDict()
         set_exchange(module, self)
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Call `observer` in every forward, until the handle is removed."""
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
 
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         context = self.context
@@ -147,6 +156,8 @@ class HubMoE:
             has_row_TK = has_row_TK & context.valid_T[:, None]
         experts_TK = torch.where(has_row_TK, experts_TK, -1)
         context.flow.once(self._count, experts_TK)
+        for observer in self._observers.values():
+            observer(weights_TK, experts_TK)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         exchange = self.runner(self.dispatcher, _WithResults(context.flow))
         rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)

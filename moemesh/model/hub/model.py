@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,11 @@ from moemesh.model.hub.experts import HubMoE, is_experts
 from moemesh.model.hub.precision import exactly
 from moemesh.model.router import Routing
 from moemesh.model.seams import (
+    NO_SLICES,
     PLAIN_FLOW,
     Flow,
     Memory,
+    SliceState,
     Tokens,
     Vocabulary,
     WeightGate,
@@ -199,10 +202,15 @@ class HubModel(Transformer):
         return Rows(ids_DC.view(-1, width), None, valid_DC.view(-1, width), sequence, place_T)
 
     def logits(self, batch: Batch) -> Tensor:
+        with exactly(self.dtype):
+            return tail(self.net, self.stream(batch)).flatten(0, 1)
+
+    def stream(self, batch: Batch) -> Tensor:
+        """The hidden states behind the last norm [B, S, H]. A slice of sequences needs one document
+        in each, whole: the modelling code keeps what came before in a cache of its own."""
         rows = self.rows_of(batch)
         with self._inside(self._make_context(batch, rows, PLAIN_FLOW)):
-            hidden_BSH, _ = self._hidden_states(rows, wants_logits=False)
-            return tail(self.net, hidden_BSH).flatten(0, 1)
+            return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0]
 
     def _make_context(self, batch: Batch, rows: Rows, flow: Flow) -> Context:
         num_rows, length = rows.ids_BS.shape
@@ -245,7 +253,7 @@ class HubModel(Transformer):
             moe.context = context
 
     def _hidden_states(
-        self, rows: Rows, *, wants_logits: bool
+        self, rows: Rows, *, wants_logits: bool, slices: SliceState = NO_SLICES
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The stream behind the last norm, and the logits of each router."""
         given: dict[str, Any] = (
@@ -255,7 +263,16 @@ class HubModel(Transformer):
             given["output_router_logits"] = True
         if rows.position_BS is not None and self.architecture.documents == "masks":
             given["attention_mask"] = masks(self.net, rows.ids_BS, rows.position_BS, self.dtype)
-        output = self.net.base_model(input_ids=rows.ids_BS, use_cache=False, **given)
+        base = self.net.base_model
+        given["use_cache"] = slices is not NO_SLICES
+        # The later versions of transformers have the shorter name.
+        names = signature(base.forward).parameters
+        cache = "cache" if "cache" in names else "past_key_values"
+        if slices is not NO_SLICES:
+            given[cache] = slices.foreign
+        output = base(input_ids=rows.ids_BS, **given)
+        if slices is not NO_SLICES:
+            slices.foreign = output[cache]
         return output.last_hidden_state, getattr(output, "router_logits", None)
 
     def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.config.esft_table import KEPT_TABLE, most_relevant, read_table, relevance
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
-from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import RankModel
 from moemesh.report.heat_maps import relevance_map
 from moemesh.trace.strict_json import strict_json
@@ -109,15 +108,15 @@ def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
         device=parallel.mesh.device,
     )  # fmt: skip
 
-    def add(sums_2E: Tensor, router: nn.Module, inputs: Any, routing: Routing) -> None:
-        chosen = routing.experts_TK.flatten()
+    def add(sums_2E: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> None:
+        chosen = experts_TK.flatten()
         there = chosen >= 0
-        weights = routing.weights_TK.detach().flatten()[there].double()
+        weights = weights_TK.detach().flatten()[there].double()
         sums_2E[0].index_add_(0, chosen[there], weights)
         sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
 
     hooks = [
-        moe.router.register_forward_hook(partial(add, found[layers.index(layer)]))
+        moe.observe(partial(add, found[layers.index(layer)]))
         for layer, moe in parallel.model.moe_layers().items()
         if layer in layers
     ]

@@ -285,6 +285,8 @@ def generate(
     ]
     if problems:
         raise ConfigError(problems)
+    if config.model.architecture is not None:
+        batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
