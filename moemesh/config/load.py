@@ -119,7 +119,9 @@ def resolve(
         base = read_preset(preset)
     else:
         wanted = chosen.get(IMPLEMENTATION_KEY)
-        base, path = _read_model(path, "auto" if wanted is None else wanted.value)
+        implementation = "auto" if wanted is None else wanted.value
+        has_tokenizer = "data.tokenizer" in chosen
+        base, path = _read_model(path, implementation, has_tokenizer=has_tokenizer)
         if wanted is not None and wanted.value == "auto":
             del chosen[IMPLEMENTATION_KEY]  # the folder's reader has chosen
     problems += base.problems
@@ -163,18 +165,19 @@ def resolve(
     if problems:
         broken |= {problem.key for problem in problems}
         raise UnresolvedError((_as_the_model(one, base) for one in problems), config, broken)
-    sources = given if "data.tokenizer" in leaves else [base, *given]
-    notes = tuple(note for source in sources for note in source.notes)
+    notes = tuple(note for source in [base, *given] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 
 
-def _read_model(name: str, implementation: object) -> tuple[ConfigSource, str]:
+def _read_model(
+    name: str, implementation: object, *, has_tokenizer: bool
+) -> tuple[ConfigSource, str]:
     """The source of ``model.path``, and the folder: of a name of the hub its snapshot."""
     try:
         path = str(local_folder(name, "model", PATH_KEY))
     except ConfigError as error:
         return ConfigSource(problems=tuple(error.problems)), name
-    base = read_folder(Path(path), implementation)
+    base = read_folder(Path(path), implementation, has_tokenizer=has_tokenizer)
     if path == name:
         return base, name
     note = f"model.path: {name} is the snapshot {path}, which the run records"

@@ -10,8 +10,8 @@ from typing import Any, cast
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.architecture import hub_values, read_architecture
-from moemesh.config.huggingface.keys import known_families
-from moemesh.config.huggingface.model import model_values, quantization_of
+from moemesh.config.huggingface.keys import table
+from moemesh.config.huggingface.model import model_values
 from moemesh.config.limits import parse_json
 from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
@@ -22,6 +22,9 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
+#: Kinds of problems of a model that the code of transformers may read all the same.
+_BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
+_QUANTIZATION = "quantization_config"
 #: The tables that a model with ``tie_word_embeddings`` has once.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
@@ -124,10 +127,12 @@ def lacks_weights(path: Path) -> str:
     return text
 
 
-def read_folder(path: Path, implementation: object = "auto") -> ConfigSource:
+def read_folder(
+    path: Path, implementation: object = "auto", *, has_tokenizer: bool = False
+) -> ConfigSource:
     """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
     sequences of its positions where these are fewer than the default; what cannot be trained.
-    `implementation`: that of `model.implementation`."""
+    `implementation`: that of `model.implementation`; `has_tokenizer`: `data.tokenizer` is given."""
     origin = str(path / CONFIG)
     try:
         values, notes = _values(read_config(path), implementation)
@@ -143,7 +148,7 @@ def read_folder(path: Path, implementation: object = "auto") -> ConfigSource:
         leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
-    else:
+    elif not has_tokenizer:
         text = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer says how"
         notes = (*notes, text)
     return ConfigSource(leaves=leaves, notes=notes)
@@ -160,14 +165,16 @@ def _values(
             return {**model_values(config), "implementation": "moemesh"}, ()
         except ConfigError as error:
             own = error
-            if implementation == "moemesh" or quantization_of(config) is not None:
+            # What is wrong with the values of a family that we read is wrong for anyone.
+            is_beyond_us = {problem.code for problem in own.problems} <= _BEYOND_US
+            if implementation == "moemesh" or not is_beyond_us or table(config, _QUANTIZATION):
                 raise
     try:
         architecture = read_architecture(config)
     except ConfigError as error:
-        if own is None or config.get("model_type") in known_families()["family"]:
-            raise own or error from None
-        raise
+        if own is None:
+            raise
+        raise own from error
     kind, version = architecture.model_type, architecture.transformers
     note = f"{kind} is computed by the code of transformers {version}, its experts by ours"
     return hub_values(architecture), (note, *architecture.notes)

@@ -1,0 +1,70 @@
+"""Whose code computes a folder's model, and what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.trainable import refusals
+from moemesh.sharding.load_run import load_run
+from tests.hub.training import values_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("folders")
+    for name in ("qwen3_moe", "qwen3_next"):
+        (home / name).mkdir()
+        (home / name / "config.json").write_text(json.dumps(values_of(name)))
+    return home
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "implementation"),
+    [
+        ("qwen3_moe", "auto", "moemesh"),
+        ("qwen3_moe", "transformers", "transformers"),
+        ("qwen3_next", "auto", "transformers"),
+    ],
+)
+def test_the_choice_is_recorded_and_told(
+    folders: Path, name: str, wanted: str, implementation: str
+) -> None:
+    given = [f"model.path={folders / name}", f"model.implementation={wanted}"]
+    resolved = load_run([], given, {})
+    assert resolved.config.model.implementation == implementation
+    assert (resolved.config.model.architecture is not None) == (implementation == "transformers")
+    is_told = any("computed by the code of transformers" in note for note in resolved.notes)
+    assert is_told == (implementation == "transformers")
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [("plan.tp=2", "tp = 1"), ("plan.cp=2", "cp = 1"), ("plan.recompute=selective", "full")],
+)
+def test_what_it_cannot_do_is_refused_by_name(folders: Path, key: str, fix: str) -> None:
+    config = load_run([], [f"model.path={folders / 'qwen3_next'}", key], {}).config
+    (problem,) = refusals(config)
+    assert problem.key == key.partition("=")[0]
+    assert "qwen3_next" in problem.message
+    assert fix in problem.fix
+
+
+def test_a_key_that_its_code_does_not_read_is_refused(folders: Path) -> None:
+    with pytest.raises(ConfigError, match="rope_theta is none of its keys"):
+        load_run([], [f"model.path={folders / 'qwen3_next'}", "model.rope_theta=5000.0"], {})
+
+
+def test_our_own_code_alone_names_the_family(folders: Path) -> None:
+    given = [f"model.path={folders / 'qwen3_next'}", "model.implementation=moemesh"]
+    with pytest.raises(ConfigError, match="qwen3_next"):
+        load_run([], given, {})
+
+
+def test_transformers_needs_a_folder() -> None:
+    (problem,) = refusals(load_run([], ["model.implementation=transformers"], {}).config)
+    assert problem.key == "model.implementation"
+    assert "model.path" in problem.fix
