@@ -66,9 +66,10 @@ class Architecture:
         if not isinstance(given, dict) or {one.name for one in fields(cls)} != given.keys():
             raise ValueError("not the record of an architecture")
         values = cast("dict[str, Any]", given)
-        parameters = (
-            ParameterRecord(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]
-        )
+        records: list[dict[str, Any]] = values["parameters"]
+        parameters = [
+            ParameterRecord(**record | {"shape": (*record["shape"],)}) for record in records
+        ]
         values |= {
             "parameters": tuple(parameters),
             "routed_layers": tuple(values["routed_layers"]),

@@ -59,7 +59,9 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         fix = "model.path = FOLDER, or implementation = auto"
         yield config.model.problem("missing", "implementation", message, fix, "model.path")
     architecture = config.model.architecture
-    for (name, key), values in _OF_HUB.items() if architecture else ():
+    if architecture is None:
+        return
+    for (name, key), values in _OF_HUB.items():
         section = getattr(config, name)
         if (value := getattr(section, key)) in values:
             continue
@@ -71,7 +73,7 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         fix = f"leave {key} out" if None in values else f"{key} = {' or '.join(map(str, values))}"
         yield section.problem("not-available", key, message, fix, "model.implementation")
 
-    if architecture and architecture.reads_between and config.plan.data == "zero3":
+    if architecture.reads_between and config.plan.data == "zero3":
         message = (
             f"data = zero3 frees weights of {architecture.model_type} that its code reads between "
             "the layers"

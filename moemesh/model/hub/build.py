@@ -1,3 +1,4 @@
+# pyright: basic
 """A model of transformers on the meta device, and memory for the part of it that a rank holds.
 
 Its configuration is the text part of a ``config.json``, changed where training needs it: no cache,
@@ -104,7 +105,8 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             if is_random and isinstance(value, (int, float)) and value:
                 setattr(part, key, 0.0)
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
-    return Blueprint(known[type(config)], config, tuple(notes))
+    family: Any = known[type(config)]
+    return Blueprint(family, config, tuple(notes))
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:

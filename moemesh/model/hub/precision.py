@@ -1,3 +1,4 @@
+# pyright: basic
 """A mode in which modelling code that names float32 computes in float64 instead.
 
 Norms, rotary positions and routers of transformers say ``.float()`` or ``dtype=torch.float32``. In

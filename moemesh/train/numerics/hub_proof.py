@@ -1,3 +1,4 @@
+# pyright: basic
 """The proof before a run: a small model of the same family, whole and in the run's layout.
 
 The modelling code of transformers is not ours, so nothing is taken for granted: forward and
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +98,7 @@ def _difference(
     from moemesh.model.hub.shrink import shrunken
 
     small = shrunken(architecture.values, experts)
-    net = small.build()
+    net: Any = small.build()
     initialize(net, seed=0)
     net = net.to(mesh.device)
     sequences = plan.dp * plan.microbatches
