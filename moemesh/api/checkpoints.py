@@ -25,10 +25,10 @@ from moemesh.checkpoint.remote import Place, place_of
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.errors import public
+from moemesh.config.errors import known_keywords
 
 
-@public
+@known_keywords
 def save_checkpoint(
     folder: str | Path,
     state: Any,
@@ -62,7 +62,7 @@ def save_checkpoint(
     return store.save_together(place, number, own, {"values": values}, axis)
 
 
-@public
+@known_keywords
 def load_checkpoint(
     folder: str | Path,
     state: Any = None,

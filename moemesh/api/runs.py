@@ -13,7 +13,6 @@ from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError, check_kind, public
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
-from moemesh.data.sources import with_vocabulary
 from moemesh.sharding.load_run import load_run
 
 
@@ -33,6 +32,8 @@ def load(
         overrides = [f"{key}={format_value(value)}" for key, value in flat(overrides).items()]
     for override in overrides:
         check_kind("an override", override, str)
+    from moemesh.data.sources import with_vocabulary  # late: it imports numpy
+
     with naming("overrides"):
         resolved = load_run([] if path is None else [Path(path)], list(overrides))
         return with_vocabulary(resolved).config

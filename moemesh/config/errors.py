@@ -41,9 +41,25 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the public interface: TypeError for a keyword that it does not have names the
-    nearest one. Keywords may be those of a TypedDict: ``**options: Unpack[Options]``. Arguments
-    that are words or numbers are checked against their annotations (:func:`_check_plain`)."""
+    """A function of the public interface with :func:`known_keywords`, whose arguments that are
+    words or numbers are checked against their annotations (:func:`_check_plain`)."""
+    parameters = signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
+            _check_plain(name, value, _hints(function).get(name))
+        return function(*args, **kwargs)
+
+    return known_keywords(checked)
+
+
+def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose TypeError for a keyword that it does not have names the nearest one.
+
+    Keywords may be those of a TypedDict: ``**options: Unpack[Options]``. A function that all ranks
+    call checks its arguments itself, so that all ranks fail alike.
+    """
     parameters = signature(function).parameters
 
     @wraps(function)
@@ -58,8 +74,6 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
                 hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
                 called = function.__qualname__.removesuffix(".__init__")
                 raise TypeError(f"{called}() has no argument {unknown!r}: {hint}")
-        for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
-            _check_plain(name, value, _hints(function).get(name))
         return function(*args, **kwargs)
 
     return call

@@ -51,7 +51,7 @@ def test_other_functions_refuse() -> None:
         (lambda: mm.load(3), "path must be a text or a path or None, not 3"),  # type: ignore[arg-type]
         (lambda: mm.load(overrides=3), "overrides must be a list or a dict, not 3"),  # type: ignore[arg-type]
         (lambda: mm.train(mm.load(), out=3), "out must be a text or a path or None"),  # type: ignore[arg-type]
-        (lambda: mm.save_checkpoint("x", {}, step="1"), "step must be a whole number"),  # type: ignore[arg-type]
+        (lambda: mm.save_checkpoint("x", {}, step="1"), "step must be an integer of at least 0"),  # type: ignore[arg-type]
         (
             lambda: mm.rebalance_experts([[1.0, 2.0]], 2, 1, 1, 1, policy="best"),  # type: ignore[arg-type]
             "policy cannot be 'best'",
