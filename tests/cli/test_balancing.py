@@ -241,12 +241,12 @@ def test_names_of_rows_are_no_loads(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz\)"),
+        ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz, .pt\)"),
         ("a.json", "{", r"a.json: Expecting"),
         ("a.json", "{}", r"no loads or weight or tokens_per_expert or .* in it: it has nothing"),
         ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
-        ("a.json", "[" * 100_000, r"a.json: lists within lists"),
+        ("a.json", "[" * 100_000, r"a.json: nested too deeply"),
         ("a.json", '[["x"]]', r'a.json: row 0 holds "x", which is no number'),
         ("a.json", "[[1, 2], [3, null]]", r"a.json: row 1 holds null, which is no number"),
         ("a.json", f"[[1, 1{'0' * 400}]]", r"a.json: int too large"),
