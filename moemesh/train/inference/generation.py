@@ -31,9 +31,9 @@ from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import was_tuned_on_conversations
 from moemesh.train.weights.conversion import to_stderr
+from moemesh.train.weights.end_of_turn import text_ends
 from moemesh.train.weights.weight_sources import config_of
 
-_SETTINGS = ("generation_config.json", "config.json")
 #: Logits [V] -> the id of the next token.
 Choose = Callable[[Tensor], int]
 
@@ -327,18 +327,8 @@ def generate(
     wanted = [] if prompts is None else prompts_of(prompts)
     stop = "" if template is None else template.stop
     # The ids that end a text, as the first file of the model's folder says that names them.
-    stops: Collection[int] = ()
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
-    for file in (folder / name for folder in folders for name in _SETTINGS):
-        if not file.is_file():
-            continue
-        try:
-            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a JSON object ({error})") from error
-        if found is not None:
-            stops = {found} if isinstance(found, int) else set(found)
-            break
+    stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
     new_answer = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
     rows: dict[int, list[int]] = {}
     errors: dict[int, str] = {}

@@ -45,6 +45,7 @@ from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import weight_sources
+from moemesh.train.weights.end_of_turn import end_of_turn, put_end_of_turn, text_ends
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
     )
+    if (end := end_of_turn(run, config)) is not None and end.id is not None:
+        ids = sorted({end.id, *(text_ends(Path(base)) if base else ())})
+        to_stderr(f"a turn ends with {end.token}: in transformers, generate(eos_token_id={ids})")
 
 
 def convert(
@@ -160,6 +164,7 @@ def convert(
         hub_export.export(
             weights, layout, out, trains=trains, dtype=dtype, delta=delta, on_file=on_file
         )
+        _end_turns(run, config, out, like)
         return to
     model = config.model
     if run is None:
@@ -175,7 +180,15 @@ def convert(
             model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
     _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
+    _end_turns(run, config, out, like)
     return to
+
+
+def _end_turns(run: Path | None, config: RunConfig, out: Path, like: Path | None) -> None:
+    """Let the export `out` of a run on conversations stop where the run ends a turn. Its tokenizer
+    is that of `like`, or that of the run."""
+    if run is not None and (end := end_of_turn(run, config)) is not None:
+        to_stderr(put_end_of_turn(out, end, carries_tokenizer=like is None))
 
 
 def _write(
