@@ -81,12 +81,13 @@ def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> 
         keep_record(weights, folder)
 
 
-def open_adapters(config: RunConfig) -> AdapterFolder | None:
+def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | None:
     """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
-    holds the adapters of the run's model and no others."""
+    holds adapters of the run's model, which it `trains`, and no others."""
     if config.lora.path is None:
         return None
-    return AdapterFolder(Path(config.lora.path), config.model, weight_sources.family_of_run(config))
+    family = weight_sources.family_of_run(config)
+    return AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:

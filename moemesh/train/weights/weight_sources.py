@@ -127,7 +127,8 @@ def check_adapter_headers(config: RunConfig) -> None:
     # Late: few runs start from adapters.
     from moemesh.checkpoint.huggingface.adapters import check_adapter_folder
 
-    check_adapter_folder(Path(config.lora.path), config.model, family_of_run(config))
+    path, family = Path(config.lora.path), family_of_run(config)
+    check_adapter_folder(path, config.model, family, trains=True)
 
 
 def family_of_run(config: RunConfig) -> str:
