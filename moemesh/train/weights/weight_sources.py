@@ -19,6 +19,7 @@ from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
+from moemesh.config.hub import local_folder
 from moemesh.config.huggingface.folder import (
     CONFIG,
     INDEX,
@@ -60,6 +61,12 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
     if problems := refusals(config):
         raise ConfigError(problems)
     return config
+
+
+def local_source(source: Path) -> Path:
+    """A run or a folder; of a name of the hub its snapshot. Raises ConfigError for a repository
+    that cannot be had."""
+    return local_folder(str(source), "model", "MODEL")
 
 
 def neither(source: Path) -> ConfigError:
