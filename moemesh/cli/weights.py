@@ -98,10 +98,12 @@ def convert(request: ConvertRequest) -> None:
         target = weight_sources.target_of(source, to, dtype, request.expert_layout)
         kind = "run" if target == "moemesh" else "folder"
     weight_sources.refuse_occupied(source, out, kind)
+    from moemesh.config.lora import NO_ADAPTERS
     from moemesh.train.weights import conversion
 
+    lora = NO_ADAPTERS
     if request.adapter:
-        conversion.write_adapter(source, out, dtype=dtype)
+        lora = conversion.write_adapter(source, out, dtype=dtype)
     elif request.delta:
         conversion.write_trained(source, out, dtype=dtype)
     elif request.apply is not None:
@@ -113,7 +115,7 @@ def convert(request: ConvertRequest) -> None:
         conversion.convert(
             source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=say
         )
-    typer.echo(weight_sources.written_text(out, kind), err=True)
+    typer.echo(weight_sources.written_text(out, kind, lora), err=True)
     start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
     typer.echo(start if kind == "run" else str(out))
 

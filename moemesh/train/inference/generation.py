@@ -329,6 +329,14 @@ def generate(
     # The ids that end a text, as the first file of the model's folder says that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
+
+    def note_positions(length: int, name: str) -> None:
+        if length > (most := config.model.max_position_embeddings or length):
+            to_stderr(
+                f"note: {name}: {length} tokens with the answer, and the model has {most} "
+                "positions: the text after them is unreliable"
+            )
+
     new_answer = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
     rows: dict[int, list[int]] = {}
     errors: dict[int, str] = {}
@@ -350,6 +358,8 @@ def generate(
                 if not found.add(one):
                     break
             text = found.text()
+            if mesh.rank == 0:
+                note_positions(len(ids) + len(found.tokens), "--prompt")
             if not text and mesh.rank == 0:
                 to_stderr("note: the answer is empty: the model ends the text at once")
             return text, found.tokens
@@ -366,6 +376,8 @@ def generate(
                 )
                 for number in numbers if mesh.rank == 0 else ():
                     found, head = answers.get(number), "" if chat else wanted[number - 1]
+                    if found is not None:
+                        note_positions(len(rows[number]) + len(found.tokens), f"line {number}")
                     if found is not None and not as_json:
                         print(f"== line {number}\n{head}{found.text()}", flush=True)
                     elif as_json:

@@ -39,7 +39,7 @@ from moemesh.config.huggingface import export
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
-from moemesh.config.lora import NO_ADAPTERS
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_recorded, load_run
@@ -90,8 +90,9 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
     return AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
 
 
-def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
-    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's.
+def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> LoraConfig:
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's; returns the
+    settings of the adapters.
 
     Raises ConfigError for a run without adapters.
     """
@@ -114,6 +115,7 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
     if (end := end_of_turn(run, config)) is not None and end.id is not None:
         ids = sorted({end.id, *(text_ends(Path(base)) if base else ())})
         to_stderr(f"a turn ends with {end.token}: in transformers, generate(eos_token_id={ids})")
+    return config.lora
 
 
 def convert(
