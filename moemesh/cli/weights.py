@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +12,9 @@ from moemesh.cli.application import AsJson, Overrides, app, esft_app
 from moemesh.cli.options import given
 from moemesh.train.inference.esft_request import EsftRequest
 
-_Source = Annotated[Path, "A run, or a folder of transformers.", "<RUN_OR_FOLDER>"]
+_Source = Annotated[
+    Path, "A run, a folder of transformers, or a name on the hub.", "<RUN_OR_FOLDER>"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ def convert(request: ConvertRequest) -> None:
     # All that is looked at here is told before torch, which takes seconds, is imported.
     from moemesh.train.weights import weight_sources
 
-    source, out, to, dtype = request.source, request.out, request.to, request.dtype
+    source, out = weight_sources.local_source(request.source), request.out
+    to, dtype = request.to, request.dtype
     recipe = None
     parts = [name for name in ("adapter", "delta", "apply") if getattr(request, name)]
     if parts:
@@ -95,10 +98,12 @@ def convert(request: ConvertRequest) -> None:
         target = weight_sources.target_of(source, to, dtype, request.expert_layout)
         kind = "run" if target == "moemesh" else "folder"
     weight_sources.refuse_occupied(source, out, kind)
+    from moemesh.config.lora import NO_ADAPTERS
     from moemesh.train.weights import conversion
 
+    lora = NO_ADAPTERS
     if request.adapter:
-        conversion.write_adapter(source, out, dtype=dtype)
+        lora = conversion.write_adapter(source, out, dtype=dtype)
     elif request.delta:
         conversion.write_trained(source, out, dtype=dtype)
     elif request.apply is not None:
@@ -110,7 +115,7 @@ def convert(request: ConvertRequest) -> None:
         conversion.convert(
             source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=say
         )
-    typer.echo(weight_sources.written_text(out, kind), err=True)
+    typer.echo(weight_sources.written_text(out, kind, lora), err=True)
     start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
     typer.echo(start if kind == "run" else str(out))
 
@@ -140,11 +145,13 @@ def evaluate(request: EvaluateRequest) -> None:
 
         moemesh evaluate runs/first --data book.txt --seq-len 128
     """
+    from moemesh.train.weights.weight_sources import config_of, local_source
+
     source, seq_len, overrides = request.source, request.seq_len, request.overrides or []
+    source = local_source(source)
     if seq_len is None:
         from moemesh.config.errors import UserError
         from moemesh.config.huggingface.folder import CONFIG
-        from moemesh.train.weights.weight_sources import config_of
 
         config = config_of(source, overrides)
         if (source / CONFIG).exists():
@@ -196,6 +203,7 @@ def generate(request: GenerateRequest) -> None:
         moemesh generate runs/tuned --chat --prompts questions.txt --json > answers.jsonl
     """
     from moemesh.comm.slurm import rank_of
+    from moemesh.train.weights.weight_sources import local_source
 
     need = '; fix: --prompt "What is 3 + 4?"'
     has_text = request.prompt is not None or request.prompts is not None
@@ -218,8 +226,9 @@ def generate(request: GenerateRequest) -> None:
     asked = vars(request) | {
         "overrides": request.overrides or [],
         "temperature": request.temperature or 0.0,
+        "source": local_source(request.source),
     }
-    _check(request.source, asked["overrides"])
+    _check(asked["source"], asked["overrides"])
     if request.temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
@@ -247,8 +256,9 @@ def scores(request: ScoresRequest) -> None:
         moemesh train sft.toml --set train.esft=law.json
     """
     from moemesh.report.files import check_target
-    from moemesh.train.weights.weight_sources import check_weights, config_of
+    from moemesh.train.weights.weight_sources import check_weights, config_of, local_source
 
+    request = replace(request, source=local_source(request.source))
     # Before torch, which takes seconds, is imported, and before any work.
     for path, kind in ((request.out, '{\n "model"'), (request.svg, "<svg")):
         if path is not None and path.exists():

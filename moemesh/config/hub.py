@@ -9,6 +9,9 @@ has recorded the revision.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,21 +20,69 @@ from moemesh.config.suggest import nearest_path
 
 Kind = Literal["model", "dataset"]
 
+COMMIT = r"[0-9a-f]{40}"
+#: Endings of the data files of a data set.
+DATA_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-#: Files of a repository that a run reads: formats of weights other than safetensors are left there.
-_PATTERNS: dict[Kind, list[str] | None] = {
+#: Files of a repository that a run reads: of formats of weights, safetensors alone.
+_PATTERNS: dict[Kind, list[str]] = {
     "model": ["*.json", "model*.safetensors", "*.jinja", "*.txt", "*.model"],
-    "dataset": None,
+    "dataset": [f"*{ending}" for ending in DATA_ENDINGS],
 }
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form of a name of the hub, and is no path of this machine."""
-    return _NAME.fullmatch(name) is not None and not Path(name).exists()
+    """Whether `name` has the form of a name of the hub, and no path of this machine begins so."""
+    return _NAME.fullmatch(name) is not None and not Path(name).parent.exists()
 
 
-def local_folder(name: str, kind: Kind, key: str) -> Path:
-    """The folder `name`, or the snapshot of the repository of that name, downloaded if need be.
+class HubError(Exception):
+    """A repository that cannot be had: the reason, and the command that fetches it. `package`:
+    huggingface_hub is missing."""
+
+    def __init__(self, reason: str, command: str, *, package: bool = False) -> None:
+        super().__init__(reason)
+        self.command, self.package = command, package
+
+
+def snapshot(
+    repository: str, revision: str | None, kind: Kind, only: Sequence[str] | None = None
+) -> Path:
+    """The folder of a repository in the cache of huggingface_hub, downloaded if need be; `only`:
+    patterns of the files that are needed. Raises HubError."""
+    command = f"hf download {repository}"
+    command += " --repo-type dataset" * (kind == "dataset")
+    command += f" --revision {revision}" if revision else ""
+    try:
+        from huggingface_hub import snapshot_download  # late: only names of the hub need it
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        reason = "to download it needs huggingface_hub, which is not installed"
+        raise HubError(reason, command, package=True) from None
+    get = partial(
+        snapshot_download,
+        repository,
+        repo_type=kind,
+        revision=revision,
+        allow_patterns=list(only or _PATTERNS[kind]),
+    )
+    if re.fullmatch(COMMIT, revision or ""):
+        with suppress(Exception):  # a commit does not change
+            return Path(get(local_files_only=True))
+    try:
+        return Path(get())
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = f"the hub has no {kind} of this name that you may read (HTTP {status}): check the "
+        reason += "name; where it needs a licence or a token, `hf auth login`"
+    except Exception as error:  # the package raises errors of several others
+        cause = str(error.__cause__ or error).partition("\n")[0][:300]
+        reason = f"the hub cannot be reached, nor is it in the hub's cache ({cause})"
+    raise HubError(reason, command)
+
+
+def local_folder(name: str, kind: Kind, key: str, only: Sequence[str] | None = None) -> Path:
+    """The folder `name`, or the :func:`snapshot` of the repository of that name.
 
     Raises ConfigError under `key` for a repository that cannot be had, with the command that
     fetches it.
@@ -39,33 +90,16 @@ def local_folder(name: str, kind: Kind, key: str) -> Path:
     if not is_hub_name(name):
         return Path(name)
     repository, _, revision = name.partition("@")
-    folder = repository.rpartition("/")[2]
-    command = f"hf download {repository} --local-dir {folder}"
-    command += " --repo-type dataset" * (kind == "dataset")
-    command += f" --revision {revision}" * bool(revision)
-    fix = f"`{command}` where the hub can be reached, then {key}={folder}"
-    message = f"{name} is no folder here ({nearest_path(Path(name))}), and "
     try:
-        from huggingface_hub import snapshot_download  # late: only names of the hub need it
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        message += "to download it needs huggingface_hub, which is not installed"
-        fix = f"pip install huggingface_hub; or {fix}"
+        return snapshot(repository, revision or None, kind, only)
+    except HubError as error:
+        folder = repository.rpartition("/")[2]
+        use = f"{key}={folder}" if "." in key else folder
+        fix = f"`{error.command} --local-dir {folder}` where the hub can be reached, then {use}"
+        if error.package:
+            fix = f"pip install huggingface_hub; or {fix}"
+        message = f"{name} is no folder here ({nearest_path(Path(name))}), and {error}"
         raise ConfigError([Problem.of("no-file", key, name, message, fix)]) from None
-    try:
-        snapshot = snapshot_download(
-            repository, repo_type=kind, revision=revision or None, allow_patterns=_PATTERNS[kind]
-        )
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        message += f"the hub has no {kind} of this name that you may read (HTTP {status})"
-        fix = f"check the name; where it needs a licence or a token: `hf auth login`; {fix}"
-        raise ConfigError([Problem.of("no-file", key, name, message, fix)]) from None
-    except (OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        message += f"the hub cannot be reached, nor is it in the hub's cache ({reason})"
-        raise ConfigError([Problem.of("no-file", key, name, message, fix)]) from None
-    return Path(snapshot)
 
 
 def repository_of(folder: str) -> str | None:

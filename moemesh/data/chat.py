@@ -141,6 +141,12 @@ class ChatTemplate:
         return self.end_of_turn(self._tail())
 
     @cached_property
+    def stop_token(self) -> str | None:
+        """The added token at which an answer ends; None where it ends with other text."""
+        end = self._first_end(self._tail())
+        return max(filter(end.endswith, self._added), key=len, default=None)
+
+    @cached_property
     def _closing(self) -> str:
         """The added tokens that directly follow the first one after each answer."""
         try:

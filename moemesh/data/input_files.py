@@ -15,11 +15,11 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from moemesh.config.hub import COMMIT, DATA_ENDINGS, HubError, snapshot
 from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
@@ -37,8 +37,6 @@ SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
 #: Begins the path of a dataset of the Hugging Face Hub, hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
 #: Names of files that are downloaded of a dataset, and the form of a commit.
-HUB_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
-COMMIT = r"[0-9a-f]{40}"
 #: Suffixes of files, which no name of a dataset has.
 _FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
 #: First bytes of files that are no text -> their name in a message.
@@ -180,44 +178,30 @@ def pinned(path: str | None) -> str | None:
 def downloaded(dataset: HubName) -> Path:
     """The folder of a dataset in the cache of huggingface_hub, whose name is the commit. What is
     not there is downloaded, unless HF_HUB_OFFLINE is set."""
-    name, revision = dataset
-    command = f"hf download {name} --repo-type dataset" + (
-        f" --revision {revision}" if revision else ""
-    )
+    name = dataset.name
     try:
-        from huggingface_hub import snapshot_download  # optional
-    except ImportError as error:
-        raise DataError(
-            f"data.path {name} does not exist; as a dataset of the Hub it needs the package "
-            f"huggingface_hub: pip install huggingface_hub, or {command} --local-dir FOLDER, and "
-            "data.path = FOLDER"
-        ) from error
-    get = partial(
-        snapshot_download,
-        name,
-        repo_type="dataset",
-        revision=revision,
-        allow_patterns=[f"*{ending}" for ending in HUB_ENDINGS],
-    )
-    if re.fullmatch(COMMIT, revision or ""):
-        with suppress(Exception):  # a commit does not change
-            return Path(get(local_files_only=True))
-    try:
-        return Path(get())
-    except Exception as error:  # the package raises errors of several others
-        reason = " ".join(str(error).split())[:300]
+        return snapshot(name, dataset.revision, "dataset")
+    except HubError as error:
+        if error.package:
+            raise DataError(
+                f"data.path {name} does not exist; as a dataset of the Hub it needs the package "
+                f"huggingface_hub: pip install huggingface_hub, or {error.command} --local-dir "
+                "FOLDER, and data.path = FOLDER"
+            ) from error
         raise DataError(
             f"data.path {name} does not exist, and as a dataset of the Hub it cannot be "
-            f"downloaded ({reason}): where there is a network, {command}"
+            f"downloaded ({error}): where there is a network, {error.command}"
         ) from error
 
 
 def _train_files(path: str, root: Path, format: str) -> list[DataFile]:
     """The files of a downloaded dataset; of several splits, those of "train"."""
-    every = [file for file in _walk(root, lambda _: False) if file.name.endswith(HUB_ENDINGS)]
+    every = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
     splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
     if not (files := splits or every):
-        raise DataError(f"data.path {path}: the dataset has no file named {', '.join(HUB_ENDINGS)}")
+        raise DataError(
+            f"data.path {path}: the dataset has no file named {', '.join(DATA_ENDINGS)}"
+        )
     return [_classified(file, format) for file in files]
 
 

@@ -6,13 +6,19 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.hub import is_hub_name, local_folder, short_name
 from moemesh.config.load import resolved_toml, with_recorded
+from moemesh.config.sources import preset_names
+from moemesh.planner.shapes import load_shape
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.sharding.load_run import load_run
+from moemesh.train.weights.weight_sources import local_source
+from tests.test_cli import Invoke
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -90,3 +96,40 @@ def test_what_is_not_in_the_cache_is_refused_with_the_command(
     with pytest.raises(ConfigError, match="huggingface_hub, which is not installed") as caught:
         load_run([], ["model.path=Qwen/Qwen3-0.6B"])
     assert command in str(caught.value)
+
+
+def test_a_plan_takes_a_preset_or_fetches_a_config_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_model("Qwen/Qwen3-235B-A22B") == load_model("qwen3-235b-a22b")
+    releases = load_shape._RELEASES.values()
+    assert sorted(releases) == sorted({*preset_names()} - {"tiny"})
+    fetched: list[list[str]] = []
+    snapshot = add_revision(cache, "models--tiny--llama", OLD, {"config.json": json.dumps(LLAMA)})
+
+    def download(repository: str, *, allow_patterns: list[str], **options: Any) -> str:
+        fetched.append(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = load_model("tiny/llama")
+    assert (model.shape.hidden_size, model.shape.name) == (48, "llama")
+    assert fetched == [["config.json"]]
+
+
+def test_a_name_is_a_source_of_weights(cache: Path, invoke: Invoke) -> None:
+    """Of every verb that reads weights; a run whose name is wrong is not looked for on the hub."""
+    snapshot = add_revision(cache, "models--tiny--llama", OLD, {"config.json": json.dumps(LLAMA)})
+    assert local_source(Path("tiny/llama")) == snapshot
+    Path("runs").mkdir()
+    assert local_source(Path("runs/frist")) == Path("runs/frist")
+    words = {
+        "evaluate": ["--data", "a.txt"], "generate": ["--prompt", "a"], "convert": ["out"],
+        "esft": ["a.txt", "--out", "b.json"],
+    }  # fmt: skip
+    for verb, more in words.items():
+        verb = ["esft", "scores"] if verb == "esft" else [verb]
+        code, _, err = invoke(*verb, "tiny/llama", *more)
+        assert code == 2 and (OLD in err or "--seq-len" in err)
+        code, _, err = invoke(*verb, "tiny/none", *more)
+        assert code == 2 and "`hf download tiny/none --local-dir none` where" in err

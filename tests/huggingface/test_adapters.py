@@ -19,12 +19,16 @@ from moemesh.checkpoint.huggingface.convert import write_adapters, write_hugging
 from moemesh.checkpoint.huggingface.derived import merged
 from moemesh.checkpoint.huggingface.weight_folder import AdapterFolder
 from moemesh.checkpoint.store import Shard
+from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.model import ModelConfig
+from moemesh.model.batch import Batch
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
+from moemesh.train.inference.evaluation import load as load_on
 from moemesh.train.preparation import check_inputs
+from moemesh.train.weights.weight_sources import config_of
 from tests.checkpoint.simulate import whole
 from tests.huggingface import ours
 from tests.huggingface.ours import assert_near
@@ -154,11 +158,94 @@ def test_adapters_of_peft_are_read(tmp_path: Path, kind: str) -> None:
     folder = save(kind, tmp_path / "base")
     targets = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
     config, model = adapted(folder, LoraConfig(rank=3, alpha=5.0, targets=targets))
-    if kind == "qwen3_moe":  # a dense layer, which has no adapters in the folder
-        with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.lora_A.weight is missing"):
+    # Of qwen3_moe, a dense layer has no adapters in the folder.
+    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(model))
+    assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
+
+
+#: What PEFT's users write besides one rank for all -> our settings, and whether it trains.
+UNEVEN: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "two layers": ({"layers_to_transform": [0, 2]}, {}, True),
+    "one layer, by a pattern": ({"target_modules": r".*\.1\.self_attn\.[qv]_proj"}, {}, True),
+    "a smaller rank, one scaling": (
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}},
+        {},
+        True,
+    ),
+    "a larger rank, one scaling": (
+        {"rank_pattern": {r"layers\.2\..*v_proj": 8}, "alpha_pattern": {r"2\..*v_proj": 12}},
+        {"rank": 8, "alpha": 12.0},
+        True,
+    ),
+    "a smaller rank": ({"rank_pattern": {"q_proj": 2}}, {}, False),
+    "another alpha": ({"alpha_pattern": {"v_proj": 11}}, {}, False),
+    "ranks by the root": (
+        {"rank_pattern": {"^model.layers.1.self_attn.q_proj": 7}, "use_rslora": True},
+        {"rank": 7, "rslora": True},
+        False,
+    ),
+    "a smaller rank of experts": (
+        {
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "rank_pattern": {"experts.gate_up_proj": 3, "experts.down_proj": 1},
+        },
+        {"targets": ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")},
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_adapters_of_peft(tmp_path: Path, name: str, kind: str) -> None:
+    """Logits are PEFT's, and so are the gradients where the adapters train."""
+    theirs_of, ours_of, trains = UNEVEN[name]
+    if "target_parameters" in theirs_of and kind == "llama":
+        pytest.skip("has no experts")
+    usual = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
+    settings = peft.LoraConfig(
+        **usual | theirs_of, task_type="CAUSAL_LM", init_lora_weights=False, lora_dropout=0.0
+    )
+    theirs = peft.get_peft_model(copy.deepcopy(build(kind)).eval(), settings)
+    theirs.save_pretrained(tmp_path / "peft")
+    folder = save(kind, tmp_path / "base")
+    usual = {"rank": 4, "alpha": 6.0, "targets": ("q_proj", "v_proj")}
+    config, model = adapted(folder, LoraConfig(**usual | ours_of))
+    AdapterFolder(tmp_path / "peft", config, kind, trains=False).load_into(shards(model))
+    assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
+    if not trains:
+        with pytest.raises(CheckpointError, match=r"another scaling .* at another pace"):
             AdapterFolder(tmp_path / "peft", config, kind)
         return
     AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(model))
+    batch = Batch(tokens_BS=TOKENS, targets_BS=TOKENS, sequences_B=torch.arange(2), training=False)
+    model.logits(batch).square().sum().backward()
+    theirs(TOKENS).logits.square().sum().backward()
+    expected = {
+        name: tensor.grad for name, tensor in theirs.named_parameters() if tensor.grad is not None
+    }
+    norms = [float(grad.norm()) for grad in expected.values()]
+    found = [
+        float(tensor.grad.norm())
+        for name, tensor in model.named_parameters()
+        if is_adapter(name) and tensor.grad is not None and tensor.grad.any()
+    ]
+    assert sorted(found) == pytest.approx(sorted(norms), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_beside_a_folder_are_evaluated(tmp_path: Path) -> None:
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj"], rank_pattern={"1.*q_proj": 2},
+        task_type="CAUSAL_LM", init_lora_weights=False,
+    )  # fmt: skip
+    theirs = peft.get_peft_model(copy.deepcopy(build("llama")).eval(), settings)
+    theirs.save_pretrained(tmp_path / "peft")
+    folder = save("llama", tmp_path / "base")
+    given = ["lora.rank=4", "lora.alpha=6", 'lora.targets=["q_proj"]']
+    config = config_of(folder, [*given, f"lora.path={tmp_path / 'peft'}"])
+    model = load_on(config, Mesh.single("cpu"), folder).model
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
@@ -201,14 +288,15 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             AdapterFolder(tmp_path / "peft", other, kind)
 
-    refused("has r = 3, and lora.rank is 4", rank=4)
-    refused("has lora_alpha = 5, and lora.alpha is 6.0", alpha=6.0)
+    refused("rank 3 and alpha 5, another scaling than lora.alpha 5.0 with lora.rank 4", rank=4)
+    refused("has rank 3, and lora.rank is 2: lora.rank must be the largest rank", rank=2)
+    refused("alpha 5, another scaling than lora.alpha 6.0", alpha=6.0)
     refused("no adapter of this model .* adapters of .*o_proj", targets=("q_proj",))
     (tmp_path / "a.txt").write_text("some text\n" * 800)
     keys = [f"model.path={folder}", f"lora.path={tmp_path / 'peft'}", "lora.rank=4"]
     keys += [f"data.path={tmp_path / 'a.txt'}", "data.tokenizer=bytes", "data.seq_len=32"]
     # What `config check` and `train` look at before torch.
-    with pytest.raises(CheckpointError, match=r"has r = 3, and lora.rank is 4"):
+    with pytest.raises(CheckpointError, match=r"another scaling than lora.alpha 16\.0"):
         check_inputs(load_run([], keys, {}))
     keys = [*keys, "lora.rank=3", "lora.alpha=5"]
     check_inputs(load_run([], keys, {}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
@@ -20,11 +20,14 @@ from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, Wei
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 from moemesh.train.weights.weight_sources import check_folder
-from tests.huggingface.ours import deferred
+from tests.huggingface import ours
+from tests.huggingface.ours import assert_near, deferred
+from tests.huggingface.tiny import load, logits, make, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)
 KIND = "qwen3_moe"
 GIVEN = {"model_type": KIND}
+TOKENS = torch.arange(80).view(2, 40) * 7 % 288
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -239,3 +242,37 @@ def test_small_files_are_carried_along(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json", "chat_template.jinja", ".hidden", "a.bin"):
         (source / name).write_text(name)
     assert carry_along(source, tmp_path / "out") == ["chat_template.jinja", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefixed"),
+    [
+        ("llama", lambda name: name.removeprefix("model.")),
+        ("qwen3_moe", lambda name: name.removeprefix("model.")),
+        ("gpt_oss", lambda name: f"model.{name}"),
+    ],
+)
+def test_another_prefix(tmp_path: Path, kind: str, prefixed: Callable[[str], str]) -> None:
+    """Saved from the base model, or from a module around: as transformers loads it."""
+    folder = save(kind, tmp_path / "model")
+    expected = logits(load(folder, dtype=torch.float32), TOKENS)
+    given = load_file(folder / SINGLE)
+    moved = {prefixed(name): one for name, one in given.items()}
+    save_file(moved, folder / SINGLE, {"format": "pt"})
+    theirs = logits(load(folder, dtype=torch.float32), TOKENS)
+    assert_near(theirs, expected)
+    assert_near(ours.logits(ours.load(folder), TOKENS)[0], expected)
+    twice = dict(load_file(folder / SINGLE))
+    for name in ("norm.weight", "model.norm.weight", "model.model.norm.weight"):
+        twice[name] = given["model.norm.weight"].clone()
+    save_file(twice, folder / SINGLE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"with and without|belongs to no part"):
+        ours.load(folder)
+
+
+def test_a_base_model_with_tied_tables(tmp_path: Path) -> None:
+    """`model.model.save_pretrained`: there is no head to save."""
+    model = make("llama", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / SINGLE))
+    assert_near(ours.logits(ours.load(tmp_path), TOKENS)[0], logits(model, TOKENS))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.model.batch import Batch
+from moemesh.sharding.load_run import load_run
 from moemesh.train.inference.evaluation import load
 from moemesh.train.inference.generation import chooser, continuation, generate
 from moemesh.train.weights.weight_sources import config_of
@@ -28,6 +29,7 @@ from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import assert_near, assert_same_weights
 from tests.huggingface.tiny import build, save
 from tests.ranks import run_on_ranks
+from tests.train.runs import moemesh, said, sets
 from tests.waiting import PATIENCE, until
 
 transformers = pytest.importorskip("transformers")
@@ -262,6 +264,37 @@ def test_choices() -> None:
         chooser()(logits_V * torch.nan)
     same = chooser(temperature=1.0, seed=7), chooser(temperature=1.0, seed=7)
     assert [same[0](logits_V) for _ in range(9)] == [same[1](logits_V) for _ in range(9)]
+
+
+def test_text_past_the_positions_of_a_model_gets_a_note(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = save("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    for count, is_noted in ((3, False), (4, True)):
+        assert generate(folder, "abcde", ["data.tokenizer=bytes"], max_tokens=count) == 0
+        note = "--prompt: 9 tokens with the answer, and the model has 8 positions"
+        assert (note in capfd.readouterr().err) == is_noted
+
+
+def test_the_next_command_of_adapters_is_accepted(tmp_path: Path) -> None:
+    """It has the rank of the run, where PEFT's is twice that: no module but stacks is adapted."""
+    folder = save("mixtral", tmp_path / "model")
+    (tmp_path / "a.txt").write_text("some text\n" * 80)
+    given = [f"model.path={folder}", f"data.path={tmp_path / 'a.txt'}", "data.seq_len=16"]
+    given += ["data.tokenizer=bytes", "data.global_batch=2", "train.steps=1"]
+    given += ["train.validation_batches=1", "train.warmup_steps=0"]
+    lora = ["lora.rank=3", "lora.alpha=5", 'lora.targets=["gate_proj", "up_proj"]']
+    said("train", *sets(*given, *lora), "--out", tmp_path / "run")
+    done = moemesh("convert", str(tmp_path / "run"), str(tmp_path / "peft"), "--adapter")
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+    _, words = line.split("CONFIG.toml ")
+    keys = shlex.split(words)[1::2]
+    config = load_run([], [*given, *keys]).config
+    assert (config.lora.rank, config.lora.alpha) == (3, 5.0)
+    assert config.lora.targets == ("gate_proj", "up_proj")
+    said("train", *sets(*given, *keys), "--out", tmp_path / "again")
 
 
 def test_what_generation_refuses(tmp_path: Path) -> None:

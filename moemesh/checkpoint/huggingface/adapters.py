@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,11 +123,16 @@ class Adaptation(NamedTuple):
         return by_expert.permute(1, 2, 0).reshape(self.shape("B", rank))
 
     def load(self, factor: str, stored: Tensor) -> list[Tensor]:
-        """Our factors of all parts from PEFT's tensor. Where its A serves gate and up together,
-        both get it. Raises CheckpointError where it serves them in part, or has numbers behind
-        their rank."""
+        """Our factors of all parts from PEFT's tensor; one of a smaller rank is filled up with
+        zeros, whose gradients are zero. Where its A serves gate and up together, both get it.
+        Raises CheckpointError where it serves them in part, or has numbers after their rank."""
         experts = self.weight.shape[0] if self.is_stack else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
+        if rank < self.rank:
+            whole = stored.new_zeros(self.shape(factor, self.rank))
+            view = (experts, -1, whole.shape[1]) if factor == "A" else (len(whole), -1, experts)
+            whole.view(view)[:, :rank] = stored.reshape(view)
+            stored, rank = whole, self.rank
         places = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
         if factor == "A":
             by_expert = stored.reshape(experts, rank, -1) if self.is_stack else stored
@@ -229,20 +234,35 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
     }
 
 
-def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adaptation]:
-    """The adapters of `model`, which the folder `path` of PEFT's holds and no others, by its
-    adapter_config.json and header; no number is read. Raises CheckpointError."""
+class StoredAdapter(NamedTuple):
+    """The adapter of PEFT's that a folder has for an :class:`Adaptation`: its rank, 0 for none, and
+    the ratio of its scaling to that of [lora]."""
+
+    adaptation: Adaptation
+    rank: int
+    ratio: float
+
+
+def check_adapter_folder(
+    path: Path, model: ModelConfig, kind: str, *, trains: bool
+) -> list[StoredAdapter]:
+    """The adapters of `model` in the folder `path` of PEFT's, which holds no others, by its
+    adapter_config.json and header; no number is read. Single layers and experts may have none, or
+    one of a smaller rank, and with patterns each has a scaling of its own, which only a model that
+    is not trained can have: B is multiplied by the ratio. Raises CheckpointError."""
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
     given, written = read_json(path / CONFIG, _CONFIG_LIMIT), peft_config(model, kind, None)
     file = path / CONFIG
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
+    patterns = {key: given.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
     if given.get("r") == written["r"]:  # as this package would have written it
         expected = {key: written[key] for key in expected}
     for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
-        if given.get(key, False) != expected[key]:
+        is_free = key != "use_rslora" and any(patterns.values())
+        if not is_free and given.get(key, False) != expected[key]:
             raise CheckpointError(
                 f"{file}: has {key} = {given.get(key)}, and lora.{ours} is {getattr(lora, ours)}"
             )
@@ -254,35 +274,67 @@ def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adap
     for key, value in given.items():
         if value and key not in {*KNOWN_FIELDS, "init_lora_weights"} and (key, value) != _NO_BIAS:
             raise CheckpointError(f"{file}: uses {key}, which is not known here")
-    ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    root = math.sqrt if lora.rslora else float
-    for key in sorted(ranks.keys() | alphas.keys()):
-        rank, alpha = ranks.get(key, given["r"]), alphas.get(key, given["lora_alpha"])
-        if not math.isclose(alpha / root(rank), lora.scaling):
-            raise CheckpointError(
-                f"{file}: {key} has rank {rank} and alpha {alpha}, another scaling than "
-                f"rank {lora.rank} and alpha {lora.alpha} of the rest"
-            )
-    file = path / WEIGHTS
-    found = {name: entry.shape for name, entry in read_header(file).items()}
-    places = {one.name(factor): (one, factor) for one in adapted for factor in "AB"}
-    of_folder = sorted({match[1] for name in found if (match := _LEAF.search(name))})
+    header = path / WEIGHTS
+    shapes = {name: entry.shape for name, entry in read_header(header).items()}
+    of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
     advice = f"; the folder has adapters of {', '.join(of_folder)}"
-    if missing := [name for name in places if name not in found]:
+    places = {one.name(factor): one for one in adapted for factor in "AB"}
+    held = {one.module for name, one in places.items() if name in shapes}
+    targets = {part.target for one in adapted if one.module in held for part in one.parts}
+    missing = [
+        name
+        for name, one in places.items()
+        if name not in shapes
+        and (one.module in held or not all(part.target in targets for part in one.parts))
+    ]
+    if missing:
         raise CheckpointError(
-            f"{file}: {missing[0]} is missing ({len(missing)} such tensors), which "
+            f"{header}: {missing[0]} is missing ({len(missing)} such tensors), which "
             f"lora.targets asks for{advice}"
         )
-    if extra := [name for name in found if name not in places]:
+    if extra := [name for name in shapes if name not in places]:
         raise CheckpointError(
-            f"{file}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
+            f"{header}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
             f"of no target of lora.targets{advice}"
         )
-    for name, (one, factor) in places.items():
-        legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, given["r"])}
-        if found[name] not in legal:
+    found: list[StoredAdapter] = []
+    for one in adapted:
+        if one.module not in held:
+            found.append(StoredAdapter(one, 0, 1.0))
+            continue
+        rank, alpha = (
+            _of_pattern(table, one.module, given[default], file)
+            for table, default in zip(patterns.values(), ("r", "lora_alpha"), strict=True)
+        )
+        ratio = alpha / (math.sqrt(rank) if lora.rslora else rank) / lora.scaling
+        if rank > lora.rank and rank not in (one.total_rank, written["r"]):
             raise CheckpointError(
-                f"{file}: {name} has shape {list(found[name])}, this model makes it "
-                f"{list(one.shape(factor, one.total_rank))}"
+                f"{file}: {one.target} has rank {rank}, and lora.rank is {lora.rank}: lora.rank "
+                "must be the largest rank"
             )
-    return adapted
+        if trains and not math.isclose(ratio, 1):
+            raise CheckpointError(
+                f"{file}: {one.target} has rank {rank} and alpha {alpha}, another scaling than "
+                f"lora.alpha {lora.alpha} with lora.rank {lora.rank}: it would train at another "
+                "pace than in PEFT; `moemesh evaluate` and `generate` take it"
+            )
+        for factor in "AB":
+            name, shape = one.name(factor), one.shape(factor, rank)
+            if shapes[name] != shape:
+                raise CheckpointError(
+                    f"{header}: {name} has shape {list(shapes[name])}, its rank of {rank} makes it "
+                    f"{list(shape)}"
+                )
+        found.append(StoredAdapter(one, rank, ratio))
+    return found
+
+
+def _of_pattern(table: Mapping[str, Any], module: str, default: Any, file: Path) -> Any:
+    """The value of the first pattern that matches `module`, as PEFT matches it."""
+    try:
+        for pattern, value in table.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+    except re.error as error:
+        raise CheckpointError(f"{file}: the pattern {pattern!r} is broken ({error})") from error
+    return default

@@ -34,6 +34,8 @@ from moemesh.config.limits import one_line, parse_json
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+#: The base model in the names of a model with a head, ``base_model_prefix`` of transformers.
+_PREFIX = "model."
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 #: Numbers that a weight can be stored as.
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -132,6 +134,30 @@ class FolderContents:
             for source in tensor.sources:
                 self.tensors.pop(source, None)
             self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
+
+    def take_names(self, expected: Collection[str]) -> None:
+        """Rename tensors as transformers loads them: a folder saved from the base model has
+        no ``model.`` in front of its names, one that was saved from a module around has one more.
+        Raises CheckpointError where two tensors get one name."""
+
+        def renamed(name: str) -> str:
+            end = next((one for one in (SCALE, BLOCKS, SCALES) if name.endswith(one)), "")
+            plain = name.removesuffix(end)
+            less, more = plain.removeprefix(_PREFIX), _PREFIX + plain
+            if plain not in expected and less in expected:
+                return less + end
+            return more + end if more in expected or _LAYER.match(more) else name
+
+        for table in (self.stored, self.tensors, self.packed):
+            names = {name: renamed(name) for name in table}
+            if twice := [new for name, new in names.items() if new != name and new in names]:
+                raise CheckpointError(
+                    f"{self.path}: holds {twice[0]} with and without {_PREFIX} in front"
+                )
+        self.stored = {renamed(name): one for name, one in self.stored.items()}
+        self.tensors = {renamed(name): one for name, one in self.tensors.items()}
+        packed = [one._replace(name=renamed(one.name)) for one in self.packed.values()]
+        self.packed = {one.name: one for one in packed}
 
     def _find_packed(self, quantization: Quantization) -> dict[str, Packed]:
         """The tensors of the folder in this format, by name."""

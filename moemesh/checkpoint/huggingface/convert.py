@@ -249,15 +249,18 @@ def write_folder(
         write_json(out / "config.json", config)
 
 
-def carry_along(source: Path, out: Path) -> list[str]:
+def carry_along(
+    source: Path, out: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> list[str]:
     """Copy tokenizer, generation settings and whatever else lies beside the weights of `source`,
-    but config.json; returns the names. Large files stay, and links that lead out of it."""
+    but config.json, if its name is `wanted`; returns the names. Large files stay, and links that
+    lead out of it."""
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
     for name in sorted(path.name for path in source.iterdir()):
         path = plain_file(source, name)
-        is_plain = path.is_file() and not path.is_symlink()
-        if not is_plain or name.startswith(".") or name in ("config.json", INDEX):
+        is_wanted = path.is_file() and not path.is_symlink() and wanted(name)
+        if not is_wanted or name.startswith(".") or name in ("config.json", INDEX):
             continue
         if name.endswith(_WEIGHTS) or path.stat().st_size > CARRIED_BYTES:
             continue

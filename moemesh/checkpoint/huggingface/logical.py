@@ -232,6 +232,7 @@ def checked_tensors(
     tensors of the model, and others only that are known to be of no use to it."""
     fused, kind = any(map(_FUSED.search, contents.tensors)), family_of(given)
     found = logical_tensors(config, kind, fused=fused)
+    contents.take_names({piece.source for one in found.values() for piece in one.pieces})
     known = ahead_tensors(contents.tensors, config, kind, first(given, "num_mtp_layers", 0))
     known |= {name for name in contents.tensors if name.endswith(_WITHOUT_USE)}
     if config.tied_embeddings:

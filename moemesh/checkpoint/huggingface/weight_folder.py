@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.adapters import Adaptation, check_adapter_folder
+from moemesh.checkpoint.huggingface.adapters import StoredAdapter, check_adapter_folder
 from moemesh.checkpoint.huggingface.contents import (
     GROUP,
     GROUP_BYTES,
@@ -266,22 +266,24 @@ class HuggingFaceWeights:
 
 
 class AdapterFolder:
-    """An opened folder of PEFT's. Raises CheckpointError unless it holds the adapters of `model`
-    and no others, before any is read."""
+    """An opened folder of PEFT's. Raises CheckpointError unless it holds adapters of `model` and no
+    others, before any is read, and where the model `trains` as
+    :func:`moemesh.checkpoint.huggingface.adapters.check_adapter_folder` does."""
 
-    def __init__(self, path: Path, model: ModelConfig, kind: str) -> None:
-        self._places: dict[str, tuple[Adaptation, int, str]] = {
-            one.factor(part, factor): (one, index, factor)
-            for one in check_adapter_folder(path, model, kind)
-            for index, part in enumerate(one.parts)
+    def __init__(self, path: Path, model: ModelConfig, kind: str, *, trains: bool = True) -> None:
+        self._places: dict[str, tuple[StoredAdapter, int, str]] = {
+            one.adaptation.factor(part, factor): (one, index, factor)
+            for one in check_adapter_folder(path, model, kind, trains=trains)
+            for index, part in enumerate(one.adaptation.parts)
             for factor in "AB"
         }
         self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
         self._last: tuple[str, list[Tensor]] = "", []
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill the shards of adapters, in place; names are those of a checkpoint. Factors that the
-        folder has none of (of extra prediction layers) stay as they are."""
+        """Fill the shards of adapters, in place; names are those of a checkpoint. Where the folder
+        has no adapter both factors are zero, and so are their gradients; those of extra prediction
+        layers stay as they are."""
         with torch.no_grad():
             for shard in shards:
                 name, expert = shard.name.removeprefix("model."), None
@@ -289,10 +291,16 @@ class AdapterFolder:
                     name, expert = f"{match[1]}.{match[3]}", int(match[2])
                 if name not in self._places:
                     continue
-                one, index, factor = self._places[name]
+                (one, rank, ratio), index, factor = self._places[name]
+                if not rank:
+                    shard.tensor.zero_()
+                    continue
                 stored = one.name(factor)
                 if self._last[0] != stored:
-                    self._last = stored, one.load(factor, self._file.get_tensor(stored))
+                    tensor = self._file.get_tensor(stored)
+                    if factor == "B" and not isclose(ratio, 1):
+                        tensor = tensor.double() * ratio
+                    self._last = stored, one.load(factor, tensor)
                 whole = self._last[1][index]
                 ends = zip(shard.offset, shard.tensor.shape, strict=True)
                 box = tuple(slice(start, start + size) for start, size in ends)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.hub import local_folder, short_name
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.huggingface.sizes import alternating_windows
@@ -164,6 +165,23 @@ class Model(NamedTuple):
     sizes: ModelConfig | None = None
 
 
+#: Names on the hub of the models that presets have the sizes of.
+_RELEASES = {
+    "deepseek-ai/DeepSeek-V2": "deepseek-v2",
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "moonshotai/Kimi-K2-Base": "kimi-k2",
+    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "mistralai/Mixtral-8x22B-v0.3": "mixtral-8x22b",
+    "Qwen/Qwen2-57B-A14B": "qwen2-57b-a14b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+}
+
+
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
     """The model of a preset's name, or of a config.json (or its folder) or a TOML file; also of a
     configuration, which has the name of the preset that it equals.
@@ -175,7 +193,8 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if isinstance(source, ModelConfig):
         presets = (name for name in preset_names() if load_model(name).config == source)
         return Model(shape_of(source, next(presets, "model")), source)
-    source, path = str(source), Path(source)
+    source = _RELEASES.get(str(source), str(source))
+    path = local_folder(source, "model", "model", [CONFIG])
     if source in (*preset_names(), *preset_names(SHAPES)):
         table = read_preset_table(source, "" if source in preset_names() else SHAPES)
         name, origin = source, f"preset {source}"
@@ -183,9 +202,9 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         if path.is_dir() and has_weights(path):
             # As `moemesh train` starts from it: extra prediction layers are trained on demand only.
             given = read_config(path, "model")
-            shape, config = shape_of_folder(given, path.resolve().name)
+            shape, config = shape_of_folder(given, short_name(str(path.resolve())))
             if config is not None:
-                return Model(shape, config, path=source)
+                return Model(shape, config, path=str(path))
             try:
                 config = _config(model_values(given))
             except ConfigError as error:
@@ -196,7 +215,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
                     f"extra prediction layers ({ahead}) are trained with model.num_mtp_layers only"
                 )
                 shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
-            return Model(shape, config, path=source)
+            return Model(shape, config, path=str(path))
         if path.is_dir():  # of a run, or of transformers
             path /= RUN_CONFIG if (path / RUN_CONFIG).is_file() else CONFIG
         try:
@@ -206,7 +225,8 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
             message = "neither a model preset nor a readable config.json or TOML file"
             raise _refused("no-file", source, message, nearest_choice(source, known)) from None
         is_in_folder = path.name in (CONFIG, RUN_CONFIG)
-        name, origin = path.resolve().parent.name if is_in_folder else path.stem, str(path)
+        folder = short_name(str(path.parent.resolve()))
+        name, origin = folder if is_in_folder else path.stem, str(path)
         if path.suffix == ".json":
             given = read_config(path, "model")
             shape, sizes = shape_of_folder(given, name)

@@ -31,9 +31,9 @@ from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import was_tuned_on_conversations
 from moemesh.train.weights.conversion import to_stderr
+from moemesh.train.weights.end_of_turn import text_ends
 from moemesh.train.weights.weight_sources import config_of
 
-_SETTINGS = ("generation_config.json", "config.json")
 #: Logits [V] -> the id of the next token.
 Choose = Callable[[Tensor], int]
 
@@ -327,18 +327,16 @@ def generate(
     wanted = [] if prompts is None else prompts_of(prompts)
     stop = "" if template is None else template.stop
     # The ids that end a text, as the first file of the model's folder says that names them.
-    stops: Collection[int] = ()
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
-    for file in (folder / name for folder in folders for name in _SETTINGS):
-        if not file.is_file():
-            continue
-        try:
-            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a JSON object ({error})") from error
-        if found is not None:
-            stops = {found} if isinstance(found, int) else set(found)
-            break
+    stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
+
+    def note_positions(length: int, name: str) -> None:
+        if length > (most := config.model.max_position_embeddings or length):
+            to_stderr(
+                f"note: {name}: {length} tokens with the answer, and the model has {most} "
+                "positions: the text after them is unreliable"
+            )
+
     new_answer = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
     rows: dict[int, list[int]] = {}
     errors: dict[int, str] = {}
@@ -360,6 +358,8 @@ def generate(
                 if not found.add(one):
                     break
             text = found.text()
+            if mesh.rank == 0:
+                note_positions(len(ids) + len(found.tokens), "--prompt")
             if not text and mesh.rank == 0:
                 to_stderr("note: the answer is empty: the model ends the text at once")
             return text, found.tokens
@@ -376,6 +376,8 @@ def generate(
                 )
                 for number in numbers if mesh.rank == 0 else ():
                     found, head = answers.get(number), "" if chat else wanted[number - 1]
+                    if found is not None:
+                        note_positions(len(rows[number]) + len(found.tokens), f"line {number}")
                     if found is not None and not as_json:
                         print(f"== line {number}\n{head}{found.text()}", flush=True)
                     elif as_json:

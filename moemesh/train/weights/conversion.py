@@ -39,12 +39,13 @@ from moemesh.config.huggingface import export
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
-from moemesh.config.lora import NO_ADAPTERS
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import weight_sources
+from moemesh.train.weights.end_of_turn import end_of_turn, put_end_of_turn, text_ends
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
 if TYPE_CHECKING:
@@ -80,16 +81,18 @@ def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> 
         keep_record(weights, folder)
 
 
-def open_adapters(config: RunConfig) -> AdapterFolder | None:
+def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | None:
     """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
-    holds the adapters of the run's model and no others."""
+    holds adapters of the run's model, which it `trains`, and no others."""
     if config.lora.path is None:
         return None
-    return AdapterFolder(Path(config.lora.path), config.model, weight_sources.family_of_run(config))
+    family = weight_sources.family_of_run(config)
+    return AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
 
 
-def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
-    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's.
+def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> LoraConfig:
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's; returns the
+    settings of the adapters.
 
     Raises ConfigError for a run without adapters.
     """
@@ -109,6 +112,10 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
     )
+    if (end := end_of_turn(run, config)) is not None and end.id is not None:
+        ids = sorted({end.id, *(text_ends(Path(base)) if base else ())})
+        to_stderr(f"a turn ends with {end.token}: in transformers, generate(eos_token_id={ids})")
+    return config.lora
 
 
 def convert(
@@ -160,6 +167,7 @@ def convert(
         hub_export.export(
             weights, layout, out, trains=trains, dtype=dtype, delta=delta, on_file=on_file
         )
+        _end_turns(run, config, out, like)
         return to
     model = config.model
     if run is None:
@@ -175,7 +183,15 @@ def convert(
             model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
     _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
+    _end_turns(run, config, out, like)
     return to
+
+
+def _end_turns(run: Path | None, config: RunConfig, out: Path, like: Path | None) -> None:
+    """Let the export `out` of a run on conversations stop where the run ends a turn. Its tokenizer
+    is that of `like`, or that of the run."""
+    if run is not None and (end := end_of_turn(run, config)) is not None:
+        to_stderr(put_end_of_turn(out, end, carries_tokenizer=like is None))
 
 
 def _write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
+from moemesh.config.hub import local_folder
 from moemesh.config.huggingface.folder import (
     CONFIG,
     INDEX,
@@ -29,9 +31,10 @@ from moemesh.config.huggingface.folder import (
 )
 from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.limits import parse_json
-from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_ADAPTERS, LoraConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
+from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.memory_profile import format_bytes
@@ -60,6 +63,12 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
     if problems := refusals(config):
         raise ConfigError(problems)
     return config
+
+
+def local_source(source: Path) -> Path:
+    """A run or a folder; of a name of the hub its snapshot. Raises ConfigError for a repository
+    that cannot be had."""
+    return local_folder(str(source), "model", "MODEL")
 
 
 def neither(source: Path) -> ConfigError:
@@ -127,7 +136,8 @@ def check_adapter_headers(config: RunConfig) -> None:
     # Late: few runs start from adapters.
     from moemesh.checkpoint.huggingface.adapters import check_adapter_folder
 
-    check_adapter_folder(Path(config.lora.path), config.model, family_of_run(config))
+    path, family = Path(config.lora.path), family_of_run(config)
+    check_adapter_folder(path, config.model, family, trains=True)
 
 
 def family_of_run(config: RunConfig) -> str:
@@ -165,16 +175,15 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
-def written_text(out: Path, kind: Written) -> str:
-    """A summary of what a conversion wrote into `out`, and a command that uses it."""
+def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
+    """A summary of what a conversion wrote into `out`, and a command that uses it; `lora`: that of
+    the adapters that were written."""
     held: list[tuple[str, int]] = []
-    rank = 0
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
             held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
-        rank = parse_json((out / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
         names = {name: key for key, name in DTYPES.items()}
         found = read_header(file).values()
         held += [(names[entry.dtype], entry.num_bytes) for entry in found]
@@ -182,10 +191,13 @@ def written_text(out: Path, kind: Written) -> str:
         for tensor in FolderContents(out).stored.values():
             held.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
     dtypes = Counter(dtype for dtype, _ in held)
+    given = {"path": str(out), "rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+    given |= {"rslora": True} if lora.rslora else {}
+    words = (shlex.quote(f"lora.{key}={_word(value)}") for key, value in given.items())
     follow = {
         "run": f"moemesh train {out / 'config.toml'} --out {out}",
         "folder": f"moemesh generate {out} --prompt TEXT",
-        "adapter": f"moemesh train CONFIG.toml --set lora.path={out} --set lora.rank={rank}",
+        "adapter": " --set ".join(["moemesh train CONFIG.toml", *words]),
         "delta": f"moemesh convert BASE NEW_FOLDER --apply {out}",
     }[kind]
     size = format_bytes(sum(number for _, number in held))
@@ -193,6 +205,11 @@ def written_text(out: Path, kind: Written) -> str:
     if len(dtypes) == 1:
         kinds = next(iter(dtypes))
     return f"wrote {len(held):,} tensors ({kinds}), {size}, into {out}\nnext: {follow}"
+
+
+def _word(value: object) -> str:
+    """A value as ``--set`` reads it."""
+    return value if isinstance(value, str) else format_value(value)
 
 
 def target_of(

@@ -1,0 +1,133 @@
+"""The end of a turn in an export: what a run was trained to stop at, where transformers reads it.
+
+``generate`` of transformers stops at the ``eos_token_id`` of ``generation_config.json``; servers
+and evaluation harnesses also stop at that of ``config.json`` and at the tokenizer's ``eos_token``.
+In the files of a base model these are the end of a text, which a run on conversations never emits.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from moemesh.checkpoint.huggingface.convert import carry_along, write_json
+from moemesh.config.errors import UserError
+from moemesh.config.huggingface.folder import CONFIG
+from moemesh.config.limits import parse_json
+from moemesh.config.run import RunConfig
+from moemesh.data.chat import ChatTemplate
+from moemesh.data.tokenizer import (
+    ADDED,
+    ENDINGS,
+    SETTINGS,
+    SPECIAL,
+    TEMPLATE,
+    DataError,
+    Tokenizer,
+    settings_of,
+)
+from moemesh.train.records.run_folder import was_tuned_on_conversations
+
+GENERATION, EOS = "generation_config.json", "eos_token_id"
+#: Keys that ``generate`` takes from config.json in a folder without generation_config.json.
+_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+class EndOfTurn(NamedTuple):
+    """The text that ends a turn, its token with the id (None where it takes several tokens), and
+    the tokenizer of the run."""
+
+    text: str
+    token: str | None
+    id: int | None
+    tokenizer: Tokenizer
+
+
+def text_ends(folder: Path) -> list[int]:
+    """The ids that end a text, by the first file of `folder` that names any. Raises UserError for a
+    file without a JSON object."""
+    for file in (folder / GENERATION, folder / CONFIG):
+        if not file.is_file():
+            continue
+        try:
+            ids = parse_json(file.read_text(encoding="utf-8")).get(EOS)
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a JSON object ({error})") from error
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
+    """The end of a turn that the `run` was trained on: what ``moemesh generate --chat`` stops at,
+    or without a chat template the end of a completion. None of a run on texts, and where the
+    tokenizer of the run cannot be read."""
+    if not was_tuned_on_conversations(run):
+        return None
+    with suppress(DataError):
+        tokenizer = Tokenizer.open(config.data.tokenizer)
+        if "default" in tokenizer.settings.templates:
+            template = ChatTemplate.open(tokenizer)
+            text, token = template.stop, template.stop_token
+        else:
+            text = token = tokenizer.settings.special.get("eos_token")
+        if text:
+            number = None if token is None else tokenizer.id_of(token)
+            return EndOfTurn(text, token, number, tokenizer)
+    return None
+
+
+def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> str:
+    """Add the end of a turn to the ends of a text in the folder `out`; returns a sentence for the
+    user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
+    if carries_tokenizer and end.tokenizer.folder is not None:
+        _copy_tokenizer(end.tokenizer.folder, out)
+    if end.id is None:
+        text = json.dumps(end.text)
+        return (
+            f"a turn ends with {text}, which takes several tokens: in transformers, "
+            f"generate(..., stop_strings=[{text}], tokenizer=tokenizer)"
+        )
+    config = settings_of(out / CONFIG)
+    generation = settings_of(out / GENERATION) or {
+        key: config[key] for key in (EOS, *_IDS) if config.get(key) is not None
+    }
+    for name, values in ((GENERATION, generation), (CONFIG, config)):
+        before = values.get(EOS)
+        ids = [before] if isinstance(before, int) else list(before or [])
+        if end.id not in ids:
+            ids.append(end.id)
+        write_json(out / name, {**values, EOS: ids if len(ids) > 1 else ids[0]})
+    places = [GENERATION, CONFIG]
+    if _name_in_tokenizer(out, end):
+        places.append(SETTINGS)
+    return f"a turn ends with {end.token} (id {end.id}): written to {', '.join(places)}"
+
+
+def _name_in_tokenizer(out: Path, end: EndOfTurn) -> bool:
+    """Make the token the ``eos_token`` of the tokenizer in `out`. It stays where the folder has no
+    tokenizer with this token, or a template writes it: its texts would change."""
+    try:
+        tokenizer = Tokenizer.open(str(out))
+        if tokenizer.id_of(str(end.token)) != end.id:
+            return False
+    except DataError:
+        return False
+    special, templates = tokenizer.settings.special, tokenizer.settings.templates.values()
+    if special.get("eos_token") == end.token:
+        return True
+    if any("eos_token" in template for template in templates):
+        return False
+    for name in (SETTINGS, SPECIAL):
+        if name == SETTINGS or (out / name).exists():
+            write_json(out / name, {**settings_of(out / name), "eos_token": end.token})
+    return True
+
+
+def _copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the files of a tokenizer's folder in place of those that `out` has."""
+    for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
+        (out / name).unlink(missing_ok=True)
+    carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name != GENERATION)

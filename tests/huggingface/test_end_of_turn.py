@@ -1,0 +1,165 @@
+"""The export of a run on conversations stops in transformers where `generate --chat` stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.data.chat import ChatTemplate
+from moemesh.data.tokenizer import Tokenizer
+from moemesh.train.weights.conversion import convert, write_adapter
+from tests.cli.test_data import CHATML
+from tests.data.texts import byte_level_tokenizer
+from tests.huggingface.conversations import add_tokenizer, write_sums
+from tests.huggingface.tiny import save
+from tests.train.runs import said, sets
+
+transformers = pytest.importorskip("transformers")
+
+#: Templates: the end of a turn is a token of the base, or the end of a text in a template.
+LLAMA3 = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|head|>\n\n{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|head|>\n\n{% endif %}"
+)
+TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|head|>", "<|eot|>")
+
+
+def with_tokenizer(folder: Path, template: str, **settings: Any) -> Path:
+    """A byte-level tokenizer; its end of a text is the id 0."""
+    byte_level_tokenizer(folder, "1 + 2? 3", template, *TOKENS)
+    settings = {"eos_token": "<|endoftext|>", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def base_model(folder: Path, kind: str = "llama", **generation: Any) -> Path:
+    """A base model whose files name the end of a text only."""
+    save(kind, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def tuned(folder: Path, here: Path, *more: str, data: Path | None = None) -> Path:
+    """A run of one step on conversations."""
+    data = data or write_sums(here / "sums.jsonl", 40)
+    given = [f"model.path={folder}", f"data.path={data}", "data.seq_len=64", "data.global_batch=2"]
+    given += ["train.steps=1", "train.warmup_steps=0", "train.validation_batches=1", *more]
+    said("train", *sets(*given), "--out", here / "run")
+    return here / "run"
+
+
+def json_of(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def stop_of(folder: Path) -> str:
+    """What `moemesh generate --chat` stops at."""
+    return ChatTemplate.open(Tokenizer.open(str(folder))).stop
+
+
+@pytest.mark.parametrize(
+    ("template", "token", "generation"),
+    [
+        (CHATML, "<|im_end|>", {"eos_token_id": [0, 5], "temperature": 0.6, "do_sample": True}),
+        (LLAMA3, "<|eot|>", {}),
+    ],
+)
+def test_the_three_files(
+    tmp_path: Path,
+    template: str,
+    token: str,
+    generation: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = with_tokenizer(base_model(tmp_path / "base", **generation), template)
+    convert(tuned(folder, tmp_path), tmp_path / "out")
+    number = TOKENS.index(token)
+    assert f"a turn ends with {token} (id {number})" in capsys.readouterr().err
+    written = json_of(tmp_path / "out" / "generation_config.json")
+    before = generation.get("eos_token_id", [0])
+    assert written.pop("eos_token_id") == list(dict.fromkeys([*before, number]))
+    generation.pop("eos_token_id", None)
+    assert {key: written[key] for key in generation} == generation
+    assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == [0, number]
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (read.eos_token, read.eos_token_id) == (token, number)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert number in model.generation_config.eos_token_id
+    assert read.decode([number]) == stop_of(folder) == stop_of(tmp_path / "out")
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "3"}]
+    theirs = [
+        transformers.AutoTokenizer.from_pretrained(one).apply_chat_template(messages)["input_ids"]
+        for one in (folder, tmp_path / "out")
+    ]
+    assert theirs[0] == theirs[1] and theirs[0].count(number) == 2
+
+
+def test_the_code_of_transformers(tmp_path: Path) -> None:
+    """A model that transformers computes is exported by other functions."""
+    folder = with_tokenizer(base_model(tmp_path / "base", "mixtral"), CHATML)
+    convert(tuned(folder, tmp_path, "model.implementation=transformers"), tmp_path / "out")
+    assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == [0, 2]
+    assert json_of(tmp_path / "out" / "generation_config.json")["eos_token_id"] == [0, 2]
+
+
+def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    """The template stands beside a copy of the tokenizer; the base has none."""
+    folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
+    (folder / "chat_template.jinja").unlink()
+    other = with_tokenizer(tmp_path / "tokenizer", CHATML)
+    run = tuned(folder, tmp_path, f"data.tokenizer={other}")
+    convert(run, tmp_path / "out")
+    assert stop_of(tmp_path / "out") == "<|im_end|>"
+    assert json_of(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
+    convert(run, tmp_path / "like", like=folder)
+    assert not (tmp_path / "like" / "chat_template.jinja").exists()
+    assert json_of(tmp_path / "like" / "generation_config.json")["eos_token_id"] == [0, 2]
+
+
+def test_a_template_that_writes_the_end_of_a_text_keeps_it(tmp_path: Path) -> None:
+    template = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ eos_token }}")
+    folder = with_tokenizer(base_model(tmp_path / "base"), template)
+    convert(tuned(folder, tmp_path), tmp_path / "out")
+    assert json_of(tmp_path / "out" / "generation_config.json")["eos_token_id"] == [0, 2]
+    assert json_of(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|endoftext|>"
+
+
+def test_an_end_that_is_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = add_tokenizer(base_model(tmp_path / "base"))
+    convert(tuned(folder, tmp_path), tmp_path / "out")
+    assert 'stop_strings=["</s>"], tokenizer=tokenizer' in capsys.readouterr().err
+    assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == 0
+
+
+def test_completions_end_as_their_tokenizer_says(tmp_path: Path) -> None:
+    folder = with_tokenizer(base_model(tmp_path / "base"), CHATML, eos_token="<|eot|>")
+    (folder / "chat_template.jinja").unlink()
+    data = tmp_path / "completions.jsonl"
+    data.write_text('{"prompt": "1 + 2?", "completion": "3"}\n' * 40)
+    convert(tuned(folder, tmp_path, data=data), tmp_path / "out")
+    assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == [0, TOKENS.index("<|eot|>")]
+
+
+def test_texts_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
+    data = tmp_path / "text.txt"
+    data.write_text("1 + 2 is 3, and so on. " * 100)
+    convert(tuned(folder, tmp_path, data=data), tmp_path / "out")
+    assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == 0
+    assert json_of(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|endoftext|>"
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert "a turn ends" not in capsys.readouterr().err
+
+
+def test_adapters_name_the_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT's folder has no tokenizer: what to give to generate is printed."""
+    folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
+    write_adapter(tuned(folder, tmp_path, "lora.rank=2"), tmp_path / "out")
+    assert "generate(eos_token_id=[0, 2])" in capsys.readouterr().err
