@@ -152,15 +152,24 @@ class Saver:
         weakref.finalize(self, jobs.put, None)
         # The interpreter waits for the save under way, also where training ended in an error.
         self._at_exit = lambda: (jobs.put(None), worker.join())
+        self._hurries: Callable[[], bool] = lambda: False
         atexit.register(self._at_exit)
         #: On rank 0: what failed, and did not end a save.
         self.notes: list[str] = []
         #: Why the last save was not in the background although it was to be.
         self.why_blocking: str | None = None
 
-    def start(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
+    def start(
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        state: dict[str, Any],
+        *,
+        hurries: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Begin to save `shards` and rank 0's `state` as ``step-<step>``; all ranks call, between
-        steps and with no save under way.
+        steps and with no save under way. While a rank waits for its end, `hurries` returns whether
+        a failed attempt is the last.
 
         Returns when the tensors may change: after a copy of them, or, where saves are not in the
         background, after the save. Raises CheckpointError on every rank for what cannot be saved.
@@ -192,6 +201,7 @@ class Saver:
         if stages:
             keyed = self._staging.copy(keyed)
         self._job = SaveJob(self, step, replies[0]["identity"], keyed, content, since)
+        self._hurries = hurries
         self._jobs.put(self._job)
         if not stages:
             self._settle(self._job)
@@ -216,7 +226,9 @@ class Saver:
         pause = FIRST_LOOK
         while True:
             own = {"outcome": job.outcome and job.outcome._asdict(), "untold": job.untold}
-            replies = self._gather(own)
+            replies = self._gather(own | {"hurries": self._hurries()})
+            if any(reply["hurries"] for reply in replies):
+                job.hurried.set()
             if all(reply["outcome"] for reply in replies):
                 return SaveOutcome(**replies[0]["outcome"])
             if replies[0]["outcome"]:

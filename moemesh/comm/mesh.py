@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,7 +195,6 @@ class Mesh(Shown):
                         groups[ranks] = made if is_member else None
 
         make_groups(groups, AXES)
-        _wait_at_exit()
         host_groups = None
         if whole.size > 1 and whole.backend != "gloo":
             host_groups = {}
@@ -265,11 +266,47 @@ def new_group(
         world.bound_device_id = device
 
 
-@cache
-def _wait_at_exit() -> None:
-    """Release the GIL before the interpreter ends: a thread of a process group that then drops the
-    last reference to a tensor of Python waits for it, and would abort the process."""
-    atexit.register(time.sleep, 0.1)
+# Threads of process groups at the end of the interpreter. Such a thread drops its reference to an
+# operation after the rank that waited for it was woken. If it is the last one, the tensors of the
+# operation and the context of its backward are freed there, which needs the GIL. An interpreter
+# that ends unwinds a thread that waits for the GIL (before Python 3.14), and C++ answers that with
+# an abort of the process.
+
+#: Names of these threads in torch begin so.
+_GROUP_THREADS = ("pt_gloo", "pt_nccl")
+#: Seconds between two looks at them, and the longest wait.
+_LOOK_SECONDS, _EXIT_SECONDS = 0.002, 5.0
+_TASKS = Path("/proc/self/task")
+
+
+def _group_threads() -> dict[str, tuple[str, ...]]:
+    """State and counts of context switches of each thread of a process group, by its id."""
+    threads: dict[str, tuple[str, ...]] = {}
+    for task in _TASKS.iterdir():
+        with suppress(OSError):  # it has ended
+            lines = dict(
+                line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
+            )
+            if lines["Name"].startswith(_GROUP_THREADS):
+                counts = (lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"])
+                threads[task.name] = (lines["State"][0], *counts)
+    return threads
+
+
+@atexit.register
+def _wait_for_group_threads() -> None:
+    """Release the GIL until no thread of a process group needs it: until all of them have slept
+    from one look to the next. A thread that waits for the GIL wakes up in between."""
+    if not _TASKS.is_dir():
+        time.sleep(0.1)
+        return
+    deadline = time.monotonic() + _EXIT_SECONDS
+    before, threads = None, _group_threads()
+    while threads and time.monotonic() < deadline:
+        if threads == before and all(state == "S" for state, *_ in threads.values()):
+            return
+        time.sleep(_LOOK_SECONDS)
+        before, threads = threads, _group_threads()
 
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:

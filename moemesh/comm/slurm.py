@@ -34,7 +34,7 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
     if "LOCAL_RANK" not in environment and ranks["LOCAL_WORLD_SIZE"] in ("", "1"):
         ranks |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     address = () if FOLDER_VARIABLE in environment else ("MASTER_ADDR", "MASTER_PORT")
-    names = (*_RANK, *address)
+    names = (*_RANK, "LOCAL_WORLD_SIZE", *address)
     given = [name for name in names if environment.get(name)]
     for name in names:
         if not ranks.setdefault(name, environment.get(name, "")):
@@ -43,7 +43,6 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{name} is {state}, but {', '.join(given)} are set as for a rank: set it, or "
                 "unset them all"
             )
-    ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_WORLD_SIZE"] or ranks["WORLD_SIZE"]
     lowest = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
     numbers = dict[str, int]()
     for name in ranks.keys() - {"MASTER_ADDR"}:

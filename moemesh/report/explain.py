@@ -131,16 +131,21 @@ def _verdict(
     if is_judged and unigram is not None and loss >= unigram:
         # Four times the steps so far, unless as many are ahead already.
         more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
+        higher = higher_rate(run)
+        # A rate below the usual one gains more from a higher one than from more steps.
+        is_low = more_steps and _rate_of(run) * 2 <= _usual_rate_of(run)
+        shape = shape_of(rows, rose=rose)
         why, change, is_early = {
             "falls": ("it needs more steps", more_steps, True),
+            "stays": ("its loss stays where it began: its learning rate is too low", higher, False),
             "falls slowly": (
                 "its loss falls steadily, so that a higher train.lr or more steps are needed",
-                higher_rate(run),
+                higher,
                 False,
             ),
             "rises": ("its learning rate is too high", lower_rate(run), False),
             "": ("and its losses do not show why", "", False),
-        }[shape_of(rows, rose=rose)]
+        }["falls slowly" if shape == "falls" and is_low else shape]
         return (
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
             f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
@@ -181,8 +186,9 @@ def _verdict(
 
 
 def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
-    """The shape of the losses of a run that has not learned: "falls", "falls slowly", "rises"
-    (also: jumps under uneven gradients), or "" where noise hides it."""
+    """The shape of the losses of a run that has not learned: "falls", "falls slowly", "stays" where
+    it began, "rises" (also: was far above its first value, or jumps under uneven gradients), or ""
+    where noise hides it."""
     losses = [row.loss for row in rows]
     norms = sorted(row.grad_norm for row in rows if math.isfinite(row.grad_norm))
     is_even = bool(norms) and norms[-1] < _UNEVEN * statistics.median(norms)
@@ -192,32 +198,47 @@ def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
     # Around its own line, a third scatters by chance alone.
     pairs = [abs(b - a) for part in (first, last) for a, b in itertools.pairwise(part)]
     noise = statistics.fmean(pairs) / math.sqrt(size) if pairs else 0.0
-    if rose or fall < -max(_GAP, _NOISES * noise):
+    parts = [losses[a : a + max(1, size // _THIRDS)] for a in range(0, len(losses), size)]
+    highest = max(statistics.median(part) for part in parts)
+    if rose or fall < -max(_GAP, _NOISES * noise) or highest > losses[0] + max(1.0, 9 * noise):
         return "rises"
     # No chance, and no single jump: the middle lies between both ends.
     middle = statistics.fmean(losses[size : len(losses) - size] or losses)
     is_steady = min(first) > max(last) or statistics.fmean(first) > middle > statistics.fmean(last)
     if len(losses) < _THIRDS or fall <= _NOISES * noise or not is_steady:
-        return "rises" if not is_even and fall < _GAP else ""
+        if not is_even and fall < _GAP:
+            return "rises"
+        # Too high a rate leaves the first value at once.
+        ends = (statistics.fmean(first), statistics.fmean(last))
+        is_near = all(abs(mean - losses[0]) < _GAP for mean in ends)
+        return "stays" if is_near and len(losses) >= _LEAST_STEPS else ""
     return "falls" if fall > _GAP else "falls slowly" if is_even else ""
+
+
+def _rate_of(run: Run) -> float:
+    """The peak learning rate of the run; nan where its configuration has none."""
+    rate = run.section("train").get("lr")
+    return float(rate) if isinstance(rate, int | float) else math.nan
+
+
+def _usual_rate_of(run: Run) -> float:
+    rank = int(run.section("lora").get("rank") or 0)
+    return usual_rate(loads_weights="path" in run.section("model"), lora_rank=rank)
 
 
 def higher_rate(run: Run) -> str:
     """The override for ten times the learning rate, at most the usual one of such a run, or twice
     a rate that is as high already; "" where the run does not say its own."""
-    rate, rank = run.section("train").get("lr"), run.section("lora").get("rank")
-    usual = usual_rate(loads_weights="path" in run.section("model"), lora_rank=int(rank or 0))
-    if not isinstance(rate, int | float):
-        return ""
-    return f"train.lr={max(min(10 * rate, usual), 2 * rate):.3g}"
+    rate = _rate_of(run)
+    higher = max(min(10 * rate, _usual_rate_of(run)), 2 * rate)
+    return "" if math.isnan(rate) else f"train.lr={higher:.3g}"
 
 
 def lower_rate(run: Run) -> str:
     """The override for a tenth of the learning rate, at most the usual one of such a run; "" where
     the run does not say its own."""
-    rate, rank = run.section("train").get("lr"), run.section("lora").get("rank")
-    usual = usual_rate(loads_weights="path" in run.section("model"), lora_rank=int(rank or 0))
-    return f"train.lr={min(rate / 10, usual):.3g}" if isinstance(rate, int | float) else ""
+    rate = _rate_of(run)
+    return "" if math.isnan(rate) else f"train.lr={min(rate / 10, _usual_rate_of(run)):.3g}"
 
 
 def troubles_of(run: Run) -> list[tuple[str, str]]:

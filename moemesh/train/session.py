@@ -288,9 +288,15 @@ class Session:
             **self.nan_policy.state(),
         }
         tells = True
+        # A stop that was requested before is what this checkpoint is for.
+        was_requested = bool(self.stop.requested)
+
+        def hurries() -> bool:
+            return is_last and not was_requested and bool(self.stop.requested)
+
         while True:
             try:
-                return self.checkpoints.save(step, state, is_last=is_last)
+                return self.checkpoints.save(step, state, is_last=is_last, hurries=hurries)
             except CheckpointError as error:
                 # The same on all ranks. A run that is to stop has no time to wait for room.
                 if step < self.config.train.steps or not is_disk_full(str(error)):

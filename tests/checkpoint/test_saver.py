@@ -206,6 +206,32 @@ def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert candidates(tmp_path) == [2]
 
 
+def test_a_stop_during_a_save_ends_the_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that one of two ranks sees ends the attempts of both."""
+    monkeypatch.setattr(saver, "PAUSES", (60.0,))
+
+    def write(path: Path, parts: Any, *look: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_file", write)
+    since = time.monotonic()
+
+    def work(rank: int, own: Saver) -> SaveOutcome | None:
+        own.start(
+            1,
+            [] if rank else shards(),
+            {},
+            hurries=lambda: rank == 1 and time.monotonic() > since + 0.5,
+        )
+        return own.finish()
+
+    for outcome in on_ranks(2, tmp_path, work):
+        assert outcome is not None and "No space left" in str(outcome.problem)
+    assert time.monotonic() - since < 50
+
+
 def test_poisoned_tensors_are_named(tmp_path: Path) -> None:
     def work(rank: int, own: Saver) -> Sequence[str]:
         bad = torch.tensor([1.0, float("inf")])

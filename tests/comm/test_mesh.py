@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from moemesh.comm import collectives
+from moemesh.comm import collectives, mesh
 from moemesh.comm.consensus import run_with_consensus
 from moemesh.comm.mesh import Axis, Mesh, new_group
 from moemesh.config.layout import AXES, Layout
@@ -165,3 +169,32 @@ def beside_an_eager_world(rank: int) -> None:
 
 def test_groups_of_gloo_and_of_members_alone_are_not_split_from_the_world() -> None:
     run_on_ranks(3, beside_an_eager_world)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_the_interpreter_ends_after_threads_of_groups_are_idle() -> None:
+    """A thread with the name of gloo's works for 0.3 s, which needs the GIL at its end."""
+    asleep, is_over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        task = Path(f"/proc/self/task/{threading.get_native_id()}")
+        (task / "comm").write_text("pt_gloo_runloop")
+        asleep.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the GIL
+        results.append("freed")
+        is_over.wait()
+
+    results = list[str]()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    asleep.wait()
+    started = time.monotonic()
+    mesh._wait_for_group_threads()
+    assert results == ["freed"]
+    assert time.monotonic() - started < mesh._EXIT_SECONDS
+    # A thread that sleeps, for example in an operation that never ends, is not waited for.
+    started = time.monotonic()
+    mesh._wait_for_group_threads()
+    assert time.monotonic() - started < 1.0
+    is_over.set()
+    thread.join()

@@ -96,7 +96,6 @@ def test_the_variables_of_a_rank() -> None:
     alone = WHOLE | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert ranks_of(without("LOCAL_RANK", "LOCAL_WORLD_SIZE")) == alone
     assert ranks_of(without("LOCAL_RANK", LOCAL_WORLD_SIZE="1")) == alone
-    assert ranks_of(without("LOCAL_WORLD_SIZE")) == WHOLE | {"LOCAL_WORLD_SIZE": "4"}
     launched = without("MASTER_ADDR", "MASTER_PORT")
     assert ranks_of(launched | {"MOEMESH_LAUNCHER": "/x"}) == launched
 
@@ -105,7 +104,10 @@ def test_the_variables_of_a_rank() -> None:
     ("environment", "words"),
     [
         *((without(name), f"^{name} is missing, but ") for name in WHOLE if "LOCAL" not in name),
-        (without("LOCAL_RANK"), "^LOCAL_RANK is missing, but RANK, WORLD_SIZE, MASTER_ADDR"),
+        (without("LOCAL_RANK"), "^LOCAL_RANK is missing, but RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "),
+        # It would be unknown which ranks share the node.
+        (without("LOCAL_WORLD_SIZE"), "^LOCAL_WORLD_SIZE is missing, but RANK, WORLD_SIZE, LOCAL"),
+        (without("LOCAL_WORLD_SIZE", LOCAL_RANK="0"), "^LOCAL_WORLD_SIZE is missing, but "),
         (without(WORLD_SIZE=""), "^WORLD_SIZE is empty, but "),
         (without(LOCAL_RANK=""), "^LOCAL_RANK is empty, but "),
         (without(WORLD_SIZE="two"), "^WORLD_SIZE is 'two': it must be a whole number of at least"),

@@ -22,6 +22,9 @@ def add_tokenizer(folder: Path) -> Path:
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     made.save(str(folder / "tokenizer.json"))
+    # Else the class of the model's family would read the file, with a decoder of its own.
+    settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "tokenizer_config.json").write_text(settings)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -1,8 +1,10 @@
 """Losses and events of a run as a reader is told of them; healthy runs are told of nothing."""
 
 import json
+import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,21 +43,46 @@ FALLING = [5.0 - 3.0 * step / 100 for step in range(100)]
 CASES = {
     "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, "", ""),
     "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, "", ""),
-    # A flat loss does not show whether its rate is too high or too low.
-    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "do not show why", ""),
-    "flat noise": (scattered(5.0, 0.0), {}, 3.2, "do not show why", ""),
+    # Too high a rate moves the loss at once; where it went is no sign of the right one.
+    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "too low", "train.lr=0.06"),
+    "flat noise": (scattered(5.0, 0.0), {}, 3.2, "too low", "train.lr=0.06"),
+    "flat elsewhere": ([5.0, *[4.0] * 60], {}, 3.2, "do not show why", ""),
     "a straight line": (scattered(6.04, -0.0003), {}, 3.2, "higher train.lr", "train.lr=0.06"),
     "a line in noise": (scattered(6.04, -0.0003, 0.01), {}, 3.2, "higher", "train.lr=0.06"),
     "climbs": (scattered(5.0, 0.01, 0.05), {}, 3.2, "too high", "train.lr=0.003"),
     "still falling": (FALLING, {100: 2.05}, 2.0, "needs more steps", "train.steps=400"),
     "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", ""),
-    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", ""),
+    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", "train.lr=0.06"),
     "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "at step 50 (2.4000)", "train.steps=50"),
     "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again", "train.lr=0.003"),
     "noisy": ([2.8 - x / 100 + 0.1 * (x % 3) for x in range(40)] + [2.6] * 3, {}, 9.0, "", ""),
     "gap": (FALLING, {50: 3.7, 100: 2.6}, 3.2, "above the training loss", ""),
     "a first step": ([5.0], {}, None, "", ""),
 }
+
+
+#: Losses and gradient norms of runs of 60 steps that differ in train.lr alone: preset "tiny" with 2
+#: layers of width 64, 8 sequences of 64 bytes a step, one rank.
+RATES = json.loads((Path(__file__).parent / "data" / "rates.json").read_text())
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_advice_on_the_learning_rate_leads_to_a_lower_loss(tmp_path, rate):
+    curve = RATES[rate]
+    validated = {60: curve["validation"]}
+    run = run_of(tmp_path / "run", curve["losses"], validated, curve["unigram"])
+    rows = zip(run.metrics, curve["grad_norms"], strict=True)
+    lines = [replace(row, grad_norm=norm).to_line() for row, norm in rows]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    (tmp_path / "run" / "config.toml").write_text(f"[train]\nsteps = 60\nlr = {float(rate)}\n")
+    change = losses_of(Run.load(tmp_path / "run")).change
+    # Of those below the unigram model nothing is advised.
+    assert bool(change) == (curve["validation"] >= curve["unigram"])
+    if change:
+        key, value = change.split("=")
+        assert key == "train.lr"
+        advised = min(RATES, key=lambda other: abs(math.log(float(other) / float(value))))
+        assert RATES[advised]["validation"] < curve["validation"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -675,7 +675,11 @@ def _last_save(
     said = list[str]()
     attempts = iter(outcomes)
 
-    def save(step: int, state: object, *, is_last: bool) -> None:
+    def save(step: int, state: object, *, is_last: bool, hurries: Callable[[], bool]) -> None:
+        # A stop while the save runs ends it after the attempt; it has none of its own here.
+        session.stop.requested = True
+        assert hurries() == is_last
+        session.stop.requested = False
         if problem := next(attempts):
             raise CheckpointError(problem)
 

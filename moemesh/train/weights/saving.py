@@ -197,11 +197,18 @@ class Checkpoints:
         )
         self._has_said_why = self._has_saved = self._shows_full = False
 
-    def save(self, step: int, state: dict[str, object], *, is_last: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, object],
+        *,
+        is_last: bool = False,
+        hurries: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
         tries again. Waits for the one before, so that their number does not depend on the disk.
         One that `is_last` is written to the end: raises CheckpointError on every rank where all
-        attempts fail."""
+        attempts fail, or one since `hurries` returns True."""
         since = time.monotonic()
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
@@ -213,7 +220,7 @@ class Checkpoints:
             )
         shards, own = contents(self._parallel, self._optimizer, state)
         try:
-            self._saver.start(step, shards, own)
+            self._saver.start(step, shards, own, hurries=hurries)
         except CheckpointError as error:
             if is_last:
                 raise
