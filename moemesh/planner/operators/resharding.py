@@ -58,7 +58,7 @@ class MeshAxis:
 
     def gather(self, num_bytes: float) -> float:
         """Seconds of an all-gather to, a reduce-scatter from, or an all-to-all of `num_bytes` a
-        rank; an all-reduce takes twice as long."""
+        rank; an all-reduce takes twice that time."""
         # Ring: n - 1 messages of S / n each; the additions of a reduce-scatter are not counted.
         share = (self.size - 1) / self.size
         return (self.size - 1) * self.latency + share * num_bytes * self.seconds_per_byte

@@ -44,7 +44,7 @@ class Software:
     balanced_stages: bool = False
     #: Stage borders send 1/tp of the activation from each tensor rank.
     scatter_gather: bool = True
-    #: A token is sent to a node once, even if several of its experts are there.
+    #: A token is sent to each node once, even to a node with several of its experts.
     deduplicated: bool = False
     #: The expert exchange overlaps with another microbatch's computation.
     overlapped_exchange: bool = False
