@@ -84,11 +84,11 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     for key in entry:
         if key not in _KNOWN:
             known = ", ".join(sorted(_KNOWN))
-            message = f"the planner does not know `{key}` (known: {known})"
+            message = f"unknown key `{key}` (known: {known})"
             wrong.append(("unknown-key", key, message))
     for key, choices in _CHOICES.items():
         if key in entry and entry[key] not in choices:
-            message = f"no layer of this kind is known (known: {', '.join(choices)})"
+            message = f"unknown kind of layer (known: {', '.join(choices)})"
             wrong.append(("unknown-layer", key, message))
     if wrong:
         raise ConfigError(
@@ -260,7 +260,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
     if preset := table.pop("preset", None):
         if preset not in preset_names():
             fix = nearest_choice(str(preset), preset_names())
-            raise _refused("not-a-choice", str(preset), "there is no such model preset", fix)
+            raise _refused("not-a-choice", str(preset), "unknown model preset", fix)
         table = read_preset_table(str(preset)) | table
     shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
     problems: list[Problem] = []

@@ -443,7 +443,7 @@ def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) ->
         yield _problem("nodes", cluster.nodes, message, fix)
     if model is None:
         if (stages or 2) > devices:
-            message = f"{stages or 2} devices are asked for; {cluster.name} has {devices}"
+            message = f"{stages or 2} devices are requested; {cluster.name} has {devices}"
             yield _problem("stages", stages, message, f"stages = {devices}")
         if microbatches not in (None, 1):
             message = f"operators of {BRANCHING} are placed for one batch, not for microbatches"
@@ -455,7 +455,7 @@ def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) ->
         near = max(d for d in range(1, layers + 1) if devices % d == 0)
         yield _problem("stages", stages, message, f"stages = {near}")
     elif stages is not None and stages > devices:
-        message = f"{stages} stages need as many devices; {cluster.name} has {devices}"
+        message = f"{stages} stages need {stages} devices or more; {cluster.name} has {devices}"
         yield _problem("stages", stages, message, f"stages = {devices}")
     elif stages is not None and devices % stages:
         message = f"{stages} stages must divide the {devices} devices"
