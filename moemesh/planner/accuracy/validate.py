@@ -67,15 +67,15 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
     filled = [fill_in(run, calibration) for run in runs if run.layout is not None]
     constants = [calibration.constants(run.cluster, run.release) for run in filled]
     seconds = _run_seconds(filled, constants) if filled else ()
-    found: dict[str, Prediction] = {}
+    predictions: dict[str, Prediction] = {}
     for run, value in zip(filled, seconds, strict=True):
         if own := calibration.own.get(run.cluster):
             value *= exp(own.correction(model_row(run.priced[0]), _layout_row(run)))
         allocation = calibration.allocation(run.cluster)
         memory = run_memory(run, allocation)
         fits = _fits(run, memory, allocation)
-        found[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
-    return [found.get(run.id) or Prediction(run=run) for run in runs]
+        predictions[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
+    return [predictions.get(run.id) or Prediction(run=run) for run in runs]
 
 
 def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
@@ -304,7 +304,7 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
     for one in predictions:
         if one.seconds is not None and one.run.ended in ("ok", "OOM"):
             groups[one.run.group].append(one)
-    found: list[Selection] = []
+    selections: list[Selection] = []
     for key, members in sorted(groups.items()):
         measured = {one.run.id: each(one, one.run.seconds) for one in members if one.run.seconds}
         if len(members) < _FEWEST_CHOICES or not measured:
@@ -313,7 +313,7 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
         # Equal layouts are ties, despite rounding of their columns.
         picked = min(fitting, key=lambda one: float(f"{each(one, one.seconds):.9g}")).run.id
         best = min(measured, key=lambda run: measured[run])
-        found.append(
+        selections.append(
             Selection(
                 group=", ".join(part for part in key if part),
                 choices=len(members),
@@ -322,4 +322,4 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
                 regret=measured[picked] / measured[best] - 1 if picked in measured else None,
             )
         )
-    return found
+    return selections
