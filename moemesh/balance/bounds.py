@@ -106,11 +106,11 @@ def light_shares(weight: Floats, most: float) -> Floats:
     light = 0
     while light < len(weight) and weight[ascending[light]] <= most:
         light += 1
-    own = min(NUM_OWN, light)
-    for place in range(own):
-        expert = ascending[place * (light - 1) // max(own - 1, 1)]
+    num_tried = min(NUM_OWN, light)
+    for place in range(num_tried):
+        expert = ascending[place * (light - 1) // max(num_tried - 1, 1)]
         shares[NUM_EQUAL + NUM_SHRINKING + place] = weight[expert] / most
-    return shares[: NUM_EQUAL + NUM_SHRINKING + own]
+    return shares[: NUM_EQUAL + NUM_SHRINKING + num_tried]
 
 
 @compiled

@@ -190,7 +190,7 @@ def _named_columns(
     has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[place]) for place in rest[1:])
     has_layers &= bool(rest) and (len(rest) > 1 or bool(_ONE_LAYER.fullmatch(names[rest[0]])))
     if not experts and not steps and not layers and (names_experts or has_layers):
-        # The first column has the names of experts, or there is no such column.
+        # The first column has the names of experts, if any.
         experts = [] if _ONE_LAYER.fullmatch(names[0]) else [0]
         rest = [place for place in rest if place not in experts]
         numbers = [

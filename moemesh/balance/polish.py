@@ -210,7 +210,7 @@ def best_move(
     kind, first, second = NO_MOVE, -1, -1
     for slot in range(hot * per_gpu, (hot + 1) * per_gpu):
         expert = slots[slot]
-        own = unit[expert]
+        load_of_replica = unit[expert]
         smaller = weight[expert] / (counts[expert] + 1)
         for other in range(len(slots)):
             there = other // per_gpu
@@ -218,7 +218,7 @@ def best_move(
             if there == hot or partner == expert:
                 continue
             at = load[there]
-            difference = own - unit[partner]
+            difference = load_of_replica - unit[partner]
             if difference > 0.0 and at < heat:
                 change = over(heat - difference, limit) - hot_potential
                 change += over(at + difference, limit) - over(at, limit)
@@ -236,13 +236,15 @@ def best_move(
                 if change < best and not holds(slots, there, per_gpu, expert):
                     best, kind, first, second = change, SHIFT, other, expert
         if counts[expert] > 1:
-            more = weight[expert] / (counts[expert] - 1) - own
+            more = weight[expert] / (counts[expert] - 1) - load_of_replica
             rest = cost[expert] - over(heat + more, limit)
             for partner in range(len(weight)):
                 if partner == expert:
                     continue
                 change = rest + gain[partner]
-                change += over(heat - own + weight[partner] / (counts[partner] + 1), limit)
+                change += over(
+                    heat - load_of_replica + weight[partner] / (counts[partner] + 1), limit
+                )
                 if change < best and not holds(slots, hot, per_gpu, partner):
                     best, kind, first, second = change, SHIFT, slot, partner
     return kind, first, second
@@ -268,27 +270,27 @@ def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[
             continue
         base = there * per_gpu
         rest = hot_potential + over(load[there], limit)
-        for one in range(start, start + per_gpu):
-            if holds(slots, there, per_gpu, slots[one]):
+        for first in range(start, start + per_gpu):
+            if holds(slots, there, per_gpu, slots[first]):
                 continue
-            for two in range(one + 1, start + per_gpu):
-                given = unit[slots[one]] + unit[slots[two]]
-                if given <= 0.0 or holds(slots, there, per_gpu, slots[two]):
+            for second in range(first + 1, start + per_gpu):
+                given = unit[slots[first]] + unit[slots[second]]
+                if given <= 0.0 or holds(slots, there, per_gpu, slots[second]):
                     continue
-                for three in range(base, base + per_gpu):
-                    for four in range(three + 1, base + per_gpu):
-                        difference = given - unit[slots[three]] - unit[slots[four]]
+                for third in range(base, base + per_gpu):
+                    for fourth in range(third + 1, base + per_gpu):
+                        difference = given - unit[slots[third]] - unit[slots[fourth]]
                         if difference <= 0.0:
                             continue
                         change = over(load[hot] - difference, limit) - rest
                         change += over(load[there] + difference, limit)
                         if (
                             change < best
-                            and not holds(slots, hot, per_gpu, slots[three])
-                            and not holds(slots, hot, per_gpu, slots[four])
+                            and not holds(slots, hot, per_gpu, slots[third])
+                            and not holds(slots, hot, per_gpu, slots[fourth])
                         ):
                             best = change
-                            best_slots = (one, three, two, four)
+                            best_slots = (first, third, second, fourth)
     return best_slots
 
 

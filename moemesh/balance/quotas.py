@@ -144,8 +144,8 @@ def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tupl
     for expert in range(len(totals)):
         load[home[expert]] += totals[expert]
     # The experts of each rank, one rank after the other.
-    own = np.argsort(home, kind="mergesort")
-    first = np.searchsorted(home[own], np.arange(num_ranks + 1))
+    experts_by_home = np.argsort(home, kind="mergesort")
+    first = np.searchsorted(home[experts_by_home], np.arange(num_ranks + 1))
     whole = int(totals.sum())
     order = np.argsort(load, kind="mergesort")
     low = (whole + num_ranks - 1) // num_ranks
@@ -161,7 +161,7 @@ def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tupl
     target = low
     bottom = low - 1  # not reached
     while bottom + step < high or target == low:
-        fits, trial = spill(target, totals, load, order, first, own, spares)
+        fits, trial = spill(target, totals, load, order, first, experts_by_home, spares)
         if fits:
             high = target
             best = trial
@@ -178,7 +178,13 @@ def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tupl
 
 @compiled
 def spill(
-    target: int, totals: Ints, load: Ints, order: Ints, first: Ints, own: Ints, spares: int
+    target: int,
+    totals: Ints,
+    load: Ints,
+    order: Ints,
+    first: Ints,
+    experts_by_home: Ints,
+    spares: int,
 ) -> tuple[bool, tuple[Ints, Ints, Ints]]:
     """(whether every rank gets at most `target` tokens, the results of :func:`choose_quotas`)."""
     num_ranks = len(load)
@@ -206,8 +212,8 @@ def spill(
         while excess > 0:
             hottest = -1
             for index in range(first[rank], first[rank + 1]):
-                if hottest < 0 or home_quota[own[index]] > home_quota[hottest]:
-                    hottest = own[index]
+                if hottest < 0 or home_quota[experts_by_home[index]] > home_quota[hottest]:
+                    hottest = experts_by_home[index]
             while excess > 0 and home_quota[hottest] > 0:
                 if head == length:
                     return False, results

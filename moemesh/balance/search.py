@@ -318,7 +318,7 @@ def _keep_up(layers: _Layers) -> None:
         return
     enough = tops[open_layers] * (1.0 - SAME)
     given, limits = published(layers.weights[open_layers], shape, enough)
-    for layer, theirs, limit in zip(open_layers, given, limits, strict=True):
+    for layer, published_slots, limit in zip(open_layers, given, limits, strict=True):
         if limit >= tops[layer] * (1.0 - SAME):
             continue
         weight = layers.weights[layer]
@@ -328,14 +328,14 @@ def _keep_up(layers: _Layers) -> None:
         if repacked.tops.max() <= limit * (1.0 + SAME):
             layers.slots[layer] = repacked.slots[0]
             continue
-        mended = _mend(weight, shape, theirs, float(limit))
+        mended = _mend(weight, shape, published_slots, float(limit))
         for seed in range(NUM_RESCUES):
             if mended is not None:
                 break
             trial = _searched(weight, shape, seed)
             if trial.tops.max() <= float(limit) * (1.0 + SAME):
                 mended = trial.slots[0]
-        layers.slots[layer] = theirs if mended is None else mended
+        layers.slots[layer] = published_slots if mended is None else mended
 
 
 def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | None:

@@ -215,8 +215,8 @@ _TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts
 
 
 class ReadLayout(NamedTuple):
-    """A layout, and the equivalent Plan for `moemesh train` (None: there is no such plan). `unread`
-    are given keys of [plan] that no formula of the planner uses."""
+    """A layout, and the equivalent Plan for `moemesh train`, if any. `unread` are given keys of
+    [plan] that no formula of the planner uses."""
 
     layout: PlannedLayout
     plan: Plan | None

@@ -593,12 +593,13 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
     moments = alive(many)
 
     def exceeds(rival: int, rank: int) -> bool:
-        mine, theirs = stages.contents[rank], stages.contents[rival]
+        content, rival_content = stages.contents[rank], stages.contents[rival]
         return (
-            (mine.has_embedding, mine.has_head) == (theirs.has_embedding, theirs.has_head)
+            (content.has_embedding, content.has_head)
+            == (rival_content.has_embedding, rival_content.has_head)
             and all(
                 number <= other.get(kind, 0)
-                for chunk, other in zip(mine.chunks, theirs.chunks, strict=True)
+                for chunk, other in zip(content.chunks, rival_content.chunks, strict=True)
                 for kind, number in chunk.items()
             )
             and weight_copies(many, rank) <= weight_copies(many, rival)

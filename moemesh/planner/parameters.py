@@ -166,7 +166,7 @@ class WeightCounts(NamedTuple):
     def plus(self, other: WeightCounts, count: int = 1) -> WeightCounts:
         """These counts plus `count` times `other`."""
         pairs = zip(self, other, strict=True)
-        return WeightCounts(*(mine + count * theirs for mine, theirs in pairs))
+        return WeightCounts(*(x + count * y for x, y in pairs))
 
     def on_rank(self, layout: PlannedLayout) -> tuple[float, float]:
         """(parameters outside of experts, parameters of experts) on one rank."""

@@ -33,7 +33,7 @@ RECOMPUTABLE = (
 )  # fmt: skip
 
 #: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
-#: In published tables "selective" is the attention core alone; ours adds the product of a dense or
+#: Published tables mean the attention core by "selective"; ours adds the product of a dense or
 #: shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is never
 #: kept; "activation" covers it, too.)
 RECOMPUTED: dict[str, frozenset[str]] = {

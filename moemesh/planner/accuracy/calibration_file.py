@@ -66,7 +66,7 @@ def use_cluster(
         name: value / calibration.shared[name] / newest.get(name, 1.0)
         for name, value in cluster.constants.items()
     }
-    known, own = dict(calibration.clusters), dict(calibration.own)
+    known, own_runs = dict(calibration.clusters), dict(calibration.own)
     changed: list[PublishedRun] = []
     for run in runs:
         if run.device is None or run.device.name != device.name:
@@ -74,9 +74,9 @@ def use_cluster(
             continue
         key = f"{run.cluster.rpartition('/')[0]}/{cluster.name}"
         known[key] = {**calibration.deviations(run.cluster), **factors}
-        own[key] = OwnRuns(cluster.own_runs)
+        own_runs[key] = OwnRuns(cluster.own_runs)
         changed.append(replace(run, device=device, cluster=key, release=run.release or release))
-    return changed, replace(calibration, clusters=known, own=own)
+    return changed, replace(calibration, clusters=known, own=own_runs)
 
 
 def newest_release(runs: Sequence[OwnRun]) -> str:

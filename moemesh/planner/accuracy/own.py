@@ -94,12 +94,12 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     if not usable:
         raise UserError(NO_RUN)
     before = predict(usable, start)
-    filled = [one.run for one in before]
+    filled = [prediction.run for prediction in before]
     cluster, timed = filled[0].cluster, TimedRuns(filled)
     constants = [start.constants(cluster, run.release) for run in filled]
-    logs = np.log([[getattr(one, name) for one in constants] for name in NAMES])
+    logs = np.log([[getattr(of_run, name) for of_run in constants] for name in NAMES])
     # Schedules are simulated once: the relative waiting time hardly depends on the constants.
-    simulated = np.log([one.seconds or 1.0 for one in before]) - timed.log_seconds
+    simulated = np.log([prediction.seconds or 1.0 for prediction in before]) - timed.log_seconds
     waiting = simulated - timed.errors(logs)
     _check_units(filled, -simulated)
     columns = features(*timed.columns[:2])
@@ -146,21 +146,21 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         clusters={**start.clusters, cluster: _scaled(deviations, shifts)},
         releases={**start.releases, **releases},
     )
-    own = tuple(
+    own_runs = tuple(
         OwnRun(
-            run=one.run.id,
-            seconds=float(f"{one.run.seconds:.6g}"),
-            predicted=float(f"{one.seconds:.6g}"),
+            run=prediction.run.id,
+            seconds=float(f"{prediction.run.seconds:.6g}"),
+            predicted=float(f"{prediction.seconds:.6g}"),
             left_out=round(float(left_out[row]), 4),
             weight=float(f"{weights[row]:.5g}"),
-            release=one.run.release,
+            release=prediction.run.release,
             features={name: float(np.ravel(values)[row]) for name, values in columns.items()},
         )
-        for row, one in enumerate(predict(filled, replace(calibration, own={})))
+        for row, prediction in enumerate(predict(filled, replace(calibration, own={})))
     )
-    calibration = replace(calibration, own={cluster: OwnRuns(own)})
+    calibration = replace(calibration, own={cluster: OwnRuns(own_runs)})
     return Learned(
-        calibration, own, tuple(_doubts(filled, trust, left_out, distances(points, points)))
+        calibration, own_runs, tuple(_doubts(filled, trust, left_out, distances(points, points)))
     )
 
 
@@ -217,8 +217,8 @@ def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
     middle = exp(float(np.median(ratios)))
     if 1 / _OTHER_UNIT < middle < _OTHER_UNIT:
         return
-    off = ", ".join(run.id for run, one in zip(runs, ratios, strict=True)
-                    if abs(one) > log(_OTHER_UNIT))  # fmt: skip
+    off = ", ".join(run.id for run, ratio in zip(runs, ratios, strict=True)
+                    if abs(ratio) > log(_OTHER_UNIT))  # fmt: skip
     raise UserError(
         f"runs {off} take {middle:,.3g} times the seconds that such a device needs: times are in "
         "seconds a step (step_time_s; are these milliseconds?), rates of one device"
@@ -241,8 +241,8 @@ def _doubts(
         for other in range(row):
             twin = runs[other]
             ratio = (run.seconds or 1.0) / (twin.seconds or 1.0)
-            same = [(one.row.get("gpus"), one.row.get("gbs")) for one in (run, twin)]
-            is_twin = far[row, other] < 1e-3 and same[0] == same[1]
+            is_same_size = all(run.row.get(key) == twin.row.get(key) for key in ("gpus", "gbs"))
+            is_twin = far[row, other] < 1e-3 and is_same_size
             if is_twin and not 1 / _CONTRADICTS < ratio < _CONTRADICTS:
                 warnings.append(
                     f"runs {twin.id} and {run.id} are one layout and take {twin.seconds:.4g} and "
@@ -329,23 +329,23 @@ def lessons(
             first: tuple[Prediction, ...] = ()
             for draw in range(draws if count else 1):
                 order: list[int] = np.random.default_rng(draw).permutation(len(members)).tolist()
-                own = [members[place] for place in order[:count]]
+                drawn = [members[place] for place in order[:count]]
                 rest = [members[place] for place in order[count:]]
                 if len(rest) < _FEWEST:
                     break
-                taught, left_out = calibration, ()
-                if own:
-                    learned = learn(own, calibration)
-                    taught = learned.calibration
-                    left_out = tuple(one.left_out for one in learned.runs)
+                fitted, left_out = calibration, ()
+                if drawn:
+                    learned = learn(drawn, calibration)
+                    fitted = learned.calibration
+                    left_out = tuple(run.left_out for run in learned.runs)
                 device = members[0].device
                 width = own_width(
                     left_out,
                     shipped_intervals().seconds_width(device.generation if device else ""),
                 )
-                others = predict(rest, taught)
+                others = predict(rest, fitted)
                 first = first or tuple(others)
-                off = np.array([one.error or 0.0 for one in others])
+                off = np.array([prediction.error or 0.0 for prediction in others])
                 within = float(np.mean(np.abs(np.log1p(off)) <= width))
                 sizes = np.abs(off)
                 errors.append((float(np.median(sizes)), float(np.quantile(sizes, 0.95)), within))

@@ -170,8 +170,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     widths: dict[str, Precision] = {
         "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
     }  # fmt: skip
-    said = row.get("precision", "").lower()
-    precision: Precision = next(width for word, width in widths.items() if word in said)
+    precision_text = row.get("precision", "").lower()
+    precision: Precision = next(width for word, width in widths.items() if word in precision_text)
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
     return PlannedLayout(
         tp=tp,

@@ -128,14 +128,17 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     share = layout.global_batch // layout.dp
     sized = [layout.changed(microbatch=size) for size in _MICROBATCHES if share % size == 0]
     tried = [
-        _recomputed(replace(run, layout=one), allocation)
-        for one in sized
-        if one.pp == 1 or is_defined(one.schedule, one.pp, one.microbatches, one.stages_per_rank)
+        _recomputed(replace(run, layout=candidate), allocation)
+        for candidate in sized
+        if candidate.pp == 1
+        or is_defined(
+            candidate.schedule, candidate.pp, candidate.microbatches, candidate.stages_per_rank
+        )
     ]
     fitting = [
         index
-        for index, one in enumerate(tried)
-        if _fits(one, run_memory(one, allocation), allocation)
+        for index, candidate in enumerate(tried)
+        if _fits(candidate, run_memory(candidate, allocation), allocation)
     ]
     constants = calibration.constants(run.cluster, run.release)
     seconds = _run_seconds(tried, [constants] * len(tried))
@@ -220,14 +223,16 @@ class Validation:
     def json_text(self) -> str:
         """{"rows": one object a row of the table, "statistics": ...}; seconds and bytes."""
         rows: list[dict[str, Any]] = []
-        for one in self.predictions:
+        for prediction in self.predictions:
             row = {
-                "id": int(one.run.id) if one.run.id.isdecimal() else one.run.id,
-                "seconds": one.seconds,
-                "memory_bytes": one.memory.allocated if one.memory else None,
-                "fits": one.fits,
+                "id": int(prediction.run.id)
+                if prediction.run.id.isdecimal()
+                else prediction.run.id,
+                "seconds": prediction.seconds,
+                "memory_bytes": prediction.memory.allocated if prediction.memory else None,
+                "fits": prediction.fits,
             }
-            rows.append(row | ({"reason": one.run.reason} if one.run.reason else {}))
+            rows.append(row | ({"reason": prediction.run.reason} if prediction.run.reason else {}))
         statistics = {
             "step_time_by_source": self.by_source,
             "step_time_dense": self.dense,
@@ -242,24 +247,28 @@ class Validation:
 
 def summarize(predictions: Sequence[Prediction]) -> Validation:
     """The statistics of predictions."""
-    timed = [one for one in predictions if one.error is not None and one.run.ended == "ok"]
-    judged = [one for one in timed if one.run.tier not in _SANITY_TIERS]
+    timed = [
+        prediction
+        for prediction in predictions
+        if prediction.error is not None and prediction.run.ended == "ok"
+    ]
+    judged = [prediction for prediction in timed if prediction.run.tier not in _SANITY_TIERS]
     sources: dict[str, list[float | None]] = defaultdict(list)
-    for one in timed:
-        sources[one.run.source or one.run.cluster].append(one.error)
+    for prediction in timed:
+        sources[prediction.run.source or prediction.run.cluster].append(prediction.error)
     by_source = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
     fit = selection = None
     labels = [
-        (one.fits, one.run.ended == "ok")
-        for one in predictions
-        if one.fits is not None and one.run.ended in ("ok", "OOM")
+        (prediction.fits, prediction.run.ended == "ok")
+        for prediction in predictions
+        if prediction.fits is not None and prediction.run.ended in ("ok", "OOM")
     ]
     if number := len(labels):
         right = sum(fits == ran for fits, ran in labels) / number
         wrongly = labels.count((True, False)) / number
         fit = FitStatistics(count=number, right=right, wrongly_fits=wrongly)
     if selections := _select(predictions):
-        regrets = [one.regret for one in selections if one.regret is not None]
+        regrets = [choice.regret for choice in selections if choice.regret is not None]
         selection = SelectionStatistics(
             groups=len(selections),
             mean_regret=numbers.fmean(regrets) if regrets else 0.0,
@@ -269,9 +278,11 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
     return Validation(
         predictions=tuple(predictions),
         by_source={name: errors for name, errors in by_source.items() if errors},
-        dense=error_statistics([one.error for one in judged if not one.run.is_moe]),
-        moe=error_statistics([one.error for one in judged if one.run.is_moe]),
-        memory=error_statistics([one.memory_error for one in predictions]),
+        dense=error_statistics(
+            [prediction.error for prediction in judged if not prediction.run.is_moe]
+        ),
+        moe=error_statistics([prediction.error for prediction in judged if prediction.run.is_moe]),
+        memory=error_statistics([prediction.memory_error for prediction in predictions]),
         fit=fit,
         selection=selection,
         selections=tuple(selections),
@@ -297,21 +308,29 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
     """The planner's choice in each group of alternative runs. Runs of a group may differ in their
     batch, so seconds per sequence are compared."""
 
-    def each(one: Prediction, seconds: float | None) -> float:
-        return (seconds or 0.0) / (one.run.layout.global_batch if one.run.layout else 1)
+    def each(prediction: Prediction, seconds: float | None) -> float:
+        return (seconds or 0.0) / (
+            prediction.run.layout.global_batch if prediction.run.layout else 1
+        )
 
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
-    for one in predictions:
-        if one.seconds is not None and one.run.ended in ("ok", "OOM"):
-            groups[one.run.group].append(one)
+    for prediction in predictions:
+        if prediction.seconds is not None and prediction.run.ended in ("ok", "OOM"):
+            groups[prediction.run.group].append(prediction)
     selections: list[Selection] = []
     for key, members in sorted(groups.items()):
-        measured = {one.run.id: each(one, one.run.seconds) for one in members if one.run.seconds}
+        measured = {
+            prediction.run.id: each(prediction, prediction.run.seconds)
+            for prediction in members
+            if prediction.run.seconds
+        }
         if len(members) < _FEWEST_CHOICES or not measured:
             continue
-        fitting = [one for one in members if one.fits] or members
+        fitting = [prediction for prediction in members if prediction.fits] or members
         # Equal layouts are ties, despite rounding of their columns.
-        picked = min(fitting, key=lambda one: float(f"{each(one, one.seconds):.9g}")).run.id
+        picked = min(
+            fitting, key=lambda prediction: float(f"{each(prediction, prediction.seconds):.9g}")
+        ).run.id
         best = min(measured, key=lambda run: measured[run])
         selections.append(
             Selection(

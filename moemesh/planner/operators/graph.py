@@ -80,7 +80,7 @@ class Cost(NamedTuple):
 
     def plus(self, other: Cost, count: int = 1) -> Cost:
         """This cost and `count` times another."""
-        return Cost(*(mine + count * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Cost(*(x + count * y for x, y in zip(self, other, strict=True)))
 
     def memory_bytes(self, in_flight: float = 1.0) -> float:
         """State and the saved bytes of the microbatches in flight."""

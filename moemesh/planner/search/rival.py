@@ -156,13 +156,16 @@ MEMORY_PARTS = ("states", "activations", "logits", "working")
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Comparison of a user's layout with the best one. `asked` is the user's text; `problems` are
-    the reasons if it is illegal. Else `candidate` is the best layout with the user's values and
-    `short` the bytes by which it exceeds the device (0 if it fits). `slower`, `parts` and `memory`
-    are differences to the best layout: seconds of a step, seconds of each part (largest first),
-    and bytes of each part of the memory. `nearest` is the smallest change that fits; `beyond` are
-    the assumptions and limits of the search that the layout violates."""
+    """Comparison of a user's layout with the best one.
 
+    `problems` are the reasons if it is illegal. Else `candidate` is the best layout with the user's
+    values and `short` the bytes by which it exceeds the device (0 if it fits). `slower`, `parts`
+    and `memory` are differences to the best layout: seconds of a step, seconds of each part
+    (largest first), and bytes of each part of the memory. `nearest` is the smallest change that
+    fits; `beyond` are the assumptions and limits of the search that the layout violates.
+    """
+
+    #: The user's text.
     asked: str
     verdict: Verdict
     problems: tuple[Problem, ...] = ()

@@ -405,8 +405,8 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]
         before = rank.dense_before, rank.routed_before
         embedded = where(rank.stages_before > 0, ends.embedding, 0)
         there = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
-        own = passes * busy - where(rank.sends > 0, times.message, 0)
-        path = there + own
+        busy_seconds = passes * busy - where(rank.sends > 0, times.message, 0)
+        path = there + busy_seconds
         if not np.all(split == 1):
             # The first message of the backward is among those that the rank itself sends.
             back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
@@ -531,8 +531,9 @@ def _in_parts(
 def compute_floor(
     model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
 ) -> Number:
-    """Lower bound of the seconds of all layouts with as many devices: the step's operations without
-    recomputation, at the best efficiency of the widest products, spread evenly over devices."""
+    """Lower bound of the seconds of all layouts with the same number of devices: the step's
+    operations without recomputation, at the best efficiency of the widest products, spread evenly
+    over devices."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     best = maximum(
         where(layout.precision == 2, constants.gemm_efficiency_4bit, 0),

@@ -132,8 +132,8 @@ def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -
 def crowded_routing(
     model: ModelConfig, layout: Layout, ep: int, seq_len: int, share: float = 1.0
 ) -> Routing:
-    """Counts if a `share` of all tokens choose experts of ep index `ep` in as many slots as
-    possible, up to capacity. ``share = 1`` is the routing that sends the most rows there."""
+    """Counts if a `share` of all tokens choose the experts of ep index `ep` with all their slots,
+    up to capacity. ``share = 1`` is the routing that sends the most rows there."""
     experts, k = model.num_experts, model.experts_per_token
     first = ep * (experts // layout.ep)
     chosen = [(first + number) % experts for number in range(k)]
@@ -258,8 +258,8 @@ class DispatchTraffic:
                     yield self._travel(hop, "backward", caller, self.plain)
                 else:
                     out = [item.visits[lines.coordinates["ep"]] for item in sent]
-                    mine = self.sent_by(lines.rank).visits
-                    both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                    visits = self.sent_by(lines.rank).visits
+                    both = out, [visits[place // plan.etp] for place in range(len(sent))]
                     uneven = "ep_etp", "all_to_all"
                     yield CountedExchange(*uneven, "forward", caller, both, self.plain)
                     yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
