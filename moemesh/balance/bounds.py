@@ -1,12 +1,12 @@
-"""Lower bounds of the largest load: mean, quotients, pigeonholes and their linear programs.
+"""Lower bounds of the largest load: mean, quotients, pigeonhole arguments as linear programs.
 
-For a trial load T, a weight function p is chosen such that no legal content of a GPU (exactly k
-replicas, together at most T) weighs more than some `room`. If the lightest choice of replica counts
-weighs more than `room` x GPUs, T cannot be reached. Three families of such functions (k slots):
+For a trial load T, a weight function p is chosen such that every legal content of a GPU (exactly k
+replicas, together at most T) weighs at most `room`. If the lightest choice of replica counts weighs
+more than `room` x GPUs, T cannot be reached. Three families of such functions (k slots):
 
 * HEAVY j = 2 .. k: 1 for a replica over T/j. A GPU holds at most j - 1 of them.
-* EXCESS 0 < x <= T/k: with h = T - (k-1) x, what a load exceeds h by, less what it is below x.
-  Room 0: whoever carries a heavy replica needs k - 1 light companions (x = T/k is the mean).
+* EXCESS 0 < x <= T/k: with h = T - (k-1) x, max(load - h, 0) + min(load - x, 0).
+  Room 0: a GPU with a heavy replica needs k - 1 light companions (x = T/k is the mean).
 * STEPS 0 < x < T/2, for k = 2: 1 over T - x, 1/2 over x, else 0. Room 1 (Hall's condition).
 
 The lightest counts are bounded by a linear program: per expert the lower convex hull of
@@ -21,11 +21,11 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.packing import counts_by_quotient, slots_at, total
 
 HEAVY, EXCESS, STEPS = 0, 1, 2
-#: Values of x that are tried: in equal and in shrinking distances, and loads that occur.
+#: Numbers of tried values of x: in equal distances, in shrinking distances, and loads of experts.
 NUM_EQUAL, NUM_SHRINKING, NUM_OWN = 12, 10, 14
-#: The bound is searched to this precision.
+#: Relative precision of the bound.
 PRECISION = 2e-4
-#: Relative slack against rounding: a bound may be too low by this, never too high.
+#: Relative slack against rounding: a bound may be too low by this, but never too high.
 SLACK = 1e-9
 
 
@@ -34,7 +34,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     """max(mean load of a GPU, smallest possible largest replica)."""
     bound = total(weight) / num_gpus
     if bound <= 0.0 or slots_at(weight, bound) <= num_slots:
-        return bound * (1.0 - SLACK)  # no replica needs to be heavier than the mean
+        return bound * (1.0 - SLACK)  # all replicas can be at most as heavy as the mean
     counts = counts_by_quotient(weight, num_slots, num_slots)
     for expert in range(len(weight)):
         bound = max(bound, weight[expert] / counts[expert])
@@ -43,7 +43,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
 
 @compiled
 def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: float) -> float:
-    """A lower bound from `low` (a bound itself) up, at most `high` (a load that was reached)."""
+    """A lower bound between `low` (a bound itself) and `high` (a load that was reached)."""
     per_gpu = num_slots // num_gpus
     if per_gpu < 2 or low >= high * (1.0 - PRECISION) or low <= 0.0:
         return low
@@ -68,7 +68,7 @@ def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: f
 
 @compiled
 def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> bool:
-    """Whether some weight function proves that not all GPUs can stay at or below `limit`."""
+    """Whether some weight function proves that a GPU exceeds `limit` in every placement."""
     per_gpu = num_slots // num_gpus
     segments = np.empty((2, 8 * len(weight)))
     shares = light_shares(weight, limit / per_gpu)
@@ -96,7 +96,7 @@ def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> b
 
 @compiled
 def light_shares(weight: Floats, most: float) -> Floats:
-    """Values of x to try, as shares of `most`: a grid, and loads of light experts themselves."""
+    """Values of x to try, as shares of `most`: a grid, and loads of light experts."""
     shares = np.empty(NUM_EQUAL + NUM_SHRINKING + NUM_OWN)
     for place in range(NUM_EQUAL):
         shares[place] = (place + 1) / NUM_EQUAL
@@ -106,11 +106,11 @@ def light_shares(weight: Floats, most: float) -> Floats:
     light = 0
     while light < len(weight) and weight[ascending[light]] <= most:
         light += 1
-    own = min(NUM_OWN, light)
-    for place in range(own):
-        expert = ascending[place * (light - 1) // max(own - 1, 1)]
+    num_tried = min(NUM_OWN, light)
+    for place in range(num_tried):
+        expert = ascending[place * (light - 1) // max(num_tried - 1, 1)]
         shares[NUM_EQUAL + NUM_SHRINKING + place] = weight[expert] / most
-    return shares[: NUM_EQUAL + NUM_SHRINKING + own]
+    return shares[: NUM_EQUAL + NUM_SHRINKING + num_tried]
 
 
 @compiled
@@ -149,7 +149,7 @@ def lightest(
         for index in range(num_points):
             copies = points[index]
             value = copies * weigh(weight[expert] / copies, per_gpu, limit, family, at)
-            # The lower convex hull, built in place: drop what lies above the new edge.
+            # The lower convex hull, built in place: drop points above the new edge.
             while size >= 2 and (value - values[size - 1]) * (
                 points[size - 1] - points[size - 2]
             ) <= (values[size - 1] - values[size - 2]) * (copies - points[size - 1]):
@@ -180,7 +180,7 @@ def lightest(
 def corners(
     load: float, per_gpu: int, limit: float, family: int, at: float, most: int, points: Ints
 ) -> int:
-    """Fill `points` with the counts between which an expert's weight is linear or rises; ascending.
+    """Fill `points` with ascending counts between which an expert's weight is linear or rises.
 
     Returns their number, 0 if even `most` replicas are over the limit.
     """
@@ -193,7 +193,7 @@ def corners(
     if family == EXCESS:
         upper = limit - (per_gpu - 1) * at
     for edge in (upper, at):
-        # The quotient can be huge: compare as a float before it becomes an integer.
+        # The quotient can be huge: compare it as a float before the conversion to an integer.
         quotient = np.ceil(load / edge - SLACK) if edge > 0.0 else np.inf
         if quotient > most + 1.0:
             continue

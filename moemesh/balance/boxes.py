@@ -1,8 +1,8 @@
 """One box of GPUs (a node, or all): replica counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. For the rest there are
-starts with other counts (`pack_pairs`, `pack_with_companions`), the descent of `polish`, and for
-small boxes a complete search (`exact_box`); `search` calls them in turn.
+`pack_box` is quick and almost always good enough from five slots per GPU on. For fewer slots,
+`search` also tries starts with other counts (`pack_pairs`, `pack_with_companions`), the descent of
+`polish`, and a complete search of small boxes (`exact_box`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from moemesh.balance.packing import (
 
 # Replica counts of a box with two slots per GPU: every heavy replica needs a light companion.
 #
-# Given the replicas, the best pairing is a fold, the heaviest with the lightest. At a target T,
-# a replica heavier than T / 2 needs a companion of at most T minus its load. By Hall's theorem
-# all find one if, for every x, at most as many replicas are heavier than T - x as are at most x.
-# Both are counted on a grid of `CELLS` values of x, rounded to the safe side, and a search by
-# threshold accepting drives the number of missing companions to zero.
+# Given the replicas, the best pairing is a fold, the heaviest with the lightest. At a target T, a
+# replica heavier than T / 2 needs a companion of at most T minus its load. By Hall's theorem all
+# have one if, for every x, the number of replicas above T - x does not exceed the number of
+# replicas up to x. Both are counted on a grid of `CELLS` values of x, rounded to the safe side, and
+# a search by threshold accepting reduces the number of missing companions to zero.
 
 
 CELLS = 128
-#: Missing companions that a step may add at the beginning of the search.
+#: Number of missing companions that a step may add at the beginning of the search.
 FIRST_THRESHOLD = 3
-#: Random numbers of the search: a linear congruential generator on 31 bits.
+#: Constants of the linear congruential generator (31 bits) for the search.
 RANDOM_FACTOR, RANDOM_SHIFT, RANDOM_MASK = 1103515245, 12345, 0x7FFFFFFF
 
 
 @compiled
 def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None:
-    """Enter `copies` replicas (or take away, if negative) into the balance of companions: from the
-    first cell from which they count, those that need a companion as missing."""
+    """Add `copies` replicas (remove them if negative) to the balance of companions, from the first
+    cell in which they count; replicas that need a companion count as negative."""
     width = 0.5 * target / CELLS
     if 2.0 * load > target:
         cell = int(np.floor((target - load) / width))
@@ -49,7 +49,7 @@ def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None
 
 @compiled
 def missing(balance: Ints) -> int:
-    """Companions that are missing, summed over the grid."""
+    """Number of missing companions, summed over the grid."""
     return -int(np.minimum(balance, 0).sum())
 
 
@@ -59,7 +59,8 @@ def companions(
 ) -> None:
     """Move slots between random experts until every heavy replica has a companion at `target`.
 
-    Threshold accepting: a step may make things a little worse, ever less so. Leaves the best.
+    Threshold accepting: a step may increase the number of missing companions by a threshold that
+    falls to zero. `counts` are the best ones at the end.
     """
     num_experts = len(weight)
     balance = np.zeros(CELLS, np.int64)
@@ -115,14 +116,14 @@ def companions(
 def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slots: Ints) -> float:
     """Fill `slots` with the experts 0 .. len(weight) - 1; returns the largest load of a GPU.
 
-    Quotient counts, folded and swapped until the load is within `tolerance` of the bound, or of
-    `floor`: below it nothing is gained (another box is that heavy anyway).
+    Quotient counts, folded and swapped until the load is within `tolerance` of the bound or of
+    `floor`, the load of another box, below which an improvement has no effect.
     """
     num_experts = len(weight)
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
     if per_gpu >= num_experts:
-        # Every GPU alike, so all loads are the mean; copies on one GPU are unavoidable.
+        # All GPUs hold the same experts, so all loads are the mean; duplicates are unavoidable.
         for slot in range(num_slots):
             slots[slot] = slot % per_gpu % num_experts
         return total(weight) / num_gpus
@@ -145,8 +146,8 @@ def pack_pairs(
 ) -> float:
     """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load.
 
-    The search lowers the largest folded pair to `bound` (1 + tolerance). It halves the way to the
-    bound: what is reached becomes the new top, what is not the new bottom.
+    The search lowers the largest folded pair to `bound` (1 + tolerance) by bisection: a target that
+    is reached is the new top, one that is not the new bottom.
     """
     counts = counts_by_quotient(weight, len(slots), num_gpus)
     best = heaviest_pair(weight, counts)
@@ -181,9 +182,9 @@ def pack_with_companions(
 ) -> int:
     """Fill `starts` from row 1 on with packings of other counts; returns the rows in use.
 
-    Ever more slots are kept from the quotient method, as far as no replica gets heavier than the
-    bound; for each number, light experts are split from `num_places` places on. `tops` [rows] get
-    the loads of the hottest GPUs. Stops at a packing that is good enough.
+    An increasing number of slots is withheld from the quotient method, as long as no replica
+    exceeds the bound, and used to split light experts from `num_places` different places on.
+    `tops` [rows] get the loads of the hottest GPUs. Stops at a packing within the tolerance.
     """
     num_experts = len(weight)
     num_slots = starts.shape[1]
@@ -210,7 +211,7 @@ def pack_with_companions(
 
 @compiled
 def heaviest_pair(weight: Floats, counts: Ints) -> float:
-    """Largest load when these replicas are folded."""
+    """Largest load of a pair if these replicas are folded."""
     value = np.empty(counts.sum())
     slot = 0
     for expert in range(len(weight)):
@@ -225,9 +226,9 @@ def heaviest_pair(weight: Floats, counts: Ints) -> float:
     return top
 
 
-#: A box with more slots is not searched completely.
+#: Largest number of slots of a box with a complete search.
 MOST_EXACT_SLOTS = 12
-#: Placements of one replica that may be tried in all; then the search is given up.
+#: Number of tried placements of single replicas after which a complete search gives up.
 MAX_EXACT_STEPS = 60_000
 
 
@@ -235,10 +236,10 @@ MAX_EXACT_STEPS = 60_000
 def exact_box(
     weight: Floats, num_gpus: int, top: float, twins: bool, slots: Ints
 ) -> tuple[float, bool]:
-    """Improve on the load `top`; fills `slots` if that is possible, with an expert twice on one GPU
-    only where `twins` are allowed.
+    """Search for a load below `top`, and fill `slots` if one exists. An expert may be twice on one
+    GPU only if `twins` are allowed.
 
-    Returns the best load of the hottest GPU and whether nothing better exists.
+    Returns the best load of the hottest GPU and whether it is the optimum.
     """
     num_experts = len(weight)
     extra = np.zeros(num_experts, np.int64)
@@ -256,7 +257,7 @@ def exact_box(
             top, steps = exact_packing(extra, unit, num_gpus, top, steps, twins, slots)
         if steps <= 0:
             return top, False
-        # The next way to share out the slots beyond one per expert.
+        # The next distribution of the slots beyond one per expert.
         first = 0
         while first < num_experts - 1 and extra[first] == 0:
             first += 1
@@ -279,10 +280,10 @@ def exact_packing(
     twins: bool,
     slots: Ints,
 ) -> tuple[float, int]:
-    """The best packing of given counts below `top`, heaviest replica first; fills `slots`, two of
-    an expert on one GPU only where `twins` are allowed.
+    """Fill `slots` with the best packing of given counts below `top`, heaviest replica first. An
+    expert may be twice on one GPU only if `twins` are allowed.
 
-    Returns the load reached (`top` if nothing better exists) and the steps that are left.
+    Returns the load reached (`top` if nothing better exists) and the number of remaining steps.
     """
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
@@ -305,9 +306,9 @@ def exact_packing(
             held[last] -= 1
             load[last] -= unit[expert]
             if held[last] == 0:
-                first = num_gpus  # empty GPUs are all alike
+                first = num_gpus  # empty GPUs are equal
         elif depth > 0 and replicas[depth - 1] == expert:
-            # Copies ascend, so that no order comes twice.
+            # GPUs of copies ascend, so that each set of GPUs is tried once.
             first = chosen[depth - 1] + (0 if twins else 1)
         gpu = -1
         for candidate in range(first, num_gpus):

@@ -31,10 +31,10 @@ _plain: ContextVar[bool] = ContextVar("plain loops", default=False)
 class _Loop:
     """A function over numpy arrays that numba compiles when it is first called.
 
-    Called from compiled code it is its own compiled form: numba asks a global for `_numba_type_`.
-    Called from Python it is that too, except under :func:`plain_loops` and where numba does not
-    work; the plain function does the same IEEE operations in the same order (no fast math, no
-    library sums, stable sorts), so both give equal results, bit for bit.
+    Compiled code calls the compiled form, which numba reads from the attribute `_numba_type_` of a
+    global. Python calls it too, except under :func:`plain_loops` and if numba does not work. The
+    plain function does the same IEEE operations in the same order (no fast math, no library sums,
+    stable sorts), so both return bitwise equal results.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -62,7 +62,7 @@ def compiled(function: Function) -> Function:
 
 @contextmanager
 def plain_loops() -> Generator[None]:
-    """Run the loops as plain Python here: for small problems that are not worth a compiler."""
+    """Context in which the loops run as plain Python, for problems too small for compilation."""
     token = _plain.set(True)
     try:
         yield
@@ -78,7 +78,7 @@ _FIRST = (
 
 @functools.cache
 def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`numba.njit` with a cache on disk, or the identity where numba does not work."""
+    """`numba.njit` with a cache on disk, or the identity if numba does not work."""
     try:
         numba: Any = importlib.import_module("numba")
     except ImportError:
@@ -100,7 +100,8 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     try:
         assert compile_loop(_unchanged)(1) == 1
     except Exception as error:
-        warnings.warn(f"numba cannot compile here ({error!r}): plain Python instead", stacklevel=4)
+        message = f"numba cannot compile on this machine: {error!r}; using plain Python instead"
+        warnings.warn(message, stacklevel=4)
         return _unchanged
     return compile_loop
 
@@ -110,10 +111,10 @@ def _unchanged(value: Any) -> Any:
 
 
 def _cache_folder(numba: Any) -> Path | None:
-    """The folder in which compiled code is kept; None if nowhere.
+    """The folder for compiled code; None if it is not writable.
 
-    The folder's name holds a hash of all sources of this package: numba itself looks only at the
-    file of a function, and would keep an old version of what that calls.
+    The folder's name holds a hash of all sources of this package: numba checks only the file of a
+    function, and would keep an old version of the functions that it calls.
     """
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     version = f"{numba.__version__} {np.__version__} {sys.version}".encode()

@@ -1,6 +1,6 @@
-"""Expert groups onto nodes, equally many each, and the bound of whole layers over all divisions.
+"""Division of expert groups over nodes in equal numbers, and bounds of layers over all divisions.
 
-A node can carry a set of groups at load T per GPU if their sum is at most T x GPUs of the node, and
+A node can hold a set of groups at load T per GPU if their sum is at most T x GPUs of the node, and
 if ceil(load / T) replicas of each expert fit its slots. `members` [nodes x groups per node] holds
 the groups of each node.
 """
@@ -15,9 +15,9 @@ from moemesh.balance.inputs import Shape
 from moemesh.balance.packing import fold, swap_hottest, swap_opposite, total
 
 POSSIBLE, IMPOSSIBLE, UNKNOWN = 1, 0, -1
-#: Places that one search may try.
+#: Maximum number of steps of one search.
 MAX_STEPS = 20_000
-#: Divisions of groups onto nodes that are compared by their bounds.
+#: Maximum number of divisions of groups over nodes that are compared by their bounds.
 MAX_DIVISIONS = 128
 
 
@@ -27,8 +27,8 @@ def divide_groups(
 ) -> float:
     """Fill `members`; returns the largest of the nodes' quick bounds.
 
-    `num_slots` and `num_gpus` are those of one node. A better division is searched for as long as
-    one within `precision` of the last is not excluded.
+    `num_slots` and `num_gpus` are those of one node. The search continues until no division is
+    better than the best by more than `precision`.
     """
     num_nodes, per_node = members.shape
     sums = group_sums(weight, num_groups)
@@ -102,7 +102,7 @@ def fit_groups(
 
 @compiled
 def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
-    """Slots that each group needs so that no replica is heavier than `limit`."""
+    """Number of slots that each group needs so that no replica is heavier than `limit`."""
     size = len(weight) // num_groups
     need = np.zeros(num_groups, np.int64)
     for expert in range(len(weight)):
@@ -116,8 +116,8 @@ def next_division(
 ) -> int:
     """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`.
 
-    Heaviest group first. `state` [groups + 1] carries the search on from call to call: the node
-    of each depth, and last the depth. Fills `members`.
+    Heaviest group first. `state` [groups + 1] holds the position of the search between calls: the
+    node at each depth, and last the depth. Fills `members`.
     """
     num_nodes, per_node = members.shape
     num_groups = len(sums)
@@ -139,12 +139,12 @@ def next_division(
         last = state[depth]
         chosen = -1
         first = last + 1
-        if last >= 0:  # take it away again, then try the next node
+        if last >= 0:  # remove the group from its node, then try the next node
             held[last] -= 1
             load[last] -= sums[group]
             slots[last] -= need[group]
             if held[last] == 0:
-                first = num_nodes  # empty nodes are all alike
+                first = num_nodes  # empty nodes are equal
         for node in range(first, num_nodes):
             fits = held[node] < per_node and load[node] + sums[group] <= room
             if fits and slots[node] + need[group] <= num_slots:
@@ -173,7 +173,8 @@ def next_division(
 def find_divisions(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, num_nodes: int, limit: float
 ) -> tuple[Ints, Floats, bool]:
-    """Divisions [n, nodes, groups per node] with quick bounds [n] under `limit`; whether all."""
+    """(divisions [n, nodes, groups per node] that fit at `limit`, their quick bounds [n], whether
+    these are all such divisions)."""
     divisions = np.empty((MAX_DIVISIONS, num_nodes, num_groups // num_nodes), np.int64)
     bounds = np.empty(MAX_DIVISIONS)
     sums = group_sums(weight, num_groups)
@@ -181,14 +182,14 @@ def find_divisions(
     state = np.full(num_groups + 1, -1)
     state[num_groups] = 0
     members = divisions[0].copy()
-    found = 0
+    count = 0
     while True:
         answer = next_division(sums, need, limit * num_gpus, num_slots, state, members)
-        if answer != POSSIBLE or found == MAX_DIVISIONS:
-            return divisions[:found], bounds[:found], answer == IMPOSSIBLE
-        divisions[found] = members
-        bounds[found] = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
-        found += 1
+        if answer != POSSIBLE or count == MAX_DIVISIONS:
+            return divisions[:count], bounds[:count], answer == IMPOSSIBLE
+        divisions[count] = members
+        bounds[count] = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
+        count += 1
 
 
 @compiled
@@ -197,7 +198,7 @@ def first_division(
 ) -> tuple[float, float]:
     """Fill `members` with a good division; returns its quick bound, and a bound for all divisions.
 
-    The latter is the smallest quick bound of all, or what the search could prove of it.
+    The latter is the smallest quick bound of all divisions, or a proven lower bound of it.
     """
     num_nodes = len(members)
     reached = divide_groups(weight, num_groups, num_slots, num_gpus, 1e-4, members)
@@ -213,13 +214,13 @@ def first_division(
             high = middle
             continue
         low = middle
-        if answer == IMPOSSIBLE:  # and so is everything below
+        if answer == IMPOSSIBLE:  # lower limits are impossible, too
             proven = low
     return reached, proven
 
 
 def bounds_of(weights: Floats, shape: Shape) -> Floats:
-    """Loads [layers] that no placement of `weights` [layers, experts] undercuts on all GPUs."""
+    """Lower bounds [layers] of the largest load of a GPU, for `weights` [layers, experts]."""
     bounds = np.empty(len(weights))
     for layer, weight in enumerate(weights):
         low = quick_bound(weight, shape.num_slots, shape.num_gpus)
@@ -230,9 +231,8 @@ def bounds_of(weights: Floats, shape: Shape) -> Floats:
 
 
 def _over_divisions(weight: Floats, shape: Shape) -> float:
-    """The smallest bound of any division of the groups onto nodes.
-
-    Where there are too many to look at each, what could be proven of their quick bounds.
+    """The smallest bound of all divisions of the groups over nodes, or a proven lower bound of
+    their quick bounds if there are too many divisions.
     """
     members = np.empty((shape.num_nodes, shape.node_groups), np.int64)
     sizes = (shape.num_groups, shape.node_slots, shape.node_gpus)
@@ -251,7 +251,7 @@ def _over_divisions(weight: Floats, shape: Shape) -> float:
 
 
 def _of_division(weight: Floats, shape: Shape, members: Ints, enough: float) -> float:
-    """The largest bound of the nodes of one division; no further than `enough`."""
+    """The largest bound of the nodes of one division; the computation stops at `enough`."""
     bound, by_group = 0.0, weight.reshape(shape.num_groups, -1)
     for groups in members:
         loads = by_group[groups].reshape(-1)

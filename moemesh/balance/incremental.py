@@ -1,4 +1,4 @@
-"""Replanning that moves few replicas: only as far as the load needs it, and only when it does."""
+"""Replanning with few moved replicas: only layers out of tolerance, and only as far as needed."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from moemesh.balance.search import numbered, solve
 from moemesh.balance.transfers import Rounds, schedule_transfers
 from moemesh.config.shown import Shown
 
-#: Loads that differ by less, relatively, are equal.
+#: Relative difference below which loads count as equal.
 SAME = 1e-12
-#: Ways to repair: what counts as too hot, relative to the aim, and the price of a swap (it moves
-#: two replicas) in shifts. Which one moves least depends on the loads.
+#: Settings of a repair: load above which a GPU is too hot, relative to the aim, and price of a swap
+#: (which moves two replicas) in shifts. The best setting depends on the loads.
 WAYS = ((1.0, 2.0), (1.0, 1.0), (0.98, 2.0), (0.98, 1.0), (0.95, 2.0), (0.95, 1.0))
 MAX_MOVES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replan(Shown):
-    """A placement with what it costs to get there; maps as `rebalance_experts` returns them.
+    """A placement with the transfers that lead to it; maps as in `rebalance_experts`.
 
-    `moved` [layers] replicas that a GPU did not hold before; `before`, `after`, `bound` [layers]
-    loads of the fullest GPU over the mean: with the previous placement, the new one, and what no
-    placement falls below. `transfers` holds the rounds of each layer (see `transfers`).
+    `moved` [layers] counts replicas that a GPU did not hold before. `before`, `after` and `bound`
+    [layers] are loads of the fullest GPU over the mean: with the previous placement, with the new
+    one, and the lower bound. `transfers` holds the rounds of each layer (see `transfers`).
     """
 
     physical_to_logical: Any
@@ -66,15 +66,15 @@ def rebalance_incremental(
     margin: float = 0.2,
     min_gain: float = 0.0,
 ) -> Replan:
-    """Move few replicas so that the most loaded GPU is within `tolerance` of the bound again.
+    """Move few replicas so that the most loaded GPU is within `tolerance` of the bound.
 
-    `loads` [layers, experts]; `previous` [layers, slots] the placement in use (or the three maps of
-    `rebalance_experts`). A layer stays as it is while its fullest GPU is within `tolerance` of the
-    bound, or while less than `min_gain` of its load could be saved. Otherwise it is brought to
-    `(1 - margin) x tolerance`, so that the next small drift does not move experts again
-    (hysteresis). A layer whose groups are not on one node each (hierarchical policy) is planned
-    anew. Where no placement within `tolerance` is found, the layer gets within `tolerance`
-    of what a plan from scratch reaches. Raises ValueError.
+    `loads` [layers, experts]; `previous` [layers, slots] is the current placement (or the three
+    maps of `rebalance_experts`). A layer is unchanged if its fullest GPU is within `tolerance` of
+    the bound, or if less than `min_gain` of its load could be saved. Otherwise it is brought to
+    `(1 - margin) x tolerance`, so that the next small drift moves no experts (hysteresis). A layer
+    with a group on several nodes (hierarchical policy) is planned from scratch. If no placement
+    within `tolerance` is found, the layer gets within `tolerance` of a plan from scratch. Raises
+    ValueError.
     """
     given = check_loads(loads, "loads")
     if isinstance(previous, tuple) and len(previous) == 3:  # pyright: ignore[reportUnknownArgumentType]
@@ -108,7 +108,7 @@ def replan_from_scratch(
     num_nodes: int = 1,
     policy: Policy | None = None,
 ) -> Replan:
-    """The best placement, GPUs renumbered so that as many replicas as possible stay."""
+    """The best placement, with GPUs renumbered so that the fewest replicas move."""
     given = check_loads(loads, "loads")
     old = check_placement(previous, given.shape[1], num_gpus, len(given), "previous")
     shape = check_shape(given.shape[1], old.shape[1], num_groups, num_nodes, num_gpus, policy)
@@ -145,7 +145,7 @@ def _describe(
 def _replan(
     weight: Floats, old: Ints, shape: Shape, limit: float, aim: float, tolerance: float
 ) -> Ints:
-    """New slots of one layer: repaired where that is enough, else from scratch."""
+    """New slots of one layer: repaired if that suffices, else from scratch."""
     slots = old.copy()
     legal = _keeps_groups(old, shape)
     if legal:
@@ -157,20 +157,21 @@ def _replan(
     scratch = solve(weight[None], shape, "quality")[0]
     best = float(gpu_loads(weight[None], scratch[None], shape.num_gpus).max())
     if legal and best > limit:
-        # The bound is out of reach: as near to what can be had as it was meant to be to the bound.
-        if top <= best * (1.0 + tolerance):
+        # The bound is out of reach: stay within the tolerance of the best load instead.
+        reachable = best * (1.0 + tolerance)
+        if top <= reachable:
             return slots
-        again = old.copy()
-        if _repair(weight, again, old, shape, best * (1.0 + tolerance)) <= best * (1.0 + tolerance):
-            return again
+        repaired = old.copy()
+        if _repair(weight, repaired, old, shape, reachable) <= reachable:
+            return repaired
     relabel(scratch, old, shape.num_nodes, shape.num_gpus)
-    # From here, too, not every move may be needed.
+    # Some moves of a plan from scratch may be unnecessary, too.
     undo_moves(weight, shape.num_nodes, shape.num_gpus, max(limit, best), scratch, old)
     return scratch
 
 
 def _keeps_groups(slots: Ints, shape: Shape) -> bool:
-    """Whether no group of experts is on two nodes."""
+    """Whether each group of experts is on one node."""
     if shape.num_nodes == 1:
         return True
     groups = slots.reshape(shape.num_nodes, -1) // (shape.num_experts // shape.num_groups)
@@ -178,9 +179,9 @@ def _keeps_groups(slots: Ints, shape: Shape) -> bool:
 
 
 def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) -> float:
-    """Move few replicas inside the nodes until no GPU is over `aim`; the load of the hottest GPU.
+    """Move few replicas inside the nodes until no GPU is over `aim`; returns the largest load.
 
-    Of several ways to get there the one that moves least.
+    The best of several settings: least load, then fewest moves.
     """
     top, fewest = np.inf, len(slots) + 1
     for lower, swap_price in WAYS:
@@ -190,8 +191,8 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
             experts, local = numbered(part)
             loads = weight[experts]
             limit = aim * lower
-            found = polish(loads, shape.node_gpus, limit, aim, MAX_MOVES, swap_price, local)
-            reached = max(reached, found)
+            hottest = polish(loads, shape.node_gpus, limit, aim, MAX_MOVES, swap_price, local)
+            reached = max(reached, hottest)
             part[:] = experts[local]
         if reached <= aim * (1.0 + SAME):
             reached = aim
@@ -208,7 +209,7 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
 def undo_moves(
     weight: Floats, num_nodes: int, num_gpus: int, limit: float, slots: Ints, previous: Ints
 ) -> None:
-    """Give slots back to what they held before, wherever no GPU gets over `limit` by it."""
+    """Restore the previous expert of each slot, if all GPUs stay within `limit`."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
     replicas = placed(weight, num_gpus, slots)
@@ -247,10 +248,10 @@ def count_missing(slots: Ints, previous: Ints, num_gpus: int) -> Ints:
 def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     """Permute the GPUs (inside nodes, and whole nodes) of one layer's `slots`: fewest moved copies.
 
-    Two levels of assignment: GPUs for each pair of nodes, then nodes. Also puts what stays on a GPU
-    into its old slot. Returns the number of moved copies.
+    Two levels of assignment: GPUs for each pair of nodes, then nodes. Replicas that stay on a GPU
+    keep their slot. Returns the number of moved copies.
     """
-    # 0.2 s to import, and few runs come here.
+    # The import takes 0.2 s, and few runs need it.
     assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 
     node_gpus = num_gpus // num_nodes
@@ -270,7 +271,7 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
 
 @compiled
 def keep_slots(slots: Ints, previous: Ints, num_gpus: int) -> None:
-    """Inside each GPU, put what it held before back into its old slot."""
+    """Inside each GPU, put replicas that it held before into their old slots."""
     per_gpu = len(slots) // num_gpus
     for gpu in range(num_gpus):
         start = gpu * per_gpu

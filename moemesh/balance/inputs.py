@@ -1,4 +1,4 @@
-"""Checks of loads, placements and sizes (tensors, arrays or lists), and results of that kind."""
+"""Checks of loads, placements and sizes (tensors, arrays, lists), and results of the same type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moemesh.config.suggest import nearest_divisors
 
 Policy = Literal["hierarchical", "global"]
 Effort = Literal["fast", "quality"] | float
-#: More slots of a layer than any machine has: a slip of the hand must not fill the memory.
+#: Maximum number of slots of a layer, so that a typing error does not fill the memory.
 MOST_SLOTS = 2**20
 MOST_SECONDS = 86_400
 
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def per_gpu(self) -> int:
-        """Slots of a GPU."""
+        """Number of slots of a GPU."""
         return self.num_slots // self.num_gpus
 
     @property
@@ -57,11 +57,11 @@ class Shape:
 
 
 class BalanceError(UserError):
-    """Loads, placements or sizes that no placement can be made for."""
+    """Error of loads, placements or sizes without a legal placement."""
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is a torch tensor; torch is not imported for the question."""
+    """Whether `value` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -81,7 +81,7 @@ def to_array(value: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def like(given: Any, *results: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """`results` as what `given` is: CPU tensors for a tensor, lists for a list, else arrays."""
+    """`results` in the type of `given`: CPU tensors for a tensor, lists for a list, else arrays."""
     if is_tensor(given):
         torch: Any = sys.modules["torch"]
         return tuple(torch.from_numpy(result) for result in results)
@@ -111,15 +111,16 @@ def check_loads(weight: Any, name: str = "weight") -> Floats:
 
 
 def scaled(loads: Floats) -> Floats:
-    """Loads by a power of two per layer, so that squares neither overflow nor vanish; exact."""
+    """Loads scaled exactly by a power of two per layer, so that squares neither overflow nor
+    underflow."""
     top = loads.max(axis=1, keepdims=True)
     exponent = np.frexp(top)[1]
-    # Loads below 2**-1000 of their layer's largest round to 0 here, as in any sum.
+    # Loads below 2**-1000 of their layer's largest round to 0, as they would in a sum.
     return np.ldexp(loads, -exponent)
 
 
 def check_count(value: Any, name: str) -> int:
-    """A whole number of at least 1."""
+    """`value` as a whole number of at least 1. Raises BalanceError."""
     try:
         number = int(value)
     except (TypeError, ValueError) as error:
@@ -137,7 +138,7 @@ def check_shape(
     num_gpus: Any,
     policy: Policy | None,
 ) -> Shape:
-    """The shape of the problem under a policy; None is hierarchical where groups fit the nodes.
+    """The shape of the problem under a policy; None is hierarchical if groups fit the nodes.
 
     Raises BalanceError with the numbers and the nearest legal value.
     """
@@ -197,7 +198,7 @@ def check_shape(
 
 
 def check_effort(effort: Any) -> Effort:
-    """ "fast", "quality" or seconds."""
+    """`effort` as "fast", "quality" or seconds. Raises BalanceError."""
     if effort in ("fast", "quality"):
         return effort
     if isinstance(effort, bool) or not isinstance(effort, (int, float)) or not effort >= 0:

@@ -18,7 +18,7 @@ from moemesh.config.limits import parse_json
 from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
-#: Names under which a file may hold its loads, and its placement.
+#: Keys of loads and of a placement in a file.
 LOAD_KEYS = ("loads", "weight", "tokens_per_expert", "logical_count", "expert_load")
 PLACEMENT_KEYS = ("physical_to_logical",)
 #: Headers of columns that number layers, experts, and steps over which loads are summed.
@@ -38,9 +38,9 @@ _ONE_EXPERT = re.compile(r"(?:expert|exp|e)[ _.-]?\d+", re.IGNORECASE)
 
 
 def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.ndarray[Any, Any]:
-    """Loads [layers, experts] of a file, or of a run's folder (tokens over all its steps).
+    """Loads [layers, experts] of a file, or of a run's folder (tokens summed over all steps).
 
-    One row (or one list) is one layer; steps in front of the layers are summed. `warn` gets a
+    One row (or one list) is one layer; a leading axis of steps is summed. `warn` is called with a
     sentence for each column that is left out or may name the rows, for sums, and for tables with a
     row for each expert. Raises BalanceError.
     """
@@ -50,18 +50,18 @@ def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.n
 
 
 def load_placement(path: Path) -> np.ndarray[Any, Any]:
-    """Slots [layers, slots] of a file, as `moemesh balance --json` writes it."""
-    # Slots that only count are as good as others.
+    """Slots [layers, slots] of a file written by `moemesh balance --json`."""
+    # Warnings on columns that may be counters do not apply to slots.
     return _read(path, PLACEMENT_KEYS, lambda _: None)
 
 
 def gpus_of(path: Path) -> int | None:
-    """The GPUs of the placement in a file, where it says them: a file of `moemesh balance`."""
+    """Number of GPUs in a placement file of `moemesh balance`; None in other files."""
     try:
-        found: object = parse_json(path.read_text(encoding="utf-8"))
+        parsed: object = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    value = cast("dict[str, object]", found).get("num_gpus") if isinstance(found, dict) else None
+    value = cast("dict[str, object]", parsed).get("num_gpus") if isinstance(parsed, dict) else None
     return value if isinstance(value, int) else None
 
 
@@ -78,15 +78,15 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     if reader is None:
         raise BalanceError(f"{path}: not a file of a known kind ({', '.join(readers)})")
     try:
-        found = reader(path)
-        if isinstance(found, dict):
-            held = cast("dict[str, Any]", found)
-            key = next((key for key in keys if key in held), None)
+        content = reader(path)
+        if isinstance(content, dict):
+            values = cast("dict[str, Any]", content)
+            key = next((key for key in keys if key in values), None)
             if key is None:
-                names = ", ".join(sorted(held)) or "nothing"
+                names = ", ".join(sorted(values)) or "nothing"
                 raise BalanceError(f"no {' or '.join(keys)} in it: it has {names}")
-            found = held[key]
-        table = _as_numbers(path, found)
+            content = values[key]
+        table = _as_numbers(path, content)
     except BalanceError:
         raise
     except OSError as error:
@@ -104,8 +104,8 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
 
 
 def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
-    """An array of numbers. Raises BalanceError with the first row of another length than the first,
-    or the first cell that is no number."""
+    """`table` as an array of numbers. Raises BalanceError for a row with another length than the
+    first one, and for a cell without a number."""
     rows = cast("list[object]", table if isinstance(table, list) else [])
     lengths = [len(cast("list[object]", row)) if isinstance(row, list) else None for row in rows]
     for number, length in enumerate(lengths):
@@ -124,30 +124,30 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
         for cell in cast("list[object]", row):
             if isinstance(cell, bool) or not isinstance(cell, (int, float)):
                 raise BalanceError(
-                    f"{path}: row {number} holds {json.dumps(cell)}, which is no number"
+                    f"{path}: row {number} holds {json.dumps(cell)} instead of a number"
                 )
     return np.asarray(table, np.float64)  # integers of more than 64 bits
 
 
 def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
-    # Spreadsheets begin a file with a mark of its encoding.
+    # Spreadsheets begin a file with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     header = rows.pop(0) if rows and not any(map(is_number, rows[0][:2])) else None
     if header is None and rows and rows[0][0].strip().lower() in _ROW_NAMES:
-        header = rows.pop(0)  # as pandas writes it: experts have numbers for names
+        header = rows.pop(0)  # as written by pandas: experts are named by numbers
     if not rows:
         raise BalanceError(f"{path}: no row of numbers with commas between them")
-    if header is not None and (found := _named_columns(path, header, rows, warn)) is not None:
-        return found
+    if header is not None and (loads := _named_columns(path, header, rows, warn)) is not None:
+        return loads
     named = header is not None and header[0].strip().lower() in _ROW_NAMES
-    # Words in every row are names, too ("1,000" is a number that we do not read, and no word).
+    # Words in every row are names, too; "1,000" is an unsupported number instead of a word.
     named |= not any(is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
     if len(rows[0]) > 1 and named:
         rows = [row[1:] for row in rows]
-        warn(f"{path}: the first column names the rows: it is no expert's load")
+        warn(f"{path}: the first column names the rows and is left out of the loads")
     elif header is None:
-        # A first column or row that only counts cannot be told from loads without a header.
+        # Without a header a counter in the first column or row cannot be distinguished from loads.
         column = [row[0].strip() for row in rows]
         for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
             counted = [str(number) for number in range(len(cells))]
@@ -163,15 +163,15 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
 def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
     for cell in row:
         if not is_number(cell):
-            raise BalanceError(f"{path}: row {number} holds {cell!r}, which is no number")
+            raise BalanceError(f"{path}: row {number} holds {cell!r} instead of a number")
     return [float(cell) for cell in row]
 
 
 def _named_columns(
     path: Path, header: list[str], rows: list[list[str]], warn: Callable[[str], None]
 ) -> Any:
-    """Loads of a table whose header names experts or steps, or layers as columns; None for a table
-    with a row for each layer."""
+    """Loads of a table whose header has a column of experts or steps, or columns of layers; None
+    for a table with a row for each layer."""
     names = [name.strip().lower() for name in header]
     places = {
         kind: [place for place, name in enumerate(names) if name in known]
@@ -183,14 +183,14 @@ def _named_columns(
                 f"{path}: row {number} has {len(row)} cells, the header {len(header)}"
             )
     rest = [
-        place for place in range(len(names)) if not any(place in own for own in places.values())
+        place for place in range(len(names)) if not any(place in kind for kind in places.values())
     ]
     layers, experts, steps = (places[kind][:1] for kind in ("layer", "expert", "step"))
     names_experts = all(_ONE_EXPERT.fullmatch(row[0].strip()) for row in rows)
     has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[place]) for place in rest[1:])
     has_layers &= bool(rest) and (len(rest) > 1 or bool(_ONE_LAYER.fullmatch(names[rest[0]])))
     if not experts and not steps and not layers and (names_experts or has_layers):
-        # A first column of other names, or none.
+        # The first column has the names of experts, if any.
         experts = [] if _ONE_LAYER.fullmatch(names[0]) else [0]
         rest = [place for place in rest if place not in experts]
         numbers = [
@@ -228,7 +228,7 @@ def _named_columns(
     numbered = sorted({layer for layer, _ in sums})
     size = 1 + max(expert for _, expert in sums)
     table = np.array([[sums.get((layer, e), np.nan) for e in range(size)] for layer in numbered])
-    summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "as its rows say"
+    summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "one row for each"
     text = f"{path}: {len(numbered)} layers of {size} experts, {summed}"
     if missing := int(np.isnan(table).sum()):
         text += f"; {missing} experts of a layer have no row and no load"
@@ -237,7 +237,7 @@ def _named_columns(
 
 
 def _whole(path: Path, number: int, cell: str) -> int:
-    """The number of a layer or an expert."""
+    """The number of a layer or an expert in a cell."""
     digits = re.fullmatch(r"\s*[A-Za-z_. -]*?(\d{1,6})(?:\.0*)?\s*", cell)
     if digits is None:
         raise BalanceError(f"{path}: row {number} names a layer or expert {cell!r}, no number")
@@ -248,12 +248,12 @@ def _read_torch(path: Path) -> Any:
     """Tensors of a file of torch.save, read without running any code of the file."""
     torch: Any = importlib.import_module("torch")
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # damage ends in errors of zipfile, pickle and torch
+    except Exception as error:  # a damaged file raises errors of zipfile, pickle and torch
         raise BalanceError(f"{path}: no file of torch.save with tensors alone") from error
-    held = found if isinstance(found, dict) else {LOAD_KEYS[0]: found}
+    held = content if isinstance(content, dict) else {LOAD_KEYS[0]: content}
     return {
         str(name): value.double().numpy() if isinstance(value, torch.Tensor) else value
         for name, value in held.items()
@@ -269,7 +269,7 @@ def _read_numpy(path: Path) -> Any:
             data = {name: loaded[name] for name in loaded.files}
     except OSError:
         raise
-    except Exception as error:  # damage ends in errors of zipfile, zlib, struct, tokenize and numpy
+    except Exception as error:  # a damaged file raises errors of zipfile, zlib, struct, tokenize
         raise BalanceError(f"{path}: no NumPy file of numbers, or a damaged one") from error
     return next(iter(data.values())) if len(data) == 1 else data
 

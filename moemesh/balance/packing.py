@@ -1,9 +1,9 @@
-"""Replica counts, and replicas onto GPUs with equal slots: sorted folds, then swaps.
+"""Replica counts, and packing of replicas on GPUs with equal slots: sorted folds, then swaps.
 
-Never one expert twice on a GPU where that can be avoided.
+An expert is twice on a GPU only if that is unavoidable.
 
-Everywhere: `slots` [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is the
-load of one replica; `load` [GPUs] is kept up to date with both.
+In all functions `slots` [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is
+the load of one replica; `load` [GPUs] is kept consistent with both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
     """Counts [experts]: one each, every further slot to the largest load per replica.
 
-    The smallest possible largest replica (Adams' method of apportionment). No count exceeds
-    `limit`; ties go to the lowest expert. A heap makes it O(experts + slots log experts).
+    This minimises the largest replica (Adams' method of apportionment). No count exceeds `limit`;
+    ties go to the lowest expert. With a heap it takes O(experts + slots log experts).
     """
     num_experts = len(weight)
     key = weight.copy()
@@ -61,7 +61,7 @@ def sift_down(heap: Ints, key: Floats, place: int) -> None:
 
 @compiled
 def slots_at(weight: Floats, threshold: float) -> int:
-    """Slots that are needed if no replica may be heavier than `threshold`."""
+    """Number of slots that are needed so that no replica is heavier than `threshold`."""
     used = len(weight)
     for expert in range(len(weight)):
         if weight[expert] > threshold:
@@ -75,8 +75,8 @@ def counts_with_companions(
 ) -> Ints:
     """Counts [experts]: all but `num_free` slots by quotient, the free ones split light experts.
 
-    The halves of light experts are the small companions that heavy replicas need beside them. They
-    are taken from place `start` of `ascending` (experts by load), unsplit ones first.
+    Heavy replicas need light companions on their GPU, such as the halves of light experts. Experts
+    are split from place `start` of `ascending` (experts by load), unsplit ones first.
     """
     num_experts = len(weight)
     counts = counts_by_quotient(weight, num_slots - num_free, limit)
@@ -92,7 +92,7 @@ def counts_with_companions(
 
 @compiled
 def largest(values: Floats) -> float:
-    """The largest of some values that are not negative, without numpy's call overhead."""
+    """The largest of nonnegative values, without numpy's call overhead."""
     top = 0.0
     for index in range(len(values)):
         if values[index] > top:
@@ -102,22 +102,23 @@ def largest(values: Floats) -> float:
 
 @compiled
 def total(values: Floats) -> float:
-    """Sum from left to right (numpy's own order of summation is not the same when compiled)."""
+    """Sum from left to right (numpy sums in another order, which differs in compiled code)."""
     result = 0.0
     for index in range(len(values)):
         result += values[index]
     return result
 
 
-#: A swap must lower the load it is meant for by more than rounding.
+#: Smallest relative gain of a swap, above rounding errors.
 SMALLEST_GAIN = 1e-9
-#: Up to so many GPUs are sorted by insertion: faster than a library's sort.
+#: Largest number of GPUs that are sorted by insertion, which is faster than a library's sort.
 FEW_GPUS = 24
 
 
 @compiled
 def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) -> float:
-    """Pack `counts` replicas of each expert; stops at a largest load of `goal`. Returns it."""
+    """Pack `counts` replicas of each expert, until the largest load is at most `goal` or no swap
+    helps. Returns the largest load."""
     unit = weight / counts
     load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
@@ -179,7 +180,7 @@ def spread(counts: Ints, num_gpus: int, slots: Ints) -> None:
 
 @compiled
 def add_up(slots: Ints, unit: Floats, load: Floats) -> None:
-    """Fill `load` from what lies in the slots."""
+    """Fill `load` with the loads of the experts in the slots."""
     per_gpu = len(slots) // len(load)
     for gpu in range(len(load)):
         load[gpu] = 0.0
@@ -198,7 +199,7 @@ def holds(slots: Ints, gpu: int, per_gpu: int, expert: int) -> bool:
 
 @compiled
 def swap(slots: Ints, unit: Floats, load: Floats, first: int, second: int) -> None:
-    """Exchange what two slots hold."""
+    """Swap the experts of two slots."""
     per_gpu = len(slots) // len(load)
     difference = unit[slots[first]] - unit[slots[second]]
     load[first // per_gpu] -= difference
@@ -219,23 +220,23 @@ def is_second(slots: Ints, per_gpu: int, slot: int) -> bool:
 def best_swap(
     slots: Ints, unit: Floats, load: Floats, start: int, stop: int, there: int, best: float
 ) -> tuple[float, int, int]:
-    """The swap of a slot from `start` on, before `stop`, all of one GPU, with one of the GPU
-    `there`, after which the heavier of the two carries least.
+    """The swap of a slot in [start, stop), all of one GPU, with a slot of GPU `there` that
+    minimises the heavier of their two loads.
 
-    Returns that load and the two slots; -1 for both where none is below `best`.
+    Returns that load and the two slots; -1 for both slots if no load is below `best`.
     """
     per_gpu = len(slots) // len(load)
-    here = start // per_gpu
+    gpu = start // per_gpu
     give = -1
     take = -1
     for first in range(start, stop):
         for second in range(there * per_gpu, (there + 1) * per_gpu):
             difference = unit[slots[first]] - unit[slots[second]]
-            heavier = max(load[here] - difference, load[there] + difference)
+            heavier = max(load[gpu] - difference, load[there] + difference)
             if (
                 heavier < best
                 and not holds(slots, there, per_gpu, slots[first])
-                and not holds(slots, here, per_gpu, slots[second])
+                and not holds(slots, gpu, per_gpu, slots[second])
             ):
                 best = heavier
                 give = first
@@ -245,7 +246,7 @@ def best_swap(
 
 @compiled
 def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
-    """Swap second replicas of an expert off a GPU, at the least load. False when one is left."""
+    """Swap second replicas of an expert to other GPUs, at the least load. False if one remains."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     done = True
@@ -291,7 +292,8 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
 
 @compiled
 def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
-    """The best swap of the hottest GPU with any other, until `goal` or no swap lowers it."""
+    """Best swaps of the hottest GPU with any other, until `goal` is reached or no swap helps;
+    returns the largest load."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     for _ in range(4 * num_slots):

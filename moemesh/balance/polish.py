@@ -14,17 +14,17 @@ from moemesh.balance.compiled import Flags, Floats, Ints, compiled
 from moemesh.balance.packing import add_up, holds, is_second, largest, separate, swap
 
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
-#: Potentials closer than this, relative to T squared, are equal.
+#: Difference below which potentials count as equal, relative to T squared.
 EQUAL = 1e-12
-#: Exchanges of two replicas for two are looked at where these are not more (GPUs x slots^4).
+#: Maximum number of exchanges of two replicas for two that are tried (GPUs x slots^4).
 MAX_DOUBLE_SWAPS = 200_000
 
 
 class PlacedReplicas(NamedTuple):
-    """A placement, and what follows from it.
+    """A placement with derived tables.
 
-    `weight` [experts] are loads, `counts` [experts] numbers of replicas; `where` [experts, GPUs and
-    more] lists the GPUs of each expert's replicas; `slots`, `unit` and `load` are as in `packing`.
+    `weight` [experts] are loads, `counts` [experts] numbers of replicas; `where` [experts, at least
+    GPUs] lists the GPUs of each expert's replicas; `slots`, `unit` and `load` are as in `packing`.
     """
 
     weight: Floats
@@ -37,27 +37,27 @@ class PlacedReplicas(NamedTuple):
 
 @compiled
 def placed(weight: Floats, num_gpus: int, slots: Ints) -> PlacedReplicas:
-    """What lies in the slots, which change with it."""
+    """The placement in `slots`, which are shared and change with it."""
     counts, unit, load = measured(weight, num_gpus, slots)
     # A foreign placement may have more copies than GPUs.
     where = np.empty((len(weight), num_gpus + counts.max()), np.int64)
-    found = np.zeros(len(weight), np.int64)
+    listed = np.zeros(len(weight), np.int64)
     for slot in range(len(slots)):
         expert = slots[slot]
-        where[expert, found[expert]] = slot // (len(slots) // num_gpus)
-        found[expert] += 1
+        where[expert, listed[expert]] = slot // (len(slots) // num_gpus)
+        listed[expert] += 1
     return PlacedReplicas(weight, counts, where, slots, unit, load)
 
 
 @compiled
 def over(load: float, limit: float) -> float:
-    """The potential of one GPU."""
+    """Potential of one GPU."""
     return (load - limit) * (load - limit) if load > limit else 0.0
 
 
 @compiled
 def potential(load: Floats, limit: float) -> float:
-    """The potential of all GPUs."""
+    """Potential of all GPUs."""
     result = 0.0
     for gpu in range(len(load)):
         result += over(load[gpu], limit)
@@ -74,11 +74,11 @@ def polish(
     swap_price: float,
     slots: Ints,
 ) -> float:
-    """Best moves of the hottest GPU until nothing is over `limit` or the largest load is `goal`.
+    """Best moves of the hottest GPU, until no GPU is over `limit` or the largest load is `goal`.
 
-    When no move of the hottest GPU lowers the potential, the next one's turn comes. A swap counts
-    for `swap_price` shifts. Leaves the placement with the smallest largest load in `slots`, and
-    returns that load.
+    If no move of the hottest GPU lowers the potential, the next hottest one is tried. A swap costs
+    `swap_price` shifts. At the end `slots` has the placement with the least largest load, which is
+    returned.
     """
     replicas = placed(weight, num_gpus, slots)
     load = replicas.load
@@ -106,7 +106,7 @@ def polish(
             before = potential(load, limit)
             loser = slots[first]
             shift(replicas, first, second)
-            # The estimate leaves out GPUs that hold both experts; there it can be wrong.
+            # The estimate ignores that a GPU may hold both experts, so it can be wrong.
             if potential(load, limit) >= before - EQUAL * limit * limit:
                 shift(replicas, first, loser)
                 stuck[hot] = True
@@ -140,7 +140,7 @@ def exchange(replicas: PlacedReplicas, first: int, second: int) -> None:
 
 @compiled
 def relocate(replicas: PlacedReplicas, expert: int, source: int, target: int) -> None:
-    """Note that a replica went from one GPU to another."""
+    """Update the table for a replica that moves from one GPU to another."""
     for copy in range(replicas.counts[expert]):
         if replicas.where[expert, copy] == source:
             replicas.where[expert, copy] = target
@@ -149,7 +149,7 @@ def relocate(replicas: PlacedReplicas, expert: int, source: int, target: int) ->
 
 @compiled
 def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, Floats]:
-    """`counts`, `unit` and `load` of what lies in the slots."""
+    """`counts`, `unit` and `load` of the experts in the slots."""
     counts = np.zeros(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
@@ -163,13 +163,14 @@ def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, 
 
 @compiled
 def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
-    """Largest load of a GPU when every expert's load is split evenly over its replicas."""
+    """Largest load of a GPU, with every expert's load split evenly over its replicas."""
     return largest(measured(weight, num_gpus, slots)[2])
 
 
 @compiled
 def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats]:
-    """Effects elsewhere of one replica more (<= 0) or less (>= 0) of each expert.
+    """Changes of the potential of other GPUs by one more (<= 0) or one less (>= 0) replica of each
+    expert.
 
     An expert that cannot get (or lose) a replica has an infinite price.
     """
@@ -199,17 +200,17 @@ def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats
 def best_move(
     replicas: PlacedReplicas, hot: int, limit: float, swap_price: float
 ) -> tuple[int, int, int]:
-    """(SWAP, slot, slot), (SHIFT, slot, expert that gets it) or (NO_MOVE, -1, -1)."""
+    """The best move: (SWAP, slot, slot), (SHIFT, slot, its new expert) or (NO_MOVE, -1, -1)."""
     weight, counts, _, slots, unit, load = replicas
     gain, cost = price_splits(replicas, limit)
     per_gpu = len(slots) // len(load)
     heat = load[hot]
-    here = over(heat, limit)
+    hot_potential = over(heat, limit)
     best = -EQUAL * limit * limit
     kind, first, second = NO_MOVE, -1, -1
     for slot in range(hot * per_gpu, (hot + 1) * per_gpu):
         expert = slots[slot]
-        own = unit[expert]
+        load_of_replica = unit[expert]
         smaller = weight[expert] / (counts[expert] + 1)
         for other in range(len(slots)):
             there = other // per_gpu
@@ -217,9 +218,9 @@ def best_move(
             if there == hot or partner == expert:
                 continue
             at = load[there]
-            difference = own - unit[partner]
+            difference = load_of_replica - unit[partner]
             if difference > 0.0 and at < heat:
-                change = over(heat - difference, limit) - here
+                change = over(heat - difference, limit) - hot_potential
                 change += over(at + difference, limit) - over(at, limit)
                 change /= swap_price
                 if (
@@ -235,13 +236,15 @@ def best_move(
                 if change < best and not holds(slots, there, per_gpu, expert):
                     best, kind, first, second = change, SHIFT, other, expert
         if counts[expert] > 1:
-            more = weight[expert] / (counts[expert] - 1) - own
+            more = weight[expert] / (counts[expert] - 1) - load_of_replica
             rest = cost[expert] - over(heat + more, limit)
             for partner in range(len(weight)):
                 if partner == expert:
                     continue
                 change = rest + gain[partner]
-                change += over(heat - own + weight[partner] / (counts[partner] + 1), limit)
+                change += over(
+                    heat - load_of_replica + weight[partner] / (counts[partner] + 1), limit
+                )
                 if change < best and not holds(slots, hot, per_gpu, partner):
                     best, kind, first, second = change, SHIFT, slot, partner
     return kind, first, second
@@ -251,58 +254,58 @@ def best_move(
 def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[int, int, int, int]:
     """Slots of the best exchange of two replicas for two of another GPU: hot, other, hot, other.
 
-    All -1 when none lowers the potential, or there are too many to look at.
+    All are -1 if none lowers the potential, or if there are too many to try.
     """
     slots, unit, load = replicas.slots, replicas.unit, replicas.load
     per_gpu = len(slots) // len(load)
-    found = (-1, -1, -1, -1)
-    # With three slots two for two is one for one, seen from the other side.
+    best_slots = (-1, -1, -1, -1)
+    # With three slots per GPU an exchange of two for two equals one of one for one.
     if per_gpu < 4 or len(load) * per_gpu**4 > MAX_DOUBLE_SWAPS:
-        return found
+        return best_slots
     start = hot * per_gpu
-    here = over(load[hot], limit)
+    hot_potential = over(load[hot], limit)
     best = -EQUAL * limit * limit
     for there in range(len(load)):
         if load[there] >= load[hot]:
             continue
         base = there * per_gpu
-        rest = here + over(load[there], limit)
-        for one in range(start, start + per_gpu):
-            if holds(slots, there, per_gpu, slots[one]):
+        rest = hot_potential + over(load[there], limit)
+        for first in range(start, start + per_gpu):
+            if holds(slots, there, per_gpu, slots[first]):
                 continue
-            for two in range(one + 1, start + per_gpu):
-                given = unit[slots[one]] + unit[slots[two]]
-                if given <= 0.0 or holds(slots, there, per_gpu, slots[two]):
+            for second in range(first + 1, start + per_gpu):
+                given = unit[slots[first]] + unit[slots[second]]
+                if given <= 0.0 or holds(slots, there, per_gpu, slots[second]):
                     continue
-                for three in range(base, base + per_gpu):
-                    for four in range(three + 1, base + per_gpu):
-                        difference = given - unit[slots[three]] - unit[slots[four]]
+                for third in range(base, base + per_gpu):
+                    for fourth in range(third + 1, base + per_gpu):
+                        difference = given - unit[slots[third]] - unit[slots[fourth]]
                         if difference <= 0.0:
                             continue
                         change = over(load[hot] - difference, limit) - rest
                         change += over(load[there] + difference, limit)
                         if (
                             change < best
-                            and not holds(slots, hot, per_gpu, slots[three])
-                            and not holds(slots, hot, per_gpu, slots[four])
+                            and not holds(slots, hot, per_gpu, slots[third])
+                            and not holds(slots, hot, per_gpu, slots[fourth])
                         ):
                             best = change
-                            found = (one, three, two, four)
-    return found
+                            best_slots = (first, third, second, fourth)
+    return best_slots
 
 
 @compiled
 def shift(replicas: PlacedReplicas, slot: int, winner: int) -> None:
-    """Give a slot to `winner`, and bring everything else up to date."""
+    """Assign a slot to the expert `winner`, and update all tables."""
     weight, counts, where, slots, unit, load = replicas
     gpu = slot // (len(slots) // len(load))
     loser = slots[slot]
     counts[loser] -= 1
     load[gpu] -= unit[loser]
-    found = 0
-    while where[loser, found] != gpu:
-        found += 1
-    where[loser, found] = where[loser, counts[loser]]
+    copy_index = 0
+    while where[loser, copy_index] != gpu:
+        copy_index += 1
+    where[loser, copy_index] = where[loser, counts[loser]]
     for expert in (loser, winner):
         copies = counts[expert] + (1 if expert == winner else 0)
         for copy in range(counts[expert]):
@@ -316,9 +319,10 @@ def shift(replicas: PlacedReplicas, slot: int, winner: int) -> None:
 
 @compiled
 def part_twins(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
-    """Part experts that are twice on a GPU; returns how often that is still so.
+    """Remove second replicas of an expert from a GPU; returns the number that remain.
 
-    By giving slots to other experts, no GPU over `limit`; or by swaps, whatever the load.
+    Slots are given to other experts, with no GPU over `limit`; or replicas are swapped (`by_swaps`)
+    with any load.
     """
     per_gpu = len(slots) // num_gpus
     replicas = placed(weight, num_gpus, slots)

@@ -1,9 +1,9 @@
 """The published algorithm of DeepSeek's expert balancer: the baseline.
 
-Replicas go to the largest load per replica; everything is packed heaviest first into the least
-loaded place that has room: groups onto nodes, then replicas onto GPUs. Source: seed document 004
-and https://github.com/deepseek-ai/EPLB. Arithmetic is rounded to float32 after every step, as
-there, so that ties break alike.
+Replicas go to the largest load per replica. Groups are packed on nodes, then replicas on GPUs:
+heaviest first into the least loaded place with room. Source: seed document 004 and
+https://github.com/deepseek-ai/EPLB. Arithmetic is rounded to float32 after every step, as in the
+original, so that ties are broken the same way.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moemesh.balance.polish import heaviest_gpu
 
 @compiled
 def single(value: float) -> float:
-    """Rounded to float32."""
+    """`value` rounded to float32."""
     return float(np.float32(value))
 
 
 @compiled
 def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) -> None:
-    """Heaviest first into the lightest pack with room; equal numbers per pack.
+    """Pack values, heaviest first, into the lightest pack with room; all packs get equal numbers.
 
-    Fills the pack of each value and its place inside the pack.
+    Fills `pack_of` with the pack of each value and `rank_of` with its place in the pack.
     """
     per_pack = len(values) // num_packs
     load = np.zeros(num_packs)
@@ -86,8 +86,8 @@ def published_layers(
     """Fill the `slots` of every layer with logical experts, and `tops` [layers] with the loads of
     the hottest GPUs.
 
-    The global policy is one group and one node. As soon as a node of a layer carries `enough`
-    [layers], the rest is left out: only what stays below is of interest.
+    The global policy is one group and one node. A layer is left incomplete once one of its nodes
+    has a load of `enough` [layers] or more.
     """
     loads = np.empty(weights.shape[1])  # rounded to float32
     sums = np.empty(num_groups)

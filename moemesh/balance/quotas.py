@@ -1,9 +1,8 @@
-"""Exact loads, fixed homes: which experts get transient replicas, and how many tokens go to each.
+"""Transient replicas of experts for exact loads and fixed homes, with their numbers of tokens.
 
-Everything is integer arithmetic on counts that all ranks share, so every rank computes the
-identical plan. A target T is searched from the mean up. For each T ranks above it spill their
-excess, largest excess first and hottest expert first, to the rank with the most room that has a
-spare slot left.
+All ranks do the same integer arithmetic on shared counts, so every rank computes the identical
+plan. The search increases a target T from the mean. Ranks above T spill their excess (largest
+excess first, hottest expert first) to the rank with the most room and a free spare slot.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moemesh.balance.compiled import Ints, compiled
 from moemesh.balance.inputs import BalanceError, check_count, to_array
 from moemesh.config.shown import Shown
 
-#: The target is searched to 1 / PRECISION of the mean.
+#: Inverse precision of the target, relative to the mean.
 PRECISION = 512
 
 
@@ -44,13 +43,13 @@ class QuotaPlan(Shown):
 
     @property
     def balance(self) -> float:
-        """Tokens of the busiest rank over the mean; 1 when there are none."""
+        """Tokens of the busiest rank over the mean; 1 without tokens."""
         tokens = self.rank_tokens
         return float(tokens.max() / tokens.mean()) if tokens.any() else 1.0
 
     @property
     def num_replicas(self) -> int:
-        """Spare slots in use: so many experts' weights travel, and gradients come back."""
+        """Number of used spare slots; each transfers an expert's weights and its gradients."""
         return int((self.spare_expert >= 0).sum())
 
     @property
@@ -71,9 +70,9 @@ def plan_quotas(
     """Replicas and integer quotas such that every rank computes nearly the mean.
 
     `counts` [ranks, experts] are the tokens that each rank sends to each expert, or [experts] their
-    sums; `home` [experts] the rank of each expert; each rank has `spare_slots` slots. With sums,
-    `num_ranks` says how many ranks there are (default: up to the highest home). The same integers
-    on every machine. Raises ValueError for negative or fractional counts and unknown homes.
+    sums; `home` [experts] is the rank of each expert; each rank has `spare_slots` slots.
+    `num_ranks` is needed with sums only (default: highest home + 1). The result is the same on
+    every machine. Raises ValueError for negative or fractional counts and unknown homes.
     """
     table = _whole(counts, "counts")
     if table.ndim not in (1, 2) or not table.size:
@@ -104,9 +103,9 @@ def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = 
     """Tokens that each rank sends to each place [ranks, experts + ranks x spare slots].
 
     `counts` [ranks, experts]. Places are numbered as in `QuotaPlan.place_rank`. A rank's tokens of
-    an expert go to places in ascending order: the first run to the first place, and so on. Locality
-    first: as many as the quota allows stay on the rank, then on the node, and the rest is cut by
-    prefix sums over ranks and places. Deterministic, from integers alone.
+    an expert go to places in ascending order: the first run to the first place, and so on. Tokens
+    stay on the rank, then on the node, as far as quotas allow; the rest is cut by prefix sums over
+    ranks and places. Integer arithmetic only, so the result is deterministic.
     """
     table = _whole(counts, "counts")
     num_ranks = len(plan.spare_expert)
@@ -127,7 +126,7 @@ def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = 
 
 
 def _whole(value: Any, name: str) -> Ints:
-    """Whole numbers as contiguous int64."""
+    """`value` as contiguous int64. Raises BalanceError for fractions."""
     array = to_array(value, name)
     if array.dtype == np.int64 and array.flags.c_contiguous:
         return array
@@ -139,57 +138,62 @@ def _whole(value: Any, name: str) -> Ints:
 
 @compiled
 def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tuple[Ints, Ints, Ints]:
-    """The expert and the quota of each spare slot [ranks, spare slots], and the quotas at home
-    [experts]; `totals` and `home` [experts]."""
+    """(expert of each spare slot, its quota [ranks, spare slots], quota at home [experts]) for
+    `totals` and `home` [experts]."""
     load = np.zeros(num_ranks, np.int64)
     for expert in range(len(totals)):
         load[home[expert]] += totals[expert]
     # The experts of each rank, one rank after the other.
-    own = np.argsort(home, kind="mergesort")
-    first = np.searchsorted(home[own], np.arange(num_ranks + 1))
+    experts_by_home = np.argsort(home, kind="mergesort")
+    first = np.searchsorted(home[experts_by_home], np.arange(num_ranks + 1))
     whole = int(totals.sum())
     order = np.argsort(load, kind="mergesort")
     low = (whole + num_ranks - 1) // num_ranks
     high = int(load[order[num_ranks - 1]])
-    found = (
+    best = (
         np.full((num_ranks, spares), -1),
         np.zeros((num_ranks, spares), np.int64),
         totals.copy(),
     )
     if high <= low or spares == 0:
-        return found
+        return best
     step = max(whole // (num_ranks * PRECISION), 1)
     target = low
     bottom = low - 1  # not reached
     while bottom + step < high or target == low:
-        fits, trial = spill(target, totals, load, order, first, own, spares)
+        fits, trial = spill(target, totals, load, order, first, experts_by_home, spares)
         if fits:
             high = target
-            found = trial
+            best = trial
             if target == low:
                 break
         else:
             bottom = target
-        # Close above the mean it is usually found: the distance doubles until it is, then halves.
+        # Usually reached close above the mean: the distance doubles until then, and then halves.
         target = min(bottom + max(step, bottom - low + step), (bottom + high + 1) // 2)
         if target >= high:
             break
-    return found
+    return best
 
 
 @compiled
 def spill(
-    target: int, totals: Ints, load: Ints, order: Ints, first: Ints, own: Ints, spares: int
+    target: int,
+    totals: Ints,
+    load: Ints,
+    order: Ints,
+    first: Ints,
+    experts_by_home: Ints,
+    spares: int,
 ) -> tuple[bool, tuple[Ints, Ints, Ints]]:
-    """Try to bring every rank to at most `target` tokens: whether that goes, and the results of
-    :func:`choose_quotas`."""
+    """(whether every rank gets at most `target` tokens, the results of :func:`choose_quotas`)."""
     num_ranks = len(load)
     spare_expert = np.full((num_ranks, spares), -1)
     spare_quota = np.zeros((num_ranks, spares), np.int64)
     home_quota = totals.copy()
-    found = (spare_expert, spare_quota, home_quota)
+    results = (spare_expert, spare_quota, home_quota)
     queue = np.empty(num_ranks, np.int64)  # receivers, most room first
-    room = np.empty(num_ranks, np.int64)  # beside `queue`
+    room = np.empty(num_ranks, np.int64)  # room of each receiver in `queue`
     length = 0
     for place in range(num_ranks):
         rank = order[place]
@@ -208,11 +212,11 @@ def spill(
         while excess > 0:
             hottest = -1
             for index in range(first[rank], first[rank + 1]):
-                if hottest < 0 or home_quota[own[index]] > home_quota[hottest]:
-                    hottest = own[index]
+                if hottest < 0 or home_quota[experts_by_home[index]] > home_quota[hottest]:
+                    hottest = experts_by_home[index]
             while excess > 0 and home_quota[hottest] > 0:
                 if head == length:
-                    return False, found
+                    return False, results
                 taker = queue[head]
                 tokens = min(excess, room[head], home_quota[hottest])
                 spare_expert[taker, used[taker]] = hottest
@@ -224,7 +228,7 @@ def spill(
                 if rest == 0 or used[taker] == spares:
                     head += 1
                     continue
-                # Back into the queue, behind those with more room (ties: as they are).
+                # Reinsert after the receivers with more room (ties keep their order).
                 slot = head
                 while slot + 1 < length and room[slot + 1] >= rest:
                     queue[slot] = queue[slot + 1]
@@ -232,7 +236,7 @@ def spill(
                     slot += 1
                 queue[slot] = taker
                 room[slot] = rest
-    return True, found
+    return True, results
 
 
 @compiled
@@ -243,7 +247,7 @@ def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, no
     sent = np.zeros((num_ranks, num_places), np.int64)
     left = counts.copy()
     room = quota.copy()
-    # To the own rank, then inside the node.
+    # Tokens that stay on the rank, then tokens that stay inside the node.
     for width in (1, node):
         for place in range(num_places):
             expert = place_expert[place]
@@ -255,7 +259,7 @@ def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, no
                 sent[rank, place] += tokens
                 left[rank, expert] -= tokens
                 room[place] -= tokens
-    # The rest: ranks in order beside places in order, cut at each other's ends.
+    # The rest: ranks and places in order, cut by both prefix sums.
     cursor = np.zeros(num_experts, np.int64)
     for place in range(num_places):
         expert = place_expert[place]
@@ -275,13 +279,13 @@ def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, no
 def shadow_experts(
     counts: Any, home: Any, *, shadow_rows: float, max_shadows: int | None = None
 ) -> QuotaPlan:
-    """Replicate the most loaded experts on every rank, as long as that pays (FasterMoE's rule).
+    """Replicate the most loaded experts on every rank, as long as that saves time (FasterMoE).
 
     `counts` [ranks, experts] tokens that each rank sends to each expert, `home` [experts]. Every
     rank computes its own tokens of a shadowed expert. With S shadows a layer costs
-    `max over ranks of rows + S x shadow_rows`, where `shadow_rows` is what sending one expert's
-    weights and its gradients costs, in rows computed and sent meanwhile. The next hottest expert is
-    added until it does not pay, or there are `max_shadows`. He et al., "FasterMoE" (PPoPP 2022).
+    `max over ranks of rows + S x shadow_rows`, where `shadow_rows` is the time of sending one
+    expert's weights and gradients, in rows computed and sent in that time. The next hottest expert
+    is added until the cost rises, or there are `max_shadows`. He et al., "FasterMoE" (PPoPP 2022).
     """
     if not shadow_rows >= 0:
         raise BalanceError(f"shadow_rows must not be negative, and is {shadow_rows}")

@@ -1,4 +1,4 @@
-"""Static placement with replicas: drop-in for the published balancer, and never worse."""
+"""Static placement with replicas: a drop-in for the published balancer that is never worse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Maps(NamedTuple):
 
 
 class ExpertPlacement(Shown, _Maps):
-    """The three maps of :func:`rebalance_experts`, a tuple; `loads` [layers, experts] are given."""
+    """The three maps of :func:`rebalance_experts` as a tuple, with `loads` [layers, experts]."""
 
     loads: Floats
     num_gpus: int
@@ -59,19 +59,19 @@ def rebalance_experts(
     effort: Effort = "quality",
     policy: Policy | None = None,
 ) -> ExpertPlacement:
-    """Place replicas of experts on GPUs so that the most loaded GPU of each layer carries least.
+    """Place replicas of experts on GPUs so that the largest load of a GPU is least in each layer.
 
     `weight` [layers, experts] holds loads; a replica carries an equal share of its expert's. Each
     GPU gets `num_replicas / num_gpus` slots, in order. Hierarchical policy (groups of experts stay
     on one node; the default if `num_nodes` divides `num_groups`) or global. `effort` is "fast",
-    "quality" or a time budget in seconds (whose result depends on the machine's speed; the others
-    are the same everywhere).
+    "quality" or a time budget in seconds (its result depends on the machine's speed; the others
+    give the same result on all machines).
 
     Returns physical_to_logical [layers, replicas], logical_to_physical [layers, experts, most
-    replicas] (-1 where there are fewer) and replica counts [layers, experts], int64: as CPU
-    tensors, arrays or lists, whatever `weight` is. Per layer never worse than the published
-    algorithm (seed 004; https://github.com/deepseek-ai/EPLB), and no expert twice on a GPU unless
-    that is better. Raises ValueError for sizes and loads that make no sense.
+    replicas] (padded with -1) and replica counts [layers, experts], int64: as CPU tensors, arrays
+    or lists, like `weight`. No layer is worse than with the published algorithm (seed 004;
+    https://github.com/deepseek-ai/EPLB), and an expert is twice on a GPU only if that is better.
+    Raises ValueError for illegal sizes and loads.
     """
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
@@ -90,7 +90,8 @@ def rebalance_published(
     *,
     policy: Policy | None = None,
 ) -> tuple[Any, Any, Any]:
-    """The placement of the published algorithm itself: the baseline. As `rebalance_experts`."""
+    """The placement of the published algorithm, as a baseline; arguments and results as in
+    `rebalance_experts`."""
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
     slots, _ = published(scaled(loads), shape)
@@ -106,12 +107,12 @@ def lower_bound(
     *,
     policy: Policy | None = None,
 ) -> Any:
-    """Loads [layers] that the most loaded GPU cannot fall below, whatever the placement.
+    """Lower bounds [layers] of the largest load of a GPU, for all placements.
 
-    The mean, the smallest possible largest replica, and linear programs over replica counts for
-    pigeonhole arguments (see `bounds`); in the hierarchical policy over all divisions of the groups
-    onto nodes, as far as these can be searched. Same arguments, kinds and errors as
-    `rebalance_experts`.
+    The largest of the mean, the least possible largest replica, and linear programs over replica
+    counts for pigeonhole arguments (see `bounds`). In the hierarchical policy it is the minimum
+    over all divisions of the groups over nodes, as far as these can be searched. Arguments, types
+    and errors as in `rebalance_experts`.
     """
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
@@ -124,7 +125,7 @@ def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
     counts = np.stack([np.bincount(row, minlength=num_experts) for row in slots])
     replicas = np.full((*counts.shape, int(counts.max())), -1, np.int64)
     for layer, row in enumerate(slots):
-        # Slots by expert, ascending, each behind the expert's earlier ones.
+        # Slots sorted by expert, ascending for each expert.
         order = np.argsort(row, kind="stable")
         first = np.cumsum(counts[layer]) - counts[layer]
         replicas[layer, row[order], np.arange(len(row)) - first[row[order]]] = order
@@ -132,16 +133,16 @@ def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
 
 
 def loads_in_order(loads: Floats, num_gpus: int) -> Floats:
-    """Load of each GPU [layers, GPUs] with one replica of each expert, in order, as evenly as their
-    number allows."""
-    found = np.zeros((len(loads), num_gpus))
+    """Load of each GPU [layers, GPUs] with one replica of each expert, in order, in nearly equal
+    numbers."""
+    sums = np.zeros((len(loads), num_gpus))
     for expert in range(loads.shape[1]):
-        found[:, expert * num_gpus // loads.shape[1]] += loads[:, expert]
-    return found
+        sums[:, expert * num_gpus // loads.shape[1]] += loads[:, expert]
+    return sums
 
 
 def gpu_loads(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
-    """Load of each GPU [layers, GPUs] when experts' loads are split evenly over their replicas."""
+    """Load of each GPU [layers, GPUs], with experts' loads split evenly over their replicas."""
     counts = np.stack([np.bincount(row, minlength=loads.shape[1]) for row in slots])
     unit = loads / np.maximum(counts, 1)
     value = np.take_along_axis(unit, slots, axis=1)
@@ -149,7 +150,7 @@ def gpu_loads(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
 
 
 def balance_of(loads: Floats) -> Floats:
-    """Load of the most loaded GPU over the mean, per layer; 1 for a layer without any load."""
+    """Load of the most loaded GPU over the mean [layers]; 1 for a layer without any load."""
     mean = loads.mean(axis=1)
     return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
 
@@ -162,9 +163,9 @@ def permute_experts(
     num_nodes: int = 1,
     effort: Effort = "quality",
 ) -> Any:
-    """Homes without any redundancy: slots [layers, experts] of logical experts, `num_gpus` alike.
+    """Homes without replicas: slots [layers, experts] of logical experts, equal for `num_gpus`.
 
-    A permutation already pays when loads are skewed, and costs no memory: try it first. Kinds and
+    A permutation already helps with skewed loads and needs no memory: try it first. Types and
     errors as in `rebalance_experts`.
     """
     num_experts = check_loads(loads, "loads").shape[1]

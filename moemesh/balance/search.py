@@ -1,4 +1,4 @@
-"""Search from loads to slots: first packings, and deeper searches where the gap is wide."""
+"""Search from loads to slots: first packings, and deeper searches for layers with a wide gap."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from moemesh.balance.inputs import Shape, scaled
 from moemesh.balance.polish import heaviest_gpu, part_twins, polish
 from moemesh.balance.published import published_layers
 
-#: Loads that differ by less, relatively, are equal: only the order of summation differs.
+#: Relative difference of loads that is due to the order of summation.
 SAME = 1e-12
-#: Searches with other seeds before a placement with second copies on a GPU is accepted.
+#: Number of searches with other seeds before a placement with second copies on a GPU is accepted.
 NUM_RESCUES = 4
-#: Up to so many slots per GPU every packing leaves a gap: there the search always pays.
+#: Largest number of slots per GPU with which every packing leaves a gap, so that search helps.
 FEW_SLOTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchEffort:
-    """Length of a search: `enough` ends it, `tolerance` is aimed for (both relative to the bound).
+    """Length of a search. It aims for `tolerance` and ends at `enough` (relative to the bound).
 
-    `kept` numbers of slots are kept for light experts, from `places` places on; `polished` packings
-    are polished, with `moves` moves each; `pair_steps` is the length of a search over counts, with
-    two slots per GPU; `divisions` of groups onto nodes are tried beside the first. After `patience`
-    failures in a row of a kind no more of it are tried.
+    `kept` is the number of different shares of slots that are reserved for light experts, `places`
+    the number of different experts to begin with. `polished` packings are polished with `moves`
+    moves each; `pair_steps` is the length of a search over counts with two slots per GPU;
+    `divisions` additional divisions of groups over nodes are tried. `patience` failures in a row
+    end each kind of trial.
     """
 
     tolerance: float
@@ -91,17 +92,18 @@ THOROUGH = SearchEffort(
     patience=100,
 )
 
-#: Layers with so few slots try every division of their groups that may be better.
+#: Largest number of slots of a layer for which every promising division of groups is tried.
 FEW_SLOTS_IN_ALL = 12
 
 
 def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | float) -> Ints:
     """Slots [layers, slots] of logical experts for loads [layers, experts].
 
-    A number as effort is a time budget in seconds: as good as `fast` at once, then ever better.
+    A number as effort is a time budget in seconds: the result of "fast", improved until it is used
+    up.
     """
     started = time.perf_counter()
-    # Without any load everything is balanced; equal loads give equally many replicas.
+    # A layer without any load gets equal loads, and so equal numbers of replicas.
     weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
     chosen = QUALITY if effort == "quality" else FAST
     layers = _Layers(weights, shape, chosen)
@@ -116,14 +118,14 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
 
 
 def first_packing(weights: Floats, shape: Shape) -> Ints:
-    """Slots [layers, slots] of loads [layers, experts] that a search starts from."""
+    """Slots [layers, slots] from which a search for loads [layers, experts] starts."""
     return _Layers(
         scaled(np.where(weights.any(axis=1, keepdims=True), weights, 1.0)), shape, FAST
     ).slots
 
 
 class _Layers:
-    """Some layers while they are searched.
+    """State of a search over some layers.
 
     `members` [layers, nodes, groups per node], `slots` [layers, slots], `floors` [layers] and
     `tops` [layers, nodes] are as in `pack_layers`.
@@ -132,7 +134,7 @@ class _Layers:
     def __init__(
         self, weights: Floats, shape: Shape, effort: SearchEffort, members: Ints | None = None
     ) -> None:
-        """The first packings; of a given division of the groups, if there is one."""
+        """Compute the first packings, with a given division of the groups if there is one."""
         count = len(weights)
         self.weights, self.shape = weights, shape
         self.slots: Ints = np.empty((count, shape.num_slots), np.int64)
@@ -180,7 +182,7 @@ class _Layers:
     def _search_nodes(
         self, layer: int, effort: SearchEffort, enough: float, ceiling: float, seed: int
     ) -> None:
-        """Search the nodes, hottest first; ends where one cannot get below `ceiling`."""
+        """Search the nodes, hottest first; ends at a node that cannot get below `ceiling`."""
         shape, tops = self.shape, self.tops[layer]
         worst = float(self.floors[layer])
         parts = self.slots[layer].reshape(shape.num_nodes, -1)
@@ -203,7 +205,7 @@ class _Layers:
 
 
 def _searched(weight: Floats, shape: Shape, seed: int) -> _Layers:
-    """One layer after a longer search, which differs with `seed`."""
+    """One layer after a longer search, which depends on `seed`."""
     effort = THOROUGH if seed else QUALITY
     layers = _Layers(weight[None], shape, effort)
     layers.search(0, effort, THOROUGH.enough, seed)
@@ -211,7 +213,7 @@ def _searched(weight: Floats, shape: Shape, seed: int) -> _Layers:
 
 
 def numbered(slots: Ints) -> tuple[Ints, Ints]:
-    """The experts in some slots, and the slots with these numbered from 0."""
+    """(experts in some slots, the slots with these experts numbered from 0)."""
     experts, local = np.unique(slots, return_inverse=True)
     return experts, local.astype(np.int64)
 
@@ -227,16 +229,15 @@ def search_box(
 ) -> float:
     """Improve the packing of one box in `slots`; returns the load of the hottest GPU.
 
-    `bound` is a lower bound, or a load below which nothing is gained; the search raises it and ends
-    within the tolerance of it. Where it shows that `ceiling` cannot be undercut, it ends at once.
+    `bound` is a lower bound, or a load below which an improvement has no effect; the search raises
+    it and ends within its tolerance. It ends at once if the bound reaches `ceiling`.
     """
     num_slots = len(slots)
     top = heaviest_gpu(weight, slots, num_gpus)
     if num_slots <= MOST_EXACT_SLOTS and effort.polished:
         top, finished = exact_box(weight, num_gpus, top, False, slots)
         if finished:
-            # A second copy on a GPU wastes a slot: only where that is better than every placement
-            # without.
+            # A second copy on a GPU wastes a slot: it must be better than all placements without.
             top, finished = exact_box(weight, num_gpus, top, True, slots)
         if finished:
             return top
@@ -255,7 +256,7 @@ def search_box(
     else:
         rows = pack_with_companions(*box, effort.kept, effort.places, seed, starts, tops)
     order = np.argsort(tops[:rows], kind="stable")
-    # The most promising starts are polished, until one is good enough or nothing gets better.
+    # The most promising starts are polished, until one reaches the goal or none improves.
     failures = 0
     for row in order[: max(effort.polished, 1)]:
         reached = float(tops[row])
@@ -271,7 +272,7 @@ def search_box(
 
 
 def _spend(layers: _Layers, deadline: float) -> None:
-    """Search on, the layer furthest from its bound first, until the time is used up."""
+    """Continue the search, the layer furthest from its bound first, until the deadline."""
     if time.perf_counter() >= deadline:
         return
     bounds = bounds_of(layers.weights, layers.shape)
@@ -305,10 +306,11 @@ def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tu
 
 
 def _keep_up(layers: _Layers) -> None:
-    """Take the published placement where it is better, mended, or search until ours is as good.
+    """Replace layers for which the published placement is better: by a closer packing, by the
+    published placement without second copies on a GPU, or by a longer search.
 
-    Only if all that fails, a second copy of an expert stays on a GPU: a smaller largest load counts
-    more than a wasted slot.
+    If all of them fail, the published placement is taken with its second copies, because the
+    largest load is more important than a wasted slot.
     """
     tops, shape = layers.tops.max(axis=1), layers.shape
     open_layers = np.flatnonzero(tops > layers.floors * (1.0 + 1e-9))
@@ -316,28 +318,29 @@ def _keep_up(layers: _Layers) -> None:
         return
     enough = tops[open_layers] * (1.0 - SAME)
     given, limits = published(layers.weights[open_layers], shape, enough)
-    for layer, theirs, limit in zip(open_layers, given, limits, strict=True):
+    for layer, published_slots, limit in zip(open_layers, given, limits, strict=True):
         if limit >= tops[layer] * (1.0 - SAME):
             continue
         weight = layers.weights[layer]
-        # Mostly both are near the bound, and ours stopped swapping a little too early.
+        # Usually both are near the bound, and our swaps stopped slightly too early.
         closer = replace(FAST, tolerance=max(float(limit / layers.floors[layer]) - 1.0, 0.0) / 2.0)
-        again = _Layers(weight[None], shape, closer)
-        if again.tops.max() <= limit * (1.0 + SAME):
-            layers.slots[layer] = again.slots[0]
+        repacked = _Layers(weight[None], shape, closer)
+        if repacked.tops.max() <= limit * (1.0 + SAME):
+            layers.slots[layer] = repacked.slots[0]
             continue
-        mended = _mend(weight, shape, theirs, float(limit))
+        mended = _mend(weight, shape, published_slots, float(limit))
         for seed in range(NUM_RESCUES):
             if mended is not None:
                 break
             trial = _searched(weight, shape, seed)
             if trial.tops.max() <= float(limit) * (1.0 + SAME):
                 mended = trial.slots[0]
-        layers.slots[layer] = theirs if mended is None else mended
+        layers.slots[layer] = published_slots if mended is None else mended
 
 
 def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | None:
-    """The published slots, no expert twice on a GPU and no GPU over `limit`; None if not found."""
+    """The published slots without second copies on a GPU and with loads up to `limit`; None if the
+    moves tried do not lead to such slots."""
     mended = given.copy()
     gpus = shape.node_gpus
     for part in mended.reshape(shape.num_nodes, -1):
@@ -389,7 +392,7 @@ def pack_layers(
         for node in range(num_nodes):
             experts = experts_in(groups[node], weights.shape[1] // num_groups)
             part = slots[layer, node * node_slots : (node + 1) * node_slots]
-            # No node is balanced better than the worst one before it: nothing would be gained.
+            # A node is packed only as well as the worst one before it: more has no effect.
             tops[layer, node] = pack_box(weight[experts], node_gpus, worst, tolerance, part)
             worst = max(worst, tops[layer, node])
             part[:] = experts[part]

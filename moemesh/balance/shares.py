@@ -1,8 +1,8 @@
-"""A fixed placement and a known load: the share of each expert's load that each replica takes.
+"""Shares of each expert's load for the replicas of a fixed placement, with known loads.
 
-A linear program minimises the load of the most loaded GPU, then of the next, and so on: a GPU
-whose constraint has a price is at the optimum in every solution, so it keeps that load and the next
-program is about the others.
+A linear program minimises the load of the most loaded GPU, then of the next, and so on. A GPU whose
+constraint has a dual price has its optimal load in every solution, so its load is fixed in the next
+program.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LoadSplit(Shown):
 
 
 def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> LoadSplit:
-    """Split known loads over the replicas of a fixed placement, best possible for every GPU.
+    """Split known loads over the replicas of a fixed placement, with the least possible loads.
 
-    `loads` [layers, experts], `placement` [layers, slots] of logical experts. No other split has a
-    smaller largest load of a GPU, and among those none a smaller second, and so on. Results are of
-    the kind of `loads`. Raises ValueError.
+    `loads` [layers, experts], `placement` [layers, slots] of logical experts. The split minimises
+    the largest load of a GPU, then the second largest, and so on. Results have the type of `loads`.
+    Raises ValueError.
     """
     given = check_loads(loads, "loads")
     slots = check_placement(placement, given.shape[1], num_gpus, len(given), "placement")
@@ -68,12 +68,12 @@ def _fair_flow(weight: Floats, slots: Ints, num_gpus: int) -> Floats:
     ones = np.ones(len(slots))
     of_expert = sparse.csr_array((ones, (slots, places)), shape=(len(weight), len(slots) + 1))
     of_gpu = sparse.csr_array((ones, (gpu, places)), shape=(num_gpus, len(slots) + 1)).tolil()
-    of_gpu[:, len(slots)] = -1.0  # the last unknown is the largest load that is still open
+    of_gpu[:, len(slots)] = -1.0  # the last unknown is the largest load of the open GPUs
     limits = np.zeros(num_gpus)
     is_open = np.ones(num_gpus, np.bool_)
     goal = np.append(np.zeros(len(slots)), 1.0)
     while True:
-        found: Any = optimize.linprog(
+        solution: Any = optimize.linprog(
             goal,
             A_ub=of_gpu,
             b_ub=limits,
@@ -82,11 +82,11 @@ def _fair_flow(weight: Floats, slots: Ints, num_gpus: int) -> Floats:
             method="highs-ds",
             options={"primal_feasibility_tolerance": TOLERANCE},
         )
-        assert found.success, found.message
-        tight = is_open & (found.ineqlin.marginals < -TOLERANCE)
+        assert solution.success, solution.message
+        tight = is_open & (solution.ineqlin.marginals < -TOLERANCE)
         is_open &= ~tight
-        if found.fun <= TOLERANCE or not tight.any() or not is_open.any():
-            return np.maximum(found.x[:-1], 0.0)
+        if solution.fun <= TOLERANCE or not tight.any() or not is_open.any():
+            return np.maximum(solution.x[:-1], 0.0)
         for index in np.flatnonzero(tight):
             of_gpu[index, len(slots)] = 0.0
-            limits[index] = found.fun
+            limits[index] = solution.fun

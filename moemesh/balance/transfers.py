@@ -1,4 +1,4 @@
-"""Transfers of replicas, in rounds in which every GPU exchanges with one peer at most."""
+"""Transfers of replicas, in rounds in which every GPU exchanges with at most one peer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class ReplicaTransfer(NamedTuple):
-    """The weights of `expert` go from one slot (of the old placement) to another (of the new one).
+    """Transfer of the weights of `expert` from a slot of the old placement to one of the new.
 
-    Slots are numbered over all GPUs. What a GPU receives has to be kept beside its old replicas
-    until the last round: a slot may be a source after it became a target.
+    Slots are numbered over all GPUs. A GPU must keep received weights separate from its old
+    replicas until the last round, because a slot may be a source after it was a target.
     """
 
     expert: int
@@ -29,16 +29,17 @@ def schedule_transfers(
 ) -> Rounds:
     """Rounds of transfers that turn the placement `previous` of one layer into `slots`.
 
-    The source is on the target's node where there is one, then the GPU that sends least so far. In
-    a round a GPU has one peer, sends it at most one replica and receives at most one from it.
+    The source is a GPU on the target's node if possible, and then the GPU with the fewest sends so
+    far. In a round a GPU has one peer, to which it sends at most one replica and from which it
+    receives at most one.
     """
     waiting = _choose_sources(list(previous), list(slots), num_gpus, num_nodes)
     rounds: list[tuple[ReplicaTransfer, ...]] = []
     while waiting:
-        # Longest queues first, so that few rounds are needed: each GPU's queue is its degree.
+        # GPUs with the most remaining rounds (their degree) first, so that few rounds are needed.
         degree: Counter[int] = Counter()
         for (low, high), transfers in waiting.items():
-            # A pair needs as many rounds as the longer of its two directions.
+            # The longer of a pair's two directions determines its number of rounds.
             upwards = sum(transfer.source_gpu == low for transfer in transfers)
             rounds_needed = max(upwards, len(transfers) - upwards)
             degree[low] += rounds_needed
@@ -58,7 +59,9 @@ def schedule_transfers(
                 busy.update(pair)
                 for source in pair:  # one transfer of each direction
                     queue = waiting[pair]
-                    first = next((one for one in queue if one.source_gpu == source), None)
+                    first = next(
+                        (transfer for transfer in queue if transfer.source_gpu == source), None
+                    )
                     if first is not None:
                         chosen.append(first)
                         queue.remove(first)
@@ -78,16 +81,16 @@ def _choose_sources(
     for slot, expert in enumerate(previous):
         holders[expert].append(slot)
     sent: Counter[int] = Counter()
-    found: defaultdict[tuple[int, int], list[ReplicaTransfer]] = defaultdict(list)
+    transfers: defaultdict[tuple[int, int], list[ReplicaTransfer]] = defaultdict(list)
     for gpu in range(num_gpus):
-        own = range(gpu * per_gpu, (gpu + 1) * per_gpu)
-        stays = Counter(previous[slot] for slot in own if previous[slot] == slots[slot])
-        held = Counter(previous[slot] for slot in own) - stays
-        for slot in own:
+        slots_of_gpu = range(gpu * per_gpu, (gpu + 1) * per_gpu)
+        stays = Counter(previous[slot] for slot in slots_of_gpu if previous[slot] == slots[slot])
+        held = Counter(previous[slot] for slot in slots_of_gpu) - stays
+        for slot in slots_of_gpu:
             expert = slots[slot]
             if expert == previous[slot]:
                 continue
-            if held[expert]:  # only another slot of the same GPU: nothing travels
+            if held[expert]:  # only another slot of the same GPU: no transfer
                 held[expert] -= 1
                 continue
             source_slot = min(
@@ -103,5 +106,5 @@ def _choose_sources(
                 continue
             sent[source] += 1
             transfer = ReplicaTransfer(expert, source, gpu, source_slot, slot)
-            found[min(source, gpu), max(source, gpu)].append(transfer)
-    return dict(found)
+            transfers[min(source, gpu), max(source, gpu)].append(transfer)
+    return dict(transfers)

@@ -1,6 +1,6 @@
 """Numpy's element-wise functions for numbers that may be floats or columns.
 
-Two floats do not go through numpy, whose call costs ten times the comparison; NaN stays NaN.
+Two floats are compared without numpy, whose call takes ten times as much time; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A float, or a numpy array of floats with one entry a row: every formula works on both.
+#: A float, or a numpy array of floats with one entry per row: every formula accepts both.
 Number = Any
 FloatArray = NDArray[np.float64]
 
 _where: Callable[..., Any] = np.where
 
 
-def _plain(found: Any) -> Number:
-    """A column as it is, a single number as Python's."""
-    return found if found.ndim else found.item()
+def _plain(value: Any) -> Number:
+    """`value` unchanged if it is a column, or a Python number if it is a numpy scalar."""
+    return value if value.ndim else value.item()
 
 
 def where(condition: Number, yes: Number, no: Number) -> Number:
@@ -31,21 +31,21 @@ def where(condition: Number, yes: Number, no: Number) -> Number:
 
 
 def maximum(left: Number, right: Number) -> Number:
-    """The larger of both."""
+    """The larger of both numbers."""
     if type(left) is type(right) is float:
         return left if left >= right or left != left else right
     return _plain(np.maximum(left, right))
 
 
 def minimum(left: Number, right: Number) -> Number:
-    """The smaller of both."""
+    """The smaller of both numbers."""
     if type(left) is type(right) is float:
         return left if left <= right or left != left else right
     return _plain(np.minimum(left, right))
 
 
 def floor(value: Number) -> Number:
-    """The largest whole number that is not above."""
+    """The largest whole number that is not above `value`."""
     return _plain(np.floor(value))
 
 

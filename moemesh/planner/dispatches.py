@@ -1,4 +1,4 @@
-"""Dispatches under every dispatcher: bytes of one small routing by pairs of ranks, and times on a
+"""Dispatches with every dispatcher: bytes of a small routing by pairs of ranks, times on a
 cluster."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from moemesh.trace.ledger import Ledger
 
 
 class Exchange(NamedTuple):
-    """One collective of a dispatch, on all groups of its axis. ``sent[i][j]``: bytes that rank i
-    gives rank j; what it keeps for itself stands on the diagonal and crosses no wire."""
+    """One collective of a dispatch, on all groups of its axis. ``sent[i][j]`` are the bytes that
+    rank i sends to rank j; the diagonal holds local bytes, which are not sent."""
 
     axis: str
     op: str
@@ -54,9 +54,9 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchExchanges:
-    """All exchanges of one dispatch, its combine and its backward, the ledger of each rank, and
-    bytes of a row on its way out and of one on its way back. ``overflows``: low_latency had too few
-    slots for a pair of ranks, and all took the way of all_to_all."""
+    """All exchanges of one dispatch, its combine and its backward, the ledger of each rank, and the
+    bytes of a dispatched and of a returned row. ``overflows``: low_latency had too few slots for a
+    pair of ranks, and all ranks used all_to_all instead."""
 
     exchanges: tuple[Exchange, ...]
     ledgers: tuple[Ledger, ...]
@@ -65,20 +65,21 @@ class DispatchExchanges:
     overflows: bool
 
     def of_rows(self) -> tuple[Exchange, ...]:
-        """Those of a forward that carry rows, in the order of time: results take the hops of their
-        rows backwards."""
-        forward = [one for one in self.exchanges if one.phase == "forward"]
-        out = [one for one in forward if one.caller == "moe.dispatch"]
-        back = [one for one in forward if one.caller == "moe.combine"]
+        """Exchanges of rows in a forward, in order of time: results take the hops of their rows in
+        reverse."""
+        forward = [exchange for exchange in self.exchanges if exchange.phase == "forward"]
+        out = [exchange for exchange in forward if exchange.caller == "moe.dispatch"]
+        back = [exchange for exchange in forward if exchange.caller == "moe.combine"]
         return (*out, *reversed(back))
 
 
 ROUTINGS = "routings"
-#: What every plan can carry out without a package of its own.
+#: Dispatchers that need no additional package.
 DISPATCHERS = tuple(HOPS)
 #: Dtypes of rows.
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
-#: Choices of all tokens of all ranks that are drawn, and experts: seconds of one core.
+#: Limit of the choices of all tokens of all ranks that are drawn, and of the experts: more would
+#: take longer than seconds.
 MOST_DRAWN = 1_000_000
 _CHOICES = TypeAdapter(list[list[list[int]]])
 _KEYS = ("about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts")
@@ -86,8 +87,8 @@ _KEYS = ("about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingExample:
-    """Tokens on the ranks of a plan and the experts that they chose: ``choices[rank][token]`` are
-    the ids of its slots (-1: none). `about` says what it shows; `dispatchers` are shown."""
+    """Tokens on the ranks of a plan with their experts: ``choices[rank][token]`` are the ids of its
+    slots (-1: none). `about` describes the example; `dispatchers` are printed."""
 
     plan: Plan
     choices: Sequence[Choices]
@@ -98,70 +99,75 @@ class RoutingExample:
     about: str = ""
 
     def __post_init__(self) -> None:
-        plan, found = self.plan, list[Problem]()
+        plan, problems = self.plan, list[Problem]()
         if plan.pp > 1:
             message = "a dispatch is inside one pipeline stage"
-            found.append(Problem.of("not-available", "plan.pp", plan.pp, message, "pp = 1"))
+            problems.append(Problem.of("not-available", "plan.pp", plan.pp, message, "pp = 1"))
         if plan.ep * plan.etp == 1:
             message = "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show"
-            found.append(Problem.of("too-small", "plan.ep", 1, message, "ep = 2"))
+            problems.append(Problem.of("too-small", "plan.ep", 1, message, "ep = 2"))
         if self.num_experts < 1 or self.num_experts % plan.ep:
             message = f"num_experts ({self.num_experts}) must be a positive multiple of ep"
             fix = f"num_experts = {max(1, -(-self.num_experts // plan.ep)) * plan.ep}"
-            found.append(Problem.of("not-divisible", "num_experts", self.num_experts, message, fix))
+            key, value = "num_experts", self.num_experts
+            problems.append(Problem.of("not-divisible", key, value, message, fix))
         if len(self.choices) != plan.world_size:
             message = f"experts has {len(self.choices)} ranks, the plan {plan.world_size}"
-            found.append(Problem.of("shape", "experts", len(self.choices), message))
+            problems.append(Problem.of("shape", "experts", len(self.choices), message))
         if self.hidden_size < 1:
             message = "a row has at least one channel"
-            found.append(Problem.of("out-of-range", "hidden_size", self.hidden_size, message))
+            problems.append(Problem.of("out-of-range", "hidden_size", self.hidden_size, message))
         if self.dtype not in DTYPES:
             message = f"dtype is one of {', '.join(DTYPES)}"
             fix = nearest_choice(self.dtype, DTYPES)
-            found.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
+            problems.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
         for name in self.dispatchers:
             if name not in DISPATCHERS:
                 message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
                 fix = nearest_choice(name, DISPATCHERS)
-                found.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
+                problems.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
         for rank, token, chosen in (
             (rank, token, chosen)
-            for rank, own in enumerate(self.choices)
-            for token, chosen in enumerate(own)
+            for rank, tokens in enumerate(self.choices)
+            for token, chosen in enumerate(tokens)
         ):
-            real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
+            real, where = (
+                [expert for expert in chosen if expert != -1],
+                f"rank {rank}, token {token}",
+            )
             if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
-                told = f"{where} chose expert {wrong[0]}; experts are 0 to "
-                told += f"{self.num_experts - 1}, and -1 is none"
-                found.append(Problem.of("out-of-range", "experts", list(chosen), told, ""))
+                message = f"{where} chose expert {wrong[0]}; experts are 0 to "
+                message += f"{self.num_experts - 1}, and -1 is none"
+                problems.append(Problem.of("out-of-range", "experts", list(chosen), message, ""))
             elif len(set(real)) < len(real):
-                told = f"{where} chose an expert twice"
-                found.append(Problem.of("duplicate", "experts", list(chosen), told, ""))
+                message = f"{where} chose an expert twice"
+                problems.append(Problem.of("duplicate", "experts", list(chosen), message, ""))
             elif len(chosen) != len(first := self.choices[rank][0]):
-                told = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
-                found.append(Problem.of("shape", "experts", list(chosen), told, "fill with -1"))
+                message = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
+                fix = "fill with -1"
+                problems.append(Problem.of("shape", "experts", list(chosen), message, fix))
             else:
                 continue
             break
-        if found:
-            raise ConfigError(found)
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def slots(self) -> int:
-        """Most experts of a token."""
-        return max((len(token) for own in self.choices for token in own), default=1)
+        """Largest number of experts of a token."""
+        return max((len(token) for tokens in self.choices for token in tokens), default=1)
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """The exchanges of one MoE layer under `dispatcher` whose tokens have these choices. A rank
-        of low_latency has room for the most tokens of any rank."""
+        """The exchanges of one MoE layer with `dispatcher`, for tokens with these choices. The
+        slots of low_latency are those for the largest number of tokens of a rank."""
         experts, slots = self.num_experts, self.slots
-        # Only its MoE layer is asked for.
+        # Only the sizes of the MoE layer are used.
         model = ModelConfig(
             num_experts=experts, experts_per_token=slots, hidden_size=self.hidden_size
         )
         plan = self.plan.model_copy(update={"dispatcher": dispatcher})
         layout, ranks = plan.layout, range(plan.world_size)
-        sent = [count_choices(own, experts, layout, slots=slots) for own in self.choices]
+        sent = [count_choices(tokens, experts, layout, slots=slots) for tokens in self.choices]
         traffic = [
             DispatchTraffic(
                 lines=LedgerLines(layout, rank),
@@ -173,25 +179,26 @@ class RoutingExample:
             )
             for rank in ranks
         ]
-        #: Bytes from each rank to each other one, of every exchange.
+        #: Key of an exchange -> bytes from each rank to each rank.
         pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
-        for rank, own in enumerate(traffic):
-            for one in own.exchanges():
-                peers, (out, *_) = own.lines.members(one.axis), one.amounts
-                own.lines.enter(*one[:4], *one.amounts)
+        for rank, of_rank in enumerate(traffic):
+            for counted in of_rank.exchanges():
+                key, (out, *_) = counted[:4], counted.amounts
+                peers = of_rank.lines.members(counted.axis)
+                of_rank.lines.enter(*key, *counted.amounts)
                 if len(peers) > 1:
-                    matrix = pairs.setdefault(one[:4], [[0.0] * len(ranks) for _ in ranks])
+                    matrix = pairs.setdefault(key, [[0.0] * len(ranks) for _ in ranks])
                     for place, peer in enumerate(peers):
-                        # A gather gives every peer the same block.
-                        place = peers.index(rank) if one.op == "all_gather" else place
+                        # A gather sends the same block to every peer.
+                        place = peers.index(rank) if counted.op == "all_gather" else place
                         matrix[rank][peer] += out[place]
         exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
-            ledgers=tuple(own.lines.ledger() for own in traffic),
+            ledgers=tuple(of_rank.lines.ledger() for of_rank in traffic),
             row_out=traffic[0].coded,
             row_back=traffic[0].plain,
-            overflows={"moe.headers", "moe.counts"} <= {one.caller for one in exchanges},
+            overflows={"moe.headers", "moe.counts"} <= {item.caller for item in exchanges},
         )
 
 
@@ -206,7 +213,7 @@ def random_example(
     seed: int,
     dispatchers: Sequence[str] = (),
 ) -> RoutingExample:
-    """`tokens` tokens on each rank of `plan` whose experts are drawn, all alike."""
+    """`tokens` tokens on each rank of `plan`, with experts drawn with equal chance."""
     read = _plan(plan)
     if not 1 <= experts_per_token <= num_experts:
         message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
@@ -249,8 +256,8 @@ def read_example(
     hidden_size: int | None = None,
     dtype: str | None = None,
 ) -> RoutingExample:
-    """A packaged routing by its name, or a JSON or TOML file with its keys, in whose place the
-    others are taken where they are given. Raises ConfigError for what cannot be read."""
+    """A packaged routing by its name, or that of a JSON or TOML file. Arguments that are given
+    override its keys. Raises ConfigError for an unreadable routing."""
     if source in preset_names(ROUTINGS):
         table: dict[str, Any] = dict(read_preset_table(source, ROUTINGS))
     else:
@@ -302,21 +309,21 @@ def read_example(
     given = {"hidden_size": hidden_size, "dtype": dtype}
     table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
-    own = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
+    listed = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
     try:
         return RoutingExample(
             plan=_plan(plan or written),
             choices=choices,
-            dispatchers=tuple(dispatchers) or own,
+            dispatchers=tuple(dispatchers) or listed,
             **table,
         )
     except ConfigError as error:
-        named = [replace(one, origin=one.origin or source) for one in error.problems]
+        named = [replace(problem, origin=problem.origin or source) for problem in error.problems]
         raise ConfigError(named) from None
 
 
 def _plan(text: str) -> Plan:
-    """Any sequence and batch do: tokens come from the routing."""
+    """The Plan of `text`, for any sequence length and batch: tokens come from the routing."""
     read = read_plan(text, seq_len=1024, global_batch=smallest_batch(text)).plan
     if read is None:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
@@ -325,41 +332,41 @@ def _plan(text: str) -> Plan:
 
 
 def to_json(example: RoutingExample) -> dict[str, Any]:
-    """Everything as plain values: per dispatcher its exchanges with bytes by pair of ranks."""
+    """The example as plain values: each dispatcher's exchanges with bytes by pair of ranks."""
     shown: dict[str, Any] = {}
     keys = ("axis", "op", "phase", "caller", "sent_bytes")
     for name in example.dispatchers:
-        found = example.exchanges(name)
+        traffic = example.exchanges(name)
         shown[name] = {
-            "row_bytes": {"out": found.row_out, "back": found.row_back},
-            "exchanges": [dict(zip(keys, one, strict=True)) for one in found.exchanges],
-            "wire_bytes": [ledger.total().wire_bytes for ledger in found.ledgers],
-            "received_bytes": [ledger.total().received_bytes for ledger in found.ledgers],
+            "row_bytes": {"out": traffic.row_out, "back": traffic.row_back},
+            "exchanges": [dict(zip(keys, row, strict=True)) for row in traffic.exchanges],
+            "wire_bytes": [ledger.total().wire_bytes for ledger in traffic.ledgers],
+            "received_bytes": [ledger.total().received_bytes for ledger in traffic.ledgers],
         }
     return {"about": example.about, "experts": example.choices, "dispatchers": shown}
 
 
 # One dispatch and combine under every dispatcher: copies, bytes, seconds and rate on a cluster.
 #
-# Every rank has `tokens` tokens of `hidden` channels, each for `chosen` of `experts`, which may lie
-# in at most `groups_kept` of `groups` groups (node-limited routing). Bytes are those of one rank.
+# Every rank has `tokens` tokens of `hidden` channels. Each goes to `chosen` of `experts`, from at
+# most `groups_kept` of `groups` groups (node-limited routing). Bytes are those of one rank.
 #
 #     all_to_all     a row for each choice: k T
 #     low_latency    the same into fixed slots, twice the mean for every pair of ranks
 #     all_gather     every token to every rank: (P - 1) T
 #     hierarchical   a token once to each node it visits, and there once to each rank
 #
-# What stays on the rank, or (across) in its node, crosses no wire. A direct exchange takes the
-# longer of its part over the network card and its part over the links of the node, a ring the rate
-# of its group; both begin with their latencies. Rates are the cluster's times the calibrated share
-# of them, or measured ones. The rate is the bytes over the slower kind of link in the time of the
-# exchange, as DeepEP prints it.
+# Local rows are not sent, and rows for the own node do not use the network. A direct exchange takes
+# as long as its slower part, over the network card or over the links of the node; a ring has the
+# rate of its group; latencies are added. Rates are the cluster's times their calibrated share, or
+# measured ones. The printed rate is bytes over the slower kind of link by the time of the exchange,
+# as in DeepEP.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchLoad:
     """The dispatched tokens. Defaults are DeepEP's published settings: DeepSeek-V3's pre-training
-    batch, in fp8 there and in bfloat16 back. `groups` = 0: no limit."""
+    batch, dispatched in fp8 and returned in bfloat16. `groups` = 0: no limit."""
 
     tokens: int = 4096
     hidden_size: int = 7168
@@ -372,47 +379,47 @@ class DispatchLoad:
     def check(self, ep: int) -> list[Problem]:
         """Every broken rule for `ep` ranks."""
         sizes = ("tokens", "hidden_size", "experts", "experts_per_token")
-        found = [
+        problems = [
             Problem.of("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")
             for name in sizes
             if not 1 <= (value := getattr(self, name)) <= LARGEST_SIZE
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if ep < 2 or self.experts % ep:
             message = f"ep ({ep}) must be at least 2 and divide the {self.experts} experts"
             fix = f"ep = {nearest_divisors(self.experts, max(ep, 2))}"
-            found.append(Problem.of("not-divisible", "ep", ep, message, fix))
+            problems.append(Problem.of("not-divisible", "ep", ep, message, fix))
         if self.groups and (self.experts % self.groups or not 1 <= self.groups_kept <= self.groups):
             message = (
                 f"groups ({self.groups}) must divide the experts ({self.experts}), and a token "
                 f"keeps 1 to {self.groups} of them, not {self.groups_kept}"
             )
             fix = f"groups = {nearest_divisors(self.experts, self.groups)}"
-            found.append(Problem.of("not-divisible", "groups", self.groups, message, fix))
+            problems.append(Problem.of("not-divisible", "groups", self.groups, message, fix))
         reach = self.experts * self.groups_kept // self.groups if self.groups else self.experts
-        if not found and self.experts_per_token > reach:
+        if not problems and self.experts_per_token > reach:
             message = f"a token cannot choose {self.experts_per_token} of {reach} experts"
             fix = f"experts_per_token = {reach}"
             key, value = "experts_per_token", self.experts_per_token
-            found.append(Problem.of("too-large", key, value, message, fix))
-        return found
+            problems.append(Problem.of("too-large", key, value, message, fix))
+        return problems
 
     @property
     def row_out(self) -> float:
-        """Bytes of a row on its way to the experts."""
+        """Bytes of a dispatched row."""
         return packed_bytes(self.hidden_size) if self.fp8 else 2 * self.hidden_size
 
     @property
     def row_back(self) -> float:
-        """Bytes of a result, in bfloat16."""
+        """Bytes of a returned row, in bfloat16."""
         return 2 * self.hidden_size
 
     def visited(self, places: int) -> float:
-        """Nodes, or ranks, out of `places` that a token visits: its groups, then its experts in
-        them, are drawn evenly."""
+        """Expected number of nodes (or ranks) out of `places` that a token visits, if its groups,
+        then its experts in them, are drawn evenly."""
         groups, kept = (self.groups, self.groups_kept) if self.groups else (1, 1)
-        # The closed form of whole groups (or parts of them) in a place, else a smooth one.
+        # Closed form if a place has whole groups or a group has whole places, else a smooth one.
         if groups % places and places % groups:
             return float(visited_nodes(self.experts, self.experts_per_token, places, groups, kept))
         return expected_distinct(places, self.experts, self.experts_per_token, groups, kept)
@@ -421,7 +428,7 @@ class DispatchLoad:
 @dataclass(frozen=True)
 class Exchanged:
     """One direction: bytes that a rank sends over its network card and inside its node, seconds,
-    and bytes a second over the kind of link that is the slower."""
+    and bytes per second over the slower kind of link."""
 
     across_bytes: float
     inside_bytes: float
@@ -431,8 +438,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class DispatchTime:
-    """One dispatcher on `ep` ranks; `copies` of a token leave its rank, `copies_across` its node.
-    ``link``: "network" or "node", whichever is slower."""
+    """One dispatcher on `ep` ranks; `copies` of a token are sent to other ranks, `copies_across` to
+    other nodes. ``link``: the slower kind of link, "network" or "node"."""
 
     ep: int
     dispatcher: str
@@ -450,7 +457,7 @@ class DispatchTime:
 def dispatch_times(
     cluster: Cluster, load: DispatchLoad, ep: int, dispatchers: Sequence[str] = DISPATCHERS
 ) -> list[DispatchTime]:
-    """The table for `ep` ranks; a cluster of fewer nodes gets as many more of the same kind.
+    """The table for `ep` ranks; a cluster with too few nodes is extended by nodes of the same kind.
     Raises ConfigError with every broken rule."""
     problems = load.check(ep)
     node = cluster.gpus_per_node
@@ -474,12 +481,12 @@ def dispatch_times(
         "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
     }
     hops = {"hierarchical": 2 if nodes > 1 else 1}
-    found: list[DispatchTime] = []
+    times: list[DispatchTime] = []
     for name in DISPATCHERS:
         if name not in dispatchers:
             continue
         both, across = copies[name]
-        # A node-aware dispatch brings rows into a node once and copies them inside it.
+        # A node-aware dispatch sends rows to a node once and copies them inside it.
         inside = both if name == "hierarchical" else both - across
         directions: list[Exchanged] = []
         for row in (load.row_out, load.row_back):
@@ -500,5 +507,5 @@ def dispatch_times(
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(crossing, staying, seconds, rate))
         link = "network" if nodes > 1 else "node"
-        found.append(DispatchTime(ep, name, both, across, link, *directions))
-    return found
+        times.append(DispatchTime(ep, name, both, across, link, *directions))
+    return times

@@ -49,20 +49,20 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import PlannedStep
 
-# Memory under the worst routing: the router sends to one rank as many rows as it can.
+# Memory under the worst routing: the router sends the largest possible number of rows to one rank.
 #
-# Rows that a rank is sent are kept for the backward, whatever their number; its experts compute at
-# most `rows_at_once` of them together, and keep gate and up only of so many. The most is therefore
-# held either under all rows that can come, or under just as many as are computed at once.
+# All received rows are kept for the backward; the experts compute at most `rows_at_once` of them
+# together, and keep gate and up only of that number. The peak is therefore reached either with all
+# rows that can be received, or with exactly `rows_at_once`.
 
 
-#: More microbatches for each pipeline rank hold no more at the fullest moment.
+#: Microbatches per pipeline rank that suffice for the peak: more do not raise it.
 _ENOUGH = 4
-#: Copies of a rank's rows that exist while its experts run backward, beside those that are kept:
-#: the gradients that came, those of the experts' inputs, and the same in the order of the way back.
-#: Where rows come in two hops, each has its own.
+#: Copies of a rank's rows that exist during the backward of its experts, in addition to the kept
+#: ones: received gradients, gradients of the experts' inputs, and these in the order of the return.
+#: Each hop of a dispatch has its own copies.
 _ROW_COPIES = 3
-#: Numbers of a row, in widths of an expert, while it is computed: gate and up, their gradients,
+#: Numbers of a row during its computation, in widths of an expert: gate and up, their gradients,
 #: the product and its gradient.
 _ROW_WIDTHS = 6
 
@@ -71,10 +71,10 @@ _ROW_WIDTHS = 6
 class WorstRouting:
     """The fullest rank of the pipeline rank with the most memory.
 
-    `rows` of one layer and microbatch can come to it, `balanced_rows` come under uniform routing.
-    It computes at most `rows_at_once` of them together (None: all), so in `blocks`; beyond the
-    capacity `dropped_choices` of the tokens of its group are dropped. `activation_bytes` are held
-    at the most, buffers of the exchange and of the experts included; `more_bytes` of them beyond
+    It can receive `rows` of one layer and microbatch; under uniform routing it receives
+    `balanced_rows`. It computes at most `rows_at_once` of them together (None: all), in `blocks`
+    blocks. `dropped_choices` of the tokens of its group exceed the capacity. `activation_bytes` is
+    the peak with buffers of the exchange and of the experts; `more_bytes` is its excess over
     uniform routing.
     """
 
@@ -97,8 +97,9 @@ class WorstRouting:
 def worst_routing(
     model: Model, layout: PlannedLayout, plan: Plan | None, rank: int
 ) -> WorstRouting | None:
-    """The worst routing of `rank` in what `moemesh train` runs under `plan`; where it does not run
-    this, of any trainer. None for a model without routed experts."""
+    """The worst routing of `rank` in a run of `moemesh train` with `plan`, or in that of any
+    trainer if `moemesh train` does not support the plan. None for a model without routed
+    experts."""
     if not model.shape.is_moe:
         return None
     config = model.config
@@ -130,17 +131,17 @@ def worst_routing(
 def of_own_run(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
 ) -> WorstRouting:
-    """The activations of `moemesh train` on `rank`, counted as by :func:`predict_activations`.
+    """Worst routing of `moemesh train` on `rank`, with :func:`predict_activations`.
 
-    Raises ValueError when the plan's schedule cannot be made.
+    Raises ValueError if the plan's schedule is impossible.
     """
     plan, global_batch = _shortened(plan, global_batch)
     placement, layout = StagePlacement(model, plan, seq_len), plan.layout
     element = ELEMENT_BYTES[dtype]
     tokens = plan.tokens_per_rank(seq_len, global_batch)
-    # Of one layer: rows at the fullest rank, under uniform routing, and choices that are dropped.
+    # Per layer: rows at the fullest rank, rows under uniform routing, and dropped choices.
     peers = plan.ep * plan.etp
-    # Experts that one token can choose on a single rank.
+    # Number of experts that one token can choose on a single rank.
     of_a_token = min(model.experts_per_token, model.num_experts // layout.ep)
     balanced = tokens * model.experts_per_token * plan.etp
     kept = capacity_of(model, layout, tokens, seq_len) * of_a_token
@@ -153,10 +154,11 @@ def of_own_run(
     hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
 
     def held(crowd: float | None) -> float:
-        """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
-        routing, rows, here = None, float(balanced), layout.coordinates(rank)["ep"]
+        """Peak bytes under uniform routing (None), or if a share `crowd` of all tokens choose the
+        rank's experts."""
+        routing, rows, ep_index = None, float(balanced), layout.coordinates(rank)["ep"]
         if crowd is not None:
-            routing = crowded_routing(model, layout, here, seq_len, crowd)
+            routing = crowded_routing(model, layout, ep_index, seq_len, crowd)
             rows = crowd * most_rows
         settings = {"global_batch": global_batch, "element": element, "rank": rank}
         kinds = predict_activations(placement, **settings, routing=routing)
@@ -183,8 +185,8 @@ def of_own_run(
 
 
 def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
-    """A plan with fewer microbatches of the same size, and its batch, that hold as much at the
-    fullest moment."""
+    """A plan with fewer microbatches of the same size and the same peak memory, and its global
+    batch."""
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     if plan.microbatches <= _ENOUGH * plan.pp or plan.update_window is not None:
         return plan, global_batch
@@ -192,15 +194,15 @@ def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
     return plan, share * plan.dp * plan.microbatches
 
 
-# Traffic of one rank by axis: how many transfers, how large one is, and its share of all bytes.
+# Traffic of one rank by axis: number of transfers, size of one, and share of all bytes.
 
 if TYPE_CHECKING:
     from moemesh.planner.search.search import Candidate
 
 
 class AxisTraffic(NamedTuple):
-    """Transfers of one operation and size over one axis in a step. `bytes_each` are those that the
-    rank sends in one, `share` is of all bytes that it sends."""
+    """Transfers of one operation and size over one axis in a step. `bytes_each` are the bytes that
+    the rank sends in one transfer, `share` is relative to all bytes that it sends."""
 
     axis: str
     op: str
@@ -211,8 +213,8 @@ class AxisTraffic(NamedTuple):
 
 
 def by_axis(ledger: Ledger) -> list[AxisTraffic]:
-    """The lines of a ledger summed over phases and callers: axes with most bytes first, and the
-    operations and sizes of an axis in the order of their bytes."""
+    """The lines of a ledger summed over phases and callers. Axes, and the operations and sizes of
+    an axis, are sorted by bytes, largest first."""
     sums: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for entry in ledger.entries():
         if entry.wire_bytes:
@@ -230,9 +232,9 @@ def by_axis(ledger: Ledger) -> list[AxisTraffic]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Everything that is known of a layout before it runs. `traffic` is that of one rank of the
-    pipeline rank with the most memory; `seconds` by part, with `total`; `instead`, where it does
-    not fit: the nearest layout that does, or why there is none."""
+    """All predictions for a layout. `traffic` is that of one rank of `traffic_rank`; `seconds` are
+    given by part, with `total`. `instead` is set for a layout that does not fit: the nearest one
+    that does, or the reason why none does."""
 
     shape: ModelShape
     layout: PlannedLayout
@@ -242,24 +244,25 @@ class Estimate:
     causal: Flops
     memory: MemoryEstimate
     peak: PeakMemory
-    #: What is known of the cluster.
+    #: Calibrated constants, links and runs of the cluster.
     pricing: Pricing
     traffic: Ledger
     seconds: dict[str, float]
     notes: tuple[str, ...]
-    #: The pipeline rank whose traffic this is.
+    #: Pipeline rank of `traffic`.
     traffic_rank: int
-    #: None for a model without routed experts.
+    #: Memory under the worst routing; None for a model without routed experts.
     worst_routing: WorstRouting | None = None
     instead: Candidate | str | None = None
-    #: What `moemesh train` would be given (None: it has no such model, no plan says the layout).
+    #: Model and plan for `moemesh train`; None if it lacks the model, or if no plan describes the
+    #: layout.
     config: ModelConfig | None = None
     plan: Plan | None = None
-    #: The plan as it was given, where that says more than the layout.
+    #: The plan's text if it has keys that the layout lacks, else "".
     text: str = ""
 
     def to_json(self, cache: CacheSize | None = None) -> dict[str, Any]:
-        """The object that ``moemesh estimate --json`` prints; `cache` is a KV cache to size."""
+        """The object that ``moemesh estimate --json`` prints; `cache` is the size of a KV cache."""
         tokens = self.layout.global_batch * self.layout.seq_len
         flops: dict[str, Any] = {"tokens": tokens}
         for counted in (self.causal, self.full):
@@ -328,9 +331,9 @@ class Estimate:
     @property
     def seconds_interval(self) -> Interval:
         """80 % interval of a step's seconds."""
-        own = tuple(one.left_out for one in self.cluster.own_runs)
+        errors = tuple(run.left_out for run in self.cluster.own_runs)
         generation = self.pricing.device.generation
-        return shipped_intervals().of_seconds(self.seconds["total"], generation, own)
+        return shipped_intervals().of_seconds(self.seconds["total"], generation, errors)
 
     @property
     def memory_interval(self) -> Interval:
@@ -347,7 +350,7 @@ class Estimate:
 
     @property
     def device_balance(self) -> float:
-        """FLOP a byte from which on the device is bound by its arithmetic."""
+        """FLOP per byte above which the device is bound by its arithmetic."""
         return device_balance(self.cluster, self.layout.precision)
 
     @property
@@ -357,7 +360,7 @@ class Estimate:
         return self.peak.needed + (0.0 if worst is None else worst.more_bytes)
 
     def fits(self, needed: float) -> bool:
-        """Whether a device has so many bytes for a job."""
+        """Whether a job that needs `needed` bytes fits on a device."""
         return bool(needed <= self.cluster.memory_bytes * self.pricing.usable_share)
 
 
@@ -369,16 +372,16 @@ def estimate(
     *,
     rank: str | int = "worst",
 ) -> Estimate:
-    """Price one layout; its traffic is that of pipeline rank `rank`: a number, "first", "inner",
-    "last", or the "worst" in memory. Raises ConfigError with every rule that it breaks for this
-    model."""
+    """Price one layout, with the traffic of pipeline rank `rank`: a number, "first", "inner",
+    "last", or the "worst" in memory. Raises ConfigError with every rule that the layout breaks for
+    this model."""
     shape = model.shape
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
     given = plan
     node = cluster.gpus_per_node
     if not layout.ranks_per_node and layout.world_size > node and not layout.world_size % node:
-        # Neither names node borders: those that a launcher would set.
+        # Neither layout nor plan has node borders: use those that a launcher would set.
         layout = layout.changed(ranks_per_node=node)
         if plan is not None:
             plan = plan.model_copy(update={"ranks_per_node": node})
@@ -387,17 +390,17 @@ def estimate(
     if layout.world_size > cluster.num_devices:
         notes.append(
             f"the plan needs {layout.world_size} devices, {cluster.name} describes "
-            f"{cluster.num_devices}: as many more nodes of the same kind are assumed"
+            f"{cluster.num_devices}: more nodes of the same kind are assumed"
         )
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     peak, seconds = known.price(shape, layout)
-    if told := known.own_runs(shape, layout):
-        notes.append(told)
+    if correction := known.own_runs(shape, layout):
+        notes.append(correction)
     near = None
     if not peak.fits(cluster.memory_bytes, known.usable_share):
-        # Only a layout that does not fit has to wait for a search.
+        # Only a layout that does not fit needs a search.
         from moemesh.planner.search.rival import instead
 
         near = instead(shape, cluster, layout)
@@ -425,12 +428,13 @@ def estimate(
 def _traffic(
     model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, on_accelerator: bool
 ) -> tuple[Ledger, str]:
-    """The ledger of one rank: to the byte where our own library would run the plan."""
+    """The ledger of one rank with a note on it. It is exact to the byte if `moemesh train` supports
+    the plan, else it is made of closed forms."""
     exact: Plan | str
     if (config := model.config) is None:
         exact = "`moemesh train` does not have this model"
     elif plan is None:
-        exact = "no [plan] of `moemesh train` says this layout"
+        exact = "no [plan] of `moemesh train` describes this layout"
     else:
         exact = exact_plan(config, plan)
     if config is None or isinstance(exact, str):
@@ -444,21 +448,21 @@ def _traffic(
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     if exact.data == "parameter_server" and other != rank:
-        # Of gradients and weights a server and a worker do not send alike.
+        # A server and a worker send different bytes of gradients and weights.
         names, both = ("gradients", "weights"), (ledger, of_rank(rank=other))
-        sums = [sum(one.total(caller=name).wire_bytes for name in names) for one in both]
-        own, its = map(format_bytes, sums)
-        note += f"; it serves weights: with gradients {own} are sent by it, "
-        note += f"{its} by rank {other}"
+        sums = [sum(item.total(caller=name).wire_bytes for name in names) for item in both]
+        by_server, by_worker = map(format_bytes, sums)
+        note += f"; it serves weights: with gradients {by_server} are sent by it, "
+        note += f"{by_worker} by rank {other}"
     return ledger, note
 
 
-#: Words for a pipeline rank.
+#: Names of pipeline ranks that a user may give instead of numbers.
 RANKS = ("first", "inner", "last", "worst")
 
 
 def pipeline_rank(rank: str | int, pp: int, worst: int) -> int:
-    """The number of a pipeline rank that may be given by a word. Raises ConfigError."""
+    """The number of a pipeline rank, from its number or name. Raises ConfigError."""
     named = {"first": 0, "last": pp - 1, "worst": worst}
     if pp > 2:
         named["inner"] = pp // 2
@@ -485,7 +489,7 @@ def estimate_named(
     rank: str | int = "worst",
     headroom: str | float | None = None,
 ) -> Estimate:
-    """Price the layout that `plan` names. Raises ConfigError with every problem found."""
+    """Price the layout of `plan`. Raises ConfigError with every problem."""
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
     try:
@@ -495,8 +499,8 @@ def estimate_named(
         raise ConfigError([*problems, *error.problems]) from None
     if known is None or machine is None:
         raise ConfigError(problems)
-    found = estimate(known, planned.layout, machine, planned.plan, rank=rank)
-    return replace(found, text=planned.text)
+    priced = estimate(known, planned.layout, machine, planned.plan, rank=rank)
+    return replace(priced, text=planned.text)
 
 
 def estimate_run(
@@ -506,8 +510,8 @@ def estimate_run(
     rank: str | int = "worst",
     headroom: str | float | None = None,
 ) -> Estimate:
-    """Price what `moemesh train` would run: the configuration's model, plan, batch, dtype and
-    optimizer. Raises ConfigError with every problem found."""
+    """Price a run of `moemesh train`: the configuration's model, plan, batch, dtype and optimizer.
+    Raises ConfigError with every problem."""
     problems: list[Problem] = []
     known, machine = load_both(config.model, cluster, problems)
     if known is None or machine is None:
@@ -520,13 +524,13 @@ def estimate_run(
         moments = layout.gradient_bytes * (2 - (train.momentum > 0))
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
     text, layout = layout.text, layout.changed(**trained_shares(config))
-    found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
-    layout, is_full = found.layout, config.tuning.is_full
+    priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
+    layout, is_full = priced.layout, config.tuning.is_full
     plan = exact_plan(config.model, config.plan)
     if isinstance(plan, str):
         note = f"memory and traffic are those of training every weight: {plan}"
-        return found if is_full else replace(found, notes=(*found.notes, note))
-    # The prediction that the run itself writes.
+        return priced if is_full else replace(priced, notes=(*priced.notes, note))
+    # The same prediction as in the run's files.
     short, batch = _shortened(plan, data.global_batch)
     of_rank = partial(
         predict_memory,
@@ -538,43 +542,45 @@ def estimate_run(
         momentum=train.momentum,
         tuning=config.tuning,
     )
-    numbers = sorted({0, found.memory.worst.rank, layout.pp - 1})
-    ranks = (RankMemory.of(of_rank(rank=one * layout.stage_ranks), one) for one in numbers)
-    memory = MemoryEstimate(ranks=tuple(ranks))
-    held, peak = memory.worst.total, found.peak
+    numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})
+    profiles = ((number, of_rank(rank=number * layout.stage_ranks)) for number in numbers)
+    ranks = tuple(RankMemory.of(profile, number) for number, profile in profiles)
+    memory = MemoryEstimate(ranks=ranks)
+    held, peak = memory.worst.total, priced.peak
     closed_form = peak.needed
-    less = 0.0 if is_full else found.memory.worst.states - memory.worst.states
+    less = 0.0 if is_full else priced.memory.worst.states - memory.worst.states
     allocated, needed = max(peak.allocated - less, held), max(peak.needed - less, held)
     peak = replace(peak, allocated=allocated, needed=needed)
-    found = replace(found, memory=memory, peak=peak)
-    if found.fits(needed):
-        found = replace(found, instead=None)
-    elif found.instead is None:
+    priced = replace(priced, memory=memory, peak=peak)
+    if priced.fits(needed):
+        priced = replace(priced, instead=None)
+    elif priced.instead is None:
         from moemesh.planner.search.rival import instead
 
-        # The search's closed forms hold less: the difference is no room for its layouts.
+        # The search's closed forms predict less memory: the difference is subtracted from the
+        # device.
         room = machine.memory_bytes - round(max(held - closed_form, 0.0))
         smaller = machine.model_copy(update={"memory_bytes": max(room, 1)})
-        found = replace(found, instead=instead(found.shape, smaller, layout))
+        priced = replace(priced, instead=instead(priced.shape, smaller, layout))
     if is_full:
-        return found
+        return priced
     ledger = predict_ledger(
         config.model,
         plan,
         **layout.step_sizes,
-        rank=found.traffic_rank * layout.stage_ranks,
+        rank=priced.traffic_rank * layout.stage_ranks,
         tuning=config.tuning,
-        on_accelerator=bool(found.cluster.accelerator),
+        on_accelerator=bool(priced.cluster.accelerator),
     )
     trained = num_trained(config.tuning, config.model, plan)
     note = f"{trained:,} parameters train: memory and traffic are those of this choice"
     if not layout.adapters:
         note += ", seconds those of training everything"
-    return replace(found, traffic=ledger, notes=(*found.notes, note))
+    return replace(priced, traffic=ledger, notes=(*priced.notes, note))
 
 
 def planned_step(config: RunConfig, cluster: str) -> PlannedStep:
-    """The planner's price of a step on `cluster`. Raises ConfigError where it has none."""
+    """The planner's price of a step on `cluster`. Raises ConfigError if it cannot price it."""
     seconds = estimate_run(config, cluster).seconds
     parts = {name: value for name, value in seconds.items() if name != "total"}
     return PlannedStep(cluster=cluster, seconds=seconds["total"], parts=parts)

@@ -1,8 +1,8 @@
 """Shares of ranks under a plan: groups of every axis; layers, heads, experts and tokens.
 
-Everything here is asked of the functions that place parameters and cut batches in a run
+All shares come from the functions that place parameters and cut batches in a run
 (:mod:`moemesh.config.layout`, :mod:`moemesh.sharding.context`,
-:mod:`moemesh.planner.traffic.tensors`), so that the answer is what `moemesh train` does.
+:mod:`moemesh.planner.traffic.tensors`), so they are those of `moemesh train`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.sharding.context import context_runs
 from moemesh.sharding.parameters import ParameterTensor
 
-#: The axes of the two meshes, outermost first; the ones that both have come once.
+#: Axes of the two meshes, outermost first, without duplicates.
 AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
 
 
 class AxisGroups(NamedTuple):
-    """All groups of an axis, each of ascending ranks, and how many nodes the widest one spans."""
+    """All groups of an axis, each of ascending ranks, and the most nodes that a group spans."""
 
     axis: str
     groups: tuple[tuple[int, ...], ...]
@@ -37,14 +37,14 @@ class AxisGroups(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """The part of a model and of a step's batch that one rank holds; all numbers from 0.
+    """The part of a model and of a step's batch that one rank holds; all indices from 0.
 
     ``stages`` of the pipeline and the ``layers`` of each; rows of the ``vocabulary`` on ranks with
-    one of its two tables, else none. Of every layer of this rank: query ``heads`` and
-    ``kv_heads`` (of latent attention, the heads), routed ``experts`` and the ``expert_columns`` of
-    each one's width. Of every step: ``sequences`` of the global batch and the ``positions`` of
-    each, as runs; ``tokens`` of the first microbatch, which is as large as they get, in the
-    residual stream (where tp cuts them). ``parameters``: how many numbers.
+    one of its two tables, else none. In every layer of this rank: query ``heads``, ``kv_heads`` (in
+    latent attention equal to the heads), routed ``experts`` and the ``expert_columns`` of each
+    expert's width. In every step: ``sequences`` of the global batch and the ``positions`` of each,
+    as runs; ``tokens`` of the first (the largest) microbatch in the residual stream, after the cut
+    by tp. ``parameters``: number of parameters.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankShare:
 
 
 class Holdings:
-    """The shares of all ranks of a plan. Without a model only nodes, groups and coordinates."""
+    """Shares of all ranks of a plan; without a model only nodes, groups and coordinates."""
 
     def __init__(
         self, plan: Plan, model: ModelConfig | None, *, seq_len: int, global_batch: int
@@ -81,7 +81,7 @@ class Holdings:
             except ValueError as error:
                 problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
                 raise ConfigError([problem]) from None
-        # Ranks are many, places that differ few.
+        # Caches: many ranks share few different places.
         self._held: dict[int, tuple[list[ParameterTensor], bool, bool]] = {}
         self._parameters: dict[tuple[int, ...], int] = {}
 
@@ -94,10 +94,10 @@ class Holdings:
         seq_len: int | None = None,
         global_batch: int | None = None,
     ) -> Holdings:
-        """The holdings of a plan and a model by whatever names them (as for `moemesh estimate`).
+        """The holdings of a plan and a model, given as for `moemesh estimate`.
 
         `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
-        divides. Raises ConfigError with every problem found.
+        divides. Raises ConfigError with every problem.
         """
         known = None if model is None else load_model(model)
         length, batch = seq_len or DataConfig().seq_len, global_batch or smallest_batch(plan)
@@ -136,20 +136,20 @@ class Holdings:
     @cached_property
     def axes(self) -> tuple[AxisGroups, ...]:
         """The groups of every axis of both meshes."""
-        found: list[AxisGroups] = []
+        axes: list[AxisGroups] = []
         for name in AXES:
             groups = self.layout.groups(name)
             nodes = max(len({self.node_of(rank) for rank in group}) for group in groups)
-            found.append(AxisGroups(name, groups, nodes))
-        return tuple(found)
+            axes.append(AxisGroups(name, groups, nodes))
+        return tuple(axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on both meshes."""
+        """Coordinates of a rank on both meshes."""
         at = self.layout.coordinates(rank)
         return {name: at[name] for name in AXES}
 
     def share(self, rank: int) -> RankShare:
-        """The shares of one rank; there must be a model, and the rank must be one of the plan."""
+        """The shares of one rank of the plan; it needs a model."""
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
@@ -164,8 +164,7 @@ class Holdings:
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
         place = at["pp"], at["tp"], at["ep"], at["etp"]
         if place not in self._parameters:
-            own = (tensor.local_elements(self.layout, at) for tensor in held)
-            self._parameters[place] = sum(own)
+            self._parameters[place] = sum(tensor.local_elements(self.layout, at) for tensor in held)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         slices = range(placement.schedule.num_slices)
         positions = max(placement.positions(at["cp"], part) for part in slices)
@@ -190,7 +189,7 @@ class Holdings:
         )
 
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-        """The answer as plain values; `ranks` None: all of them."""
+        """The holdings as plain values; `ranks` None: all of them."""
         chosen = range(self.world_size) if ranks is None else ranks
         if self.model is None:
             rows = [{"rank": r, "node": self.node_of(r), "at": self.coordinates(r)} for r in chosen]
@@ -209,7 +208,7 @@ class Holdings:
 
 
 def _plain(value: object) -> object:
-    """Ranges as [first, behind the last], for JSON."""
+    """`value` for JSON, with ranges as [start, stop]."""
     if isinstance(value, range):
         return [value.start, value.stop]
     if isinstance(value, tuple):

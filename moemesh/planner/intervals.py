@@ -1,21 +1,22 @@
-"""80 % intervals of predicted seconds and memory, from errors on sources that no fit had seen.
+"""80 % intervals of predicted seconds and memory, from errors on held-out sources.
 
-``presets/calibration/intervals.toml`` holds, for each published source, how its runs deviate from
-a prediction by a fit without that source (`moemesh.planner.accuracy.calibrate` writes it). A source
-is one draw, however many rows it has: its errors share one weight. The interval of a prediction x
-is [x / e^w, x e^w], symmetric because nobody knows the sign of the next source's bias:
+``presets/calibration/intervals.toml`` holds the errors of each published source's runs relative to
+a fit without that source (`moemesh.planner.accuracy.calibrate` writes it). A source is one draw:
+its errors share one weight, independent of its number of rows. The interval of a prediction x is
+[x / e^w, x e^w], symmetric because the sign of the next source's bias is unknown:
 
-    seconds   w: quantile of |log(measured / predicted)|, of sources alike; the quantile with which
-              the mean share of a left-out source within reaches 80 %
-    memory    w: where the mean over sources of the share of runs within reaches 80 %
+    seconds   w: quantile of |log(measured / predicted)| of similar sources; the level is chosen so
+              that on average 80 % of a held-out source's runs are inside
+    memory    w: the width at which, on average over sources, 80 % of the runs are inside
 
-Alike are device generations: one that at least three sources measured, or one that fewer did. Most
-memory labels say only whether a run fitted. What share of such a source's runs needs at most e^x
-times the prediction is then the isotonic regression of "it ran" on x = log(memory / predicted).
+Sources are similar if both their device generations were measured by at least three sources, or
+both by fewer. Most memory labels record only whether a run fitted. The share of such a source's
+runs that need at most e^x times the prediction is then the isotonic regression of "it ran" on
+x = log(memory / predicted).
 
-Memory has a second, narrower width: that of stacks whose habits the calibration knows. And a
-cluster with runs of its own has the quantile of *their* errors, each left out, and of two more that
-are those of strangers: with four runs the interval is the strangers', with fifty its own.
+Memory has a second, narrower width for stacks whose allocation is calibrated. A cluster with own
+runs has the quantile of their leave-one-out errors and of two errors of the size of the published
+width: with four runs the interval is nearly the published one, with fifty it is the cluster's own.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ import numpy as np
 from moemesh.config.sources import read_preset_table
 
 LEVEL = 0.8
-#: Sources that make a device generation a well-measured one.
+#: Number of sources from which on a device generation counts as well measured.
 ENOUGH_SOURCES = 3
 
 
 class Interval(NamedTuple):
-    """Bounds of the measurement in 80 % of cases, if the next source is like those of the past."""
+    """Bounds of the measurement in 80 % of cases, if the next source resembles the past ones."""
 
     low: float
     high: float
@@ -51,7 +52,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondsErrors:
-    """Log of measured over predicted step times, of one source on one device generation."""
+    """Logs of measured over predicted step times of one source on one device generation."""
 
     source: str
     generation: str
@@ -60,8 +61,8 @@ class SecondsErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryErrors:
-    """One source: logs of measured over predicted bytes; or logs of the device's memory over the
-    predicted bytes, of runs that `ran` and of those that ran `out` of memory."""
+    """Errors of one source: logs of measured over predicted bytes; or logs of the device's memory
+    over predicted bytes, for runs that `ran` and for runs that ran `out` of memory."""
 
     source: str
     errors: tuple[float, ...] = ()
@@ -69,13 +70,13 @@ class MemoryErrors:
     out: tuple[float, ...] = ()
 
     def within(self, width: float) -> float:
-        """The share of this source's runs whose memory lies in the interval."""
+        """Share of this source's runs whose memory is in the interval."""
         if self.errors:
             return sum(abs(error) <= width for error in self.errors) / len(self.errors)
         return self._needing_at_most(width) - self._needing_at_most(-width)
 
     def _needing_at_most(self, x: float) -> float:
-        """The share of runs that need at most e^x times the prediction."""
+        """Share of runs that need at most e^x times the prediction."""
         places, shares = self._isotonic
         if x >= places[-1]:
             return 1.0
@@ -100,8 +101,8 @@ class MemoryErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """The share of every source's runs within intervals that the other sources give; `rows` is how
-    many runs of each source have an error of their own."""
+    """Share of every source's runs inside the intervals from the other sources; `rows` is the
+    number of runs of each source with an error."""
 
     by_source: Mapping[str, float]
     rows: Mapping[str, int]
@@ -120,97 +121,104 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """The widths that errors on left-out sources give."""
+    """Interval widths from the errors on held-out sources."""
 
     seconds: tuple[SecondsErrors, ...]
     memory: tuple[MemoryErrors, ...]
-    #: The same runs, predicted with the habits of their stack.
+    #: Errors of the same runs, predicted with the calibrated allocation of their stack.
     known: tuple[MemoryErrors, ...] = ()
 
     @cached_property
     def well_measured(self) -> frozenset[str]:
-        """Generations of devices that enough sources measured."""
-        names = [one.generation for one in self.seconds]
+        """Device generations with at least :data:`ENOUGH_SOURCES` sources."""
+        names = [source.generation for source in self.seconds]
         return frozenset(name for name in names if names.count(name) >= ENOUGH_SOURCES)
 
     def of_seconds(self, value: float, generation: str, own: Sequence[float] = ()) -> Interval:
-        """The interval of a step time on a device of that generation ("" is an unknown one); `own`
-        are the errors of a cluster's own runs, each left out."""
+        """Interval of a step time on a device of `generation` ("" if unknown); `own` are the
+        leave-one-out errors of a cluster's own runs."""
         return Interval.around(value, own_width(own, self.seconds_width(generation)))
 
     def of_memory(self, value: float, *, known: bool = False) -> Interval:
-        """The interval of the bytes that a device needs, under a stack that is `known` or not."""
+        """Interval of the bytes that a device needs; `known` if the stack's allocation is
+        calibrated."""
         return Interval.around(value, self.known_width if known else self.memory_width)
 
     def fits_chance(self, needed: float, capacity: float, *, known: bool = False) -> float:
-        """The chance that a device of `capacity` bytes has enough, 0 to 1: of a normal error whose
-        80 % interval is that of memory."""
+        """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with the 80 %
+        interval of memory."""
         deviation = (self.known_width if known else self.memory_width) / _NORMAL_80
         return NormalDist(0.0, deviation).cdf(log(capacity / needed))
 
     def seconds_width(
         self, generation: str, *, without: str = "", level: float | None = None
     ) -> float:
-        """Half the interval in logarithms; `without` leaves a source out, `level` is the quantile
+        """Half the interval in logarithms; `without` is a source to leave out, `level` the quantile
         of errors."""
         known = generation in self.well_measured
-        others = [one for one in self.seconds if one.source != without]
-        alike = [one for one in others if (one.generation in self.well_measured) == known]
+        others = [source for source in self.seconds if source.source != without]
+        similar = [
+            source for source in others if (source.generation in self.well_measured) == known
+        ]
         by_source: dict[str, list[float]] = {}
-        for one in alike or others:
-            by_source.setdefault(one.source, []).extend(abs(error) for error in one.errors)
+        for item in similar or others:
+            by_source.setdefault(item.source, []).extend(abs(error) for error in item.errors)
         return _quantile(by_source.values(), self._seconds_quantile if level is None else level)
 
     @cached_property
     def _seconds_quantile(self) -> float:
-        """The next source is not among those whose errors are known: a little more than 80 %."""
+        """Quantile at which held-out sources are covered to 80 %: a little above 0.8, because the
+        next source differs from the measured ones."""
         levels = (LEVEL + step / 100 for step in range(20))
         return next(
-            (one for one in levels if self.seconds_coverage(one).of_sources >= LEVEL), LEVEL
+            (level for level in levels if self.seconds_coverage(level).of_sources >= LEVEL), LEVEL
         )
 
     @cached_property
     def memory_width(self) -> float:
-        """The same of memory."""
+        """Half the memory interval in logarithms."""
         return _memory_width(self.memory)
 
     @cached_property
     def known_width(self) -> float:
-        """The same of stacks whose habits are known, wide enough for 80 % of the runs of each: a
-        mean over few sources hides the one that is off. That of any stack where none is known."""
-        return max((_memory_width([one]) for one in self.known), default=self.memory_width)
+        """Half the memory interval of stacks with a calibrated allocation. It covers 80 % of the
+        runs of each stack, because a mean over few sources hides an outlier. Without such stacks it
+        is :attr:`memory_width`."""
+        return max((_memory_width([source]) for source in self.known), default=self.memory_width)
 
     def seconds_coverage(self, level: float | None = None) -> Coverage:
-        """Each source against the widths that the others give."""
+        """Coverage of each source's step times by the widths from the other sources."""
         hits: dict[str, list[bool]] = {}
-        for one in self.seconds:
-            width = self.seconds_width(one.generation, without=one.source, level=level)
-            hits.setdefault(one.source, []).extend(abs(error) <= width for error in one.errors)
+        for item in self.seconds:
+            width = self.seconds_width(item.generation, without=item.source, level=level)
+            hits.setdefault(item.source, []).extend(abs(error) <= width for error in item.errors)
         return Coverage(
-            by_source={name: sum(found) / len(found) for name, found in hits.items()},
-            rows={name: len(found) for name, found in hits.items()},
+            by_source={name: sum(inside) / len(inside) for name, inside in hits.items()},
+            rows={name: len(inside) for name, inside in hits.items()},
         )
 
     def memory_coverage(self, *, known: bool = False) -> Coverage:
-        """The same of memory; of stacks that are `known` within the width that all of them give,
-        for nobody's habits are known without a run of theirs."""
+        """Coverage of each source's memory by the width from the other sources; `known` stacks by
+        the width from all of them, because an allocation is calibrated with the stack's own
+        runs."""
         sources = self.known if known else self.memory
         within: dict[str, float] = {}
-        for one in sources:
-            others = [other for other in sources if other is not one]
-            within[one.source] = one.within(self.known_width if known else _memory_width(others))
-        rows = {one.source: len(one.errors) or len(one.ran) + len(one.out) for one in sources}
+        for item in sources:
+            others = [other for other in sources if other is not item]
+            within[item.source] = item.within(self.known_width if known else _memory_width(others))
+        rows = {item.source: len(item.errors) or len(item.ran) + len(item.out) for item in sources}
         return Coverage(by_source=within, rows=rows)
 
 
-#: Errors of strangers among those of own runs.
+#: Number of errors of the published width that are added to those of own runs.
 _STRANGERS = 2
-#: Half the interval that holds four fifths of a normal distribution, in deviations.
+#: Half the 80 % interval of a normal distribution, in standard deviations.
 _NORMAL_80 = 1.2816
 
 
 def own_width(own: Sequence[float], strangers: float) -> float:
-    """Half the interval of a cluster with runs whose errors, left out, are `own`."""
+    """Half the interval, in logarithms, of a cluster whose runs have the leave-one-out errors
+    `own`; `strangers` is the published width."""
     if not own:
         return strangers
     sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
@@ -218,26 +226,26 @@ def own_width(own: Sequence[float], strangers: float) -> float:
 
 
 def _quantile(sources: Iterable[Sequence[float]], level: float) -> float:
-    """A quantile of numbers of which each source has the same weight in all: between the
-    middles of the steps of their distribution."""
-    rows = [(value, 1 / len(found)) for found in sources for value in found]
+    """Quantile of the numbers of all sources, with equal weight for each source, interpolated
+    between the middles of the steps of the distribution."""
+    rows = [(value, 1 / len(errors)) for errors in sources for value in errors]
     values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
     places = (np.cumsum(weights) - weights / 2) / weights.sum()
     return float(np.interp(level, places, values))
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:
-    """The least width that holds 80 % of the runs of the mean source."""
-    places = {abs(x) for one in sources for x in (*one.errors, *one.ran, *one.out)}
+    """The least width that covers 80 % of the runs on average over sources."""
+    places = {abs(x) for item in sources for x in (*item.errors, *item.ran, *item.out)}
 
     def share(width: float) -> float:
-        return sum(one.within(width) for one in sources) / len(sources)
+        return sum(item.within(width) for item in sources) / len(sources)
 
     return next((width for width in sorted(places) if share(width) >= LEVEL), max(places))
 
 
 def read_intervals(table: Mapping[str, Any]) -> Intervals:
-    """Errors of left-out sources from parsed TOML."""
+    """Intervals from parsed TOML with the errors of held-out sources."""
 
     def of(row: Mapping[str, Any]) -> dict[str, Any]:
         return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}  # pyright: ignore[reportUnknownArgumentType]
@@ -251,5 +259,5 @@ def read_intervals(table: Mapping[str, Any]) -> Intervals:
 
 @cache
 def shipped_intervals() -> Intervals:
-    """The shipped intervals, from published runs."""
+    """The packaged intervals, from published runs."""
     return read_intervals(read_preset_table("intervals", "calibration"))

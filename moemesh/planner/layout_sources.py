@@ -1,6 +1,6 @@
-"""A layout by whatever names it: a Plan, a run, ``tp=8,pp=4,…``, a packaged plan, a TOML file.
+"""Layouts from a Plan, a run, ``tp=8,pp=4,…``, a packaged plan or a TOML file.
 
-And back: a layout as a Plan, and what of it `moemesh train` refuses.
+Also the reverse: the Plan of a layout, and the parts of it that `moemesh train` refuses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moemesh.schedule.plan_schedule import step_problems
 from moemesh.sharding.parameters import tensors
 from moemesh.sharding.stages import cut_layers
 
-#: Keys that a Plan and a layout share, values included.
+#: Keys with the same name and values in a Plan and in a layout.
 _SAME = (
     *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
     "combine", "dispatch_chunks", "spare_slots", "servers", "reshard",
@@ -57,11 +57,10 @@ def from_plan(
     global_batch: int,
     dtype: Precision = "bfloat16",
 ) -> PlannedLayout:
-    """The layout of `moemesh train` under `plan`: fp32 gradients, flash attention, a loss
-    in chunks.
+    """The layout of `moemesh train` with `plan`: fp32 gradients, flash attention, a loss in chunks.
 
-    With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be, and
-    for a plan whose schedule has no name: closed forms are those of names.
+    With `model`, stages are cut as in a run. Raises ValueError for an impossible cut, and for a
+    schedule from a file or a search: closed forms exist for named schedules only.
     """
     if plan.schedule not in get_args(ScheduleName):
         raise UserError(
@@ -93,14 +92,14 @@ def from_plan(
 
 
 def plan_of(layout: PlannedLayout) -> Plan:
-    """The Plan next to a layout: equal to it where :func:`from_plan` gives the layout back."""
-    node, world, again = layout.ranks_per_node, layout.world_size, layout.recompute
-    # Where no word of a plan says what is computed again: "none", its default.
+    """The Plan nearest to a layout; it is exact if :func:`from_plan` returns the layout for it."""
+    node, world, parts = layout.ranks_per_node, layout.world_size, layout.recompute
+    # Recomputation that a plan cannot express becomes "none", its default.
     recompute: dict[str, Any] = {}
-    if again in RECOMPUTED.values():
-        recompute = {"recompute": next(w for w, parts in RECOMPUTED.items() if parts == again)}
-    elif "activation" in again and again < RECOMPUTED["selective"]:
-        recompute = {f"recompute_{part}": part in again for part in ("attention", "experts")}
+    if parts in RECOMPUTED.values():
+        recompute = {"recompute": next(w for w, named in RECOMPUTED.items() if named == parts)}
+    elif "activation" in parts and parts < RECOMPUTED["selective"]:
+        recompute = {f"recompute_{part}": part in parts for part in ("attention", "experts")}
         recompute["recompute"] = "selective"
     return Plan(
         **{name: getattr(layout, name) for name in _SAME},
@@ -110,7 +109,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         shard_group=layout.zero_group or None,
         data="parameter_server" if layout.parameter_server else DATA[layout.zero],
         **recompute,
-        # A single node is what a plan without node borders has.
+        # A plan without node borders has a single node.
         ranks_per_node=node if 0 < node < world else None,
     )
 
@@ -120,42 +119,42 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
     if model.config is None:
         return [Problem(code="not-available", key="model", message=model.why_not)]
     plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch
-    of_what_trains = model.run or RunConfig()
+    run = model.run or RunConfig()
     config = RunConfig(
         model=model.config,
         plan=plan,
         data=DataConfig(seq_len=seq_len, global_batch=batch),
-        train=of_what_trains.train.model_copy(update={"dtype": "bfloat16"}),
-        lora=of_what_trains.lora,
+        train=run.train.model_copy(update={"dtype": "bfloat16"}),
+        lora=run.lora,
     )
-    again = from_plan(plan, seq_len=seq_len, global_batch=batch)
+    expressed = from_plan(plan, seq_len=seq_len, global_batch=batch)
     same = ("ranks_per_node", "layers_per_stage", *TRAINED)
-    again = again.changed(**{name: getattr(layout, name) for name in same})
-    unsaid = [
-        plan_problem(layout, "not-available", item.name, "no key of [plan] says this", "")
+    expressed = expressed.changed(**{name: getattr(layout, name) for name in same})
+    missing = [
+        plan_problem(layout, "not-available", item.name, "[plan] has no key for this", "")
         for item in fields(layout)
-        if getattr(again, item.name) != getattr(layout, item.name)
+        if getattr(expressed, item.name) != getattr(layout, item.name)
     ]
-    return [*unsaid, *config.check(), *refusals(config), *step_problems(plan)]
+    return [*missing, *config.check(), *refusals(config), *step_problems(plan)]
 
 
-# Plans that `moemesh train` carries out as they stand: their ledger is known to the byte.
+# Plans that `moemesh train` supports without changes: their ledger is predicted to the byte.
 #
-# Others are planned all the same: their traffic comes from the closed forms of `volumes`.
+# The traffic of other plans comes from the closed forms of `volumes`.
 
 
-#: Values of plan keys with which a run enters all that it sends into its ledger.
+#: Values of plan keys with which the ledger of a run is complete.
 _ENTERED: dict[str, tuple[object, ...]] = {
     "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto"),
     "replay": (None,),
 }
-#: More forwards than this would take longer to list than anyone waits.
+#: Largest number of forwards in an exact ledger, because of the time that it takes.
 LARGEST_LEDGER = 20_000
 
 
 def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
-    """The plan with the dispatcher that `auto` stands for; or why a run of it enters a ledger that
-    is not known to the byte."""
+    """The plan with `auto` replaced by its dispatcher, if the ledger of a run with it can be
+    predicted to the byte; else the reason why not, as text."""
     for problem in refusals(RunConfig(model=model, plan=plan)):
         if problem.code != "not-available":
             return problem.message
@@ -163,7 +162,7 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
         return f"`moemesh train` does not carry out {setting} yet"
     for key, values in _ENTERED.items():
         if (value := getattr(plan, key)) not in values:
-            return f"{key} = {value} does not say what it sends"
+            return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"
     alone = plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1)
     if is_auto and not alone:
@@ -177,8 +176,8 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
 
 
 def trained_shares(config: RunConfig) -> dict[str, float | bool]:
-    """Whether adapters alone train in a run, and how many numbers train for each of the model's
-    own, dense ones and those of experts."""
+    """Layout fields on what trains in a run: whether only adapters do, and trained parameters per
+    parameter of the model, for dense weights and for experts."""
     tuning = config.tuning
     if tuning.is_full:
         return {}
@@ -206,18 +205,18 @@ PLANS = "plans"
 
 _LAYOUT_FIELDS = {item.name: item for item in fields(PlannedLayout)}
 _KNOWN = tuple(dict.fromkeys([*Plan.model_fields, *_LAYOUT_FIELDS]))
-#: Set by the command, not by a plan.
+#: Keys that the command sets instead of a plan.
 _BATCH = ("seq_len", "global_batch")
 _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 
-#: Keys of a Plan that a layout says in its own way.
+#: Keys of a Plan that are other fields of a layout.
 _TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
 
 
 class ReadLayout(NamedTuple):
-    """A layout, and the Plan that says the same to `moemesh train` (None: no plan can). `unread`
-    are keys of [plan] that were given and that no formula of the planner reads."""
+    """A layout, and the equivalent Plan for `moemesh train`, if any. `unread` are given keys of
+    [plan] that no formula of the planner uses."""
 
     layout: PlannedLayout
     plan: Plan | None
@@ -225,7 +224,7 @@ class ReadLayout(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that was given, as ``--plan`` reads it back, sequence and batch with it."""
+        """All given keys as text for ``--plan``, with sequence length and batch."""
         rest = (f"{name}={shown(value)}" for name, value in self.unread.items())
         return ",".join([self.layout.key, *rest])
 
@@ -237,12 +236,12 @@ def read_plan(
     global_batch: int | None = None,
     model: Model | None = None,
 ) -> ReadLayout:
-    """The layout that `source` names, for a sequence length and a batch: key=value pairs, a
-    packaged plan, a TOML file, or a table of keys such as `plan --json` prints.
+    """The layout of `source` for a sequence length and a batch: key=value pairs, a packaged plan, a
+    TOML file, or a table of keys such as `plan --json` prints.
 
-    Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences a microbatch) and
-    `microbatches` (how many) say the same thing: give one. Raises ConfigError with every problem
-    found, those with `model` among them.
+    Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences per microbatch) and
+    `microbatches` (their number) exclude each other. Raises ConfigError with every problem,
+    including those with `model`.
     """
     table = plan_table(source)
     batch: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch}
@@ -261,35 +260,35 @@ def read_plan(
     known = {key: value for key, value in table.items() if key in _KNOWN}
     planned = None
     try:
-        # Broken numbers of the batch leave the rest to be checked with harmless ones.
+        # If the batch is invalid, the other keys are checked with legal numbers in its place.
         legal = smallest_batch(known) if problems else batch["global_batch"]
         is_broken = any(problem.key == "seq_len" for problem in problems)
         sequence = 1 if is_broken else batch["seq_len"]
-        # Parts that recomputation names one by one ("norm+moe"); None: what a Plan can say.
-        parts, again = None, known.get("recompute", "none")
-        if isinstance(again, str) and again not in _RECOMPUTE_CHOICES:
-            parts = frozenset(part.strip() for part in again.split("+"))
+        # Recomputed parts of a list like "norm+moe"; None for a value of plan.recompute.
+        parts, recompute = None, known.get("recompute", "none")
+        if isinstance(recompute, str) and recompute not in _RECOMPUTE_CHOICES:
+            parts = frozenset(part.strip() for part in recompute.split("+"))
             if unknown := sorted(parts - set(RECOMPUTABLE)):
                 message = f"`{unknown[0]}` names nothing that can be recomputed"
                 fix = nearest_choice(unknown[0], (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:]))
-                problem = Problem.of("not-a-choice", "plan.recompute", again, message, fix)
+                problem = Problem.of("not-a-choice", "plan.recompute", recompute, message, fix)
                 raise ConfigError([problem])
         dtype = known.get("dtype", "bfloat16")
         beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
         is_plan = not beyond and parts is None
-        own, config = dict(known), None if model is None else model.config
-        # Keys of a Plan are translated first, but for a recomputation that it has no word for; a
-        # microbatch is of one sequence where nothing is said of it.
+        plan_keys, config = dict(known), None if model is None else model.config
+        # Keys of a Plan are translated first, except for a list of recomputed parts. The default of
+        # a microbatch is one sequence.
         if parts is not None:
-            del own["recompute"]
-        if not is_plan and "microbatches" in own:
-            own.pop("microbatch", None)
+            del plan_keys["recompute"]
+        if not is_plan and "microbatches" in plan_keys:
+            plan_keys.pop("microbatch", None)
         elif not is_plan:
-            own.setdefault("microbatch", 1)
-        said = _plan(own, legal, sequence if is_plan else None)
-        if not is_plan or (config is not None and said.num_stages > config.num_layers):
+            plan_keys.setdefault("microbatch", 1)
+        plan = _plan(plan_keys, legal, sequence if is_plan else None)
+        if not is_plan or (config is not None and plan.num_stages > config.num_layers):
             config = None
-        layout = from_plan(said, config, seq_len=sequence, global_batch=legal, dtype=dtype)
+        layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
         if not is_plan:
             layout = _changed(layout, known, layout.recompute if parts is None else parts)
         unread: dict[str, object] = {
@@ -297,9 +296,9 @@ def read_plan(
             for name, item in Plan.model_fields.items()
             if name not in _LAYOUT_FIELDS
             and name not in _TRANSLATED
-            and (value := getattr(said, name)) != item.default
+            and (value := getattr(plan, name)) != item.default
         }
-        planned = ReadLayout(layout, said if is_plan else None, unread)
+        planned = ReadLayout(layout, plan if is_plan else None, unread)
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
@@ -318,7 +317,7 @@ def smallest_batch(source: str | Mapping[str, Any]) -> int:
 
 
 def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Keys and values of what names a plan. Raises ConfigError for what cannot be read."""
+    """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
     if not isinstance(source, str):
         return dict(source)
     if source in preset_names(PLANS):
@@ -335,7 +334,7 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
             message = unreadable(error)
             raise ConfigError([Problem.of("syntax", "plan", source, message)]) from None
         return dict(cast("dict[str, Any]", table.get("plan", table)))
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     problems: list[Problem] = []
     # Split at commas outside of brackets.
     parts, depth = [""], 0
@@ -350,51 +349,52 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         if not equals or not key or not text:
             message = "a plan is a list of key=value, with commas between"
             problems.append(Problem.of("syntax", "plan", part, message, 'such as "tp=8,pp=4"'))
-        elif key in found:
+        elif key in pairs:
             problems.append(Problem.of("duplicate", key, text, f"{key} is given twice", "keep one"))
         else:
             value = parse_value(text, key, "--plan")
             if key == "layers_per_stage" and re.fullmatch(r"\d+(-\d+)*", text):
-                value = [int(size) for size in text.split("-")]  # no bracket for a shell to read
+                value = [int(size) for size in text.split("-")]  # dashes need no shell quoting
             if isinstance(value, Problem):
                 problems.append(value)
             else:
-                found[key] = value
+                pairs[key] = value
     if problems:
         raise ConfigError(problems)
-    return found
+    return pairs
 
 
 def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[Problem]:
-    """Broken numbers of a batch; and every replica must run the same number of equal
-    microbatches."""
-    found: list[Problem] = []
+    """Problems of a batch: invalid numbers, and replicas or microbatches of different sizes."""
+    problems: list[Problem] = []
     for name in _BATCH:
         value = batch[name]
         option = f"--{name.replace('_', '-')}"
         if value is None:
-            found.append(Problem.of("missing", name, None, "it must be given", f"{option} NUMBER"))
+            problems.append(
+                Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
+            )
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
-            found.append(Problem.of("out-of-range", name, value, message, f"{option} 1"))
+            problems.append(Problem.of("out-of-range", name, value, message, f"{option} 1"))
         elif value > LARGEST_SIZE:
             message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
-            found.append(Problem.of("out-of-range", name, value, message, fix))
+            problems.append(Problem.of("out-of-range", name, value, message, fix))
     key, each = "plan.microbatch", table.get("microbatch", 1)
     if isinstance(each, int) and each < 1:
         message = f"a microbatch is at least 1 sequence, not {each}"
-        found.append(Problem.of("out-of-range", key, each, message, "microbatch = 1"))
+        problems.append(Problem.of("out-of-range", key, each, message, "microbatch = 1"))
     if "microbatch" in table and "microbatches" in table:
-        message = "microbatch (sequences each) and microbatches (how many) say the same thing"
-        found.append(Problem.of("conflict", key, None, message, "keep one of them"))
+        message = "microbatch (sequences each) and microbatches (their number) exclude each other"
+        problems.append(Problem.of("conflict", key, None, message, "keep one of them"))
     name = "microbatch" if "microbatch" in table else "microbatches"
     dp, value, global_batch = table.get("dp", 1), table.get(name, 1), batch["global_batch"]
     numbers = dp, table.get("microbatch", 1), table.get("microbatches", 1)
-    if any(problem.key != "seq_len" for problem in found) or not all(
+    if any(problem.key != "seq_len" for problem in problems) or not all(
         isinstance(number, int) and not isinstance(number, bool) and number >= 1
         for number in numbers
     ):
-        return found  # the checks of the keys themselves name the rest
+        return problems  # the checks of the keys report the rest
 
     def near(legal: str, step: int) -> str:
         below, above = global_batch // step * step, -(-global_batch // step) * step
@@ -404,15 +404,15 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
     if global_batch % dp:
         message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
         fix = near(f"dp = {nearest_divisors(global_batch, dp)}", dp)
-        found.append(Problem.of("not-divisible", "plan.dp", dp, message, fix))
+        problems.append(Problem.of("not-divisible", "plan.dp", dp, message, fix))
     elif share % value:
         message = (
             f"{name} ({value}) must divide the sequences of a replica "
             f"({global_batch} / dp {dp} = {share})"
         )
         fix = near(f"{name} = {nearest_divisors(share, value)}", dp * value)
-        found.append(Problem.of("not-divisible", f"plan.{name}", value, message, fix))
-    return found
+        problems.append(Problem.of("not-divisible", f"plan.{name}", value, message, fix))
+    return problems
 
 
 def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:
@@ -425,7 +425,7 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
         raise ConfigError(broken)
     problems = plan.check(seq_len=seq_len)
     if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
-        # A layout cannot be made of broken degrees.
+        # A layout needs legal degrees.
         raise ConfigError(problems)
     if (dtype := table.get("dtype", "bfloat16")) not in ELEMENT_BYTES:
         problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
@@ -442,9 +442,9 @@ def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
 def _changed(
     base: PlannedLayout, table: Mapping[str, Any], recompute: frozenset[str]
 ) -> PlannedLayout:
-    """The layout with the fields that a Plan does not have."""
-    own = _LAYOUT_FIELDS.keys() - Plan.model_fields.keys()
-    values = {key: value for key, value in table.items() if key in own}
+    """The layout with those fields of `table` that a Plan lacks."""
+    extra = _LAYOUT_FIELDS.keys() - Plan.model_fields.keys()
+    values = {key: value for key, value in table.items() if key in extra}
     problems: list[Problem] = []
     for key, value in values.items():
         default: object = _LAYOUT_FIELDS[key].default

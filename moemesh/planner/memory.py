@@ -1,4 +1,4 @@
-"""Bytes of one pipeline rank: all that a step must hold, the allocator's peak, the KV cache.
+"""Bytes of one pipeline rank: required tensors of a step, the allocator's peak, the KV cache.
 
 Model states, bytes per parameter that a rank holds after tp, pp, ep and etp have cut the model:
 
@@ -11,13 +11,13 @@ Model states, bytes per parameter that a rank holds after tp, pp, ep and etp hav
 | parameter server | w | g | o / S on a server, 0 on others |
 
 w = 2, g = 4, o = 12 is Megatron's mixed precision (18 bytes), g = 2 the ZeRO paper's (16). N is
-dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts: two sums, never one. S of them
-serve; the most loaded rank is a server.
+dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts, which are summed separately. S of
+the N ranks are servers; the most loaded rank is a server.
 
-Activations of a rank are its stages' (:class:`KeptTensor`) times the microbatches of each that it
-keeps at once, and weights times the versions that it stores; both are facts of the schedule
-(:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one entry a layout:
-a search weighs the layouts of a family with the same formulas in one call.
+Activations of a rank are its stages' (:class:`KeptTensor`) times the microbatches of each in
+flight, and weights are multiplied by the versions that it stores; both numbers come from the
+schedule (:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one entry
+per layout: a search evaluates the layouts of a family with the same formulas in one call.
 
 Sources: arXiv:1910.02054 (ZeRO), arXiv:2205.05198 (activations), arXiv:2104.04473 (interleaving),
 arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
@@ -56,13 +56,13 @@ from moemesh.trace.memory_profile import LOGITS, MemoryProfile, logits_per_token
 # with h grow.
 
 
-#: What divides bytes: see :class:`ActivationBytes`.
+#: Kind of division of bytes over ranks, a field of :class:`ActivationBytes`.
 Cut = Literal["tokens", "width", "routed"]
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes per token by what divides them: `tokens` by tp with sequence parallelism alone,
-    `width` by tp, `routed` by tp with sequence parallelism and multiplied by the load imbalance.
+    """Bytes per token by their division over ranks: `tokens` is divided by tp only with sequence
+    parallelism, `width` always by tp, `routed` like `tokens` and multiplied by the load imbalance.
     """
 
     tokens: float = 0.0
@@ -78,16 +78,16 @@ class ActivationBytes(NamedTuple):
 
 
 class KeptTensor(NamedTuple):
-    """Bytes per token that an operation keeps: what divides them (a field of `ActivationBytes`),
-    and the words of a layout's recomputation under which they are made again instead."""
+    """Bytes per token that an operation keeps, with their division over ranks. They are recomputed
+    instead if the layout's recomputation includes one of `recomputed_by`."""
 
     cut: Cut
     size: float
-    again: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
 
 
 def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
-    """All that the attention block and the MLP of one layer keep."""
+    """All kept tensors of the attention block and the MLP of one layer."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
     has_dropout = shape.dropout if layout.dropout is None else layout.dropout
     for _ in ("attention", "mlp"):
@@ -100,7 +100,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
             yield KeptTensor("tokens", hidden)
     is_latent = shape.attention == "mla"
     projected = w * (shape.query_width + shape.kv_width + shape.value_width)
-    # The low ranks before and behind their norms; the expansion is made of them.
+    # The low ranks before and after their norms.
     low = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.qk_rotary_head_dim
     yield KeptTensor("tokens", w * low * is_latent)
     yield KeptTensor("width", projected, ("mla_up",) if is_latent else ())
@@ -112,10 +112,10 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
     if layout.attention_kernel == "flash":
         yield KeptTensor("width", 4 * heads)
     else:
-        # The scores, masked where there is a window, and what dropout keeps of them.
+        # The scores (masked by the window, if any), and dropout's copy and mask of them.
         each = 2 * w + 1 if has_dropout else w
         yield KeptTensor("width", each * layout.seq_len * heads, ("attention",))
-    #: MLPs without their input: (what divides them, copies of a token, width, made again under).
+    #: MLPs without their input: (division over ranks, copies of a token, width, recomputed by).
     mlps: list[tuple[Cut, float, int, tuple[str, ...]]] = []
     if moe:
         copies = routed_copies(shape, layout)
@@ -126,14 +126,14 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
     else:
         mlps.append(("width", 1, shape.intermediate_size, ()))
     unfused = shape.gated and not layout.fused_activation
-    for cut, copies, width, again in mlps:
+    for cut, copies, width, recomputed_by in mlps:
         inner = copies * (w * width)
-        yield KeptTensor(cut, (2 if shape.gated else 1) * inner, again)
-        yield KeptTensor(cut, (1 + unfused) * inner, (*again, "activation"))
+        yield KeptTensor(cut, (2 if shape.gated else 1) * inner, recomputed_by)
+        yield KeptTensor(cut, (1 + unfused) * inner, (*recomputed_by, "activation"))
 
 
 def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
-    """Rows per token at the experts: k, at most the capacity where choices are dropped."""
+    """Rows per token at the experts: k, or at most the capacity if choices are dropped."""
     k = float(shape.experts_per_token)
     return min(k, k * layout.capacity_factor) if layout.capacity_factor else k
 
@@ -153,28 +153,28 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
         routed = routed_copies(shape, layout) * w * (shape.expert_intermediate_size + hidden)
         width += w * shape.shared_intermediate_size
         return ActivationBytes(tokens=2 * w * hidden, width=width, routed=routed)
-    found = dict.fromkeys(ActivationBytes._fields, 0.0)
+    sums = dict.fromkeys(ActivationBytes._fields, 0.0)
     for kept in kept_tensors(shape, kind.moe, layout):
-        if layout.recompute.isdisjoint(kept.again):
-            found[kept.cut] = found[kept.cut] + kept.size
+        if layout.recompute.isdisjoint(kept.recomputed_by):
+            sums[kept.cut] = sums[kept.cut] + kept.size
     if shape.counted:
-        return ActivationBytes(tokens=shape.counted[kind.moe].kept_bytes, routed=found["routed"])
-    return ActivationBytes(**found)
+        return ActivationBytes(tokens=shape.counted[kind.moe].kept_bytes, routed=sums["routed"])
+    return ActivationBytes(**sums)
 
 
-#: Bytes per logit at a loss that holds all logits: the logits, their fp32 softmax, its gradient.
+#: Bytes per logit of a loss with all logits: the logits, their fp32 softmax, its gradient.
 WHOLE_LOGIT_BYTES = {"fused": 6.0, "plain": 14.0}
 
 
 def chunk_bytes(shape: ModelShape, layout: PlannedLayout) -> Number:
-    """Bytes of logits that the loss of `moemesh train` holds at one time."""
+    """Peak bytes of logits in the chunked loss of `moemesh train`."""
     per_token = logits_per_token(shape.vocab_size / layout.tp, minimum)
     return layout.element_bytes * layout.tokens * per_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank of pipeline rank `rank`, each part at its own largest."""
+    """Bytes of one rank of pipeline rank `rank`, each part at its own maximum."""
 
     rank: int
     dense_weights: float
@@ -188,7 +188,7 @@ class RankMemory:
 
     @cached_property
     def states(self) -> float:
-        """Weights, gradients and optimizer."""
+        """Bytes of weights, gradients and optimizer."""
         return self.dense_weights + self.expert_weights + self.gradients + self.optimizer
 
     @property
@@ -197,8 +197,8 @@ class RankMemory:
 
     @classmethod
     def of(cls, profile: MemoryProfile, rank: int) -> RankMemory:
-        """The profile of a rank of our own runs; copies of its weights are weights, and what a
-        step gathers or could take back is in buffers."""
+        """Memory of a rank of our own runs, from its profile: older weight versions are weights,
+        gathered weights and snapshots are buffers."""
         logits = profile.activation_kinds.get(LOGITS, 0)
         return cls(
             rank=rank,
@@ -219,66 +219,69 @@ def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightC
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
     whole, ends = layout.attention_exit == "all_to_all", end_weights(shape)
-    found = WeightCounts()
+    weights = WeightCounts()
     for kind, number in content.kinds.items():
-        found = found.plus(layer_weights(shape, kind.moe, whole), number)
+        weights = weights.plus(layer_weights(shape, kind.moe, whole), number)
     if content.has_embedding:
-        found = found.plus(ends["embedding"])
+        weights = weights.plus(ends["embedding"])
     if content.has_head:
-        found = found.plus(ends["norms"]).plus(ends["head"])
-        found = found.plus(ends["mtp"], shape.num_mtp_layers)
+        weights = weights.plus(ends["norms"]).plus(ends["head"])
+        weights = weights.plus(ends["mtp"], shape.num_mtp_layers)
         if not content.has_embedding and (shape.tied_embeddings or shape.num_mtp_layers):
             # A copy of the table: tied with the first stage, or read by the extra layers.
-            found = found.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
-    return found
+            weights = weights.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
+    return weights
 
 
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
-    """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each of
-    its stages."""
+    """Peak bytes that pipeline rank `rank` keeps, if a microbatch keeps `kept` on each of its
+    stages."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    # Numbers of microbatches vary along the first axis alone; many of them keep the same alive.
+    # The number of microbatches varies along the first axis only, and many numbers have the same
+    # microbatches in flight.
     column, step = np.ravel(layout.microbatches), pipeline_step(layout, 1)
     groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
     for count in np.unique(column).tolist():
         groups.setdefault(alive(step.of(count))[rank], []).append(count)
-    found = np.zeros(np.broadcast_shapes(*map(np.shape, (layout.microbatches, *kept))))
+    held_bytes = np.zeros(np.broadcast_shapes(*map(np.shape, (layout.microbatches, *kept))))
     for moments, same in groups.items():
         rows = np.isin(column, same, kind="table")
-        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
-    return found
+        held_bytes[rows] = _most(
+            moments, [np.broadcast_to(size, held_bytes.shape)[rows] for size in kept]
+        )
+    return held_bytes
 
 
 def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
     most: Number = 0.0
     for counts in moments:
         now: Number = 0.0
-        for count, one in zip(counts, kept, strict=True):
-            now = now + count * one
+        for count, size in zip(counts, kept, strict=True):
+            now = now + count * size
         most = maximum(most, now)
     return most
 
 
 class ChunkBytes:
-    """Activation bytes of chunks of layers under one layout: worked out once for all its ranks,
-    of which most have the same chunks.
+    """Activation bytes of chunks of layers under one layout, cached because most of its ranks have
+    the same chunks.
 
-    ``once`` of a layer is kept from its forward to its backward, ``whole`` is held while its
-    backward runs. `habits`: bytes of one microbatch on one rank that are there for a layer's
-    tensors; those of the tensors themselves by default.
+    ``once`` bytes of a layer are kept from its forward to its backward, ``whole`` bytes exist while
+    its backward runs. `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by
+    default it is their size.
     """
 
     def __init__(
         self,
         shape: ModelShape,
         layout: PlannedLayout,
-        habits: Callable[[ActivationBytes], Number] | None = None,
+        allocated: Callable[[ActivationBytes], Number] | None = None,
     ) -> None:
         bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
         exact = partial(ActivationBytes.on_rank, layout=layout)
-        as_whole = habits or exact
-        # Of a layer that is computed again as a whole nothing is kept but its input.
+        as_whole = allocated or exact
+        # A layer that is recomputed as a whole keeps only its input.
         at_once = exact if "full" in layout.recompute else as_whole
 
         @cache
@@ -293,7 +296,7 @@ class ChunkBytes:
         self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
-        """What the layers of a chunk keep when only `limit` of them are computed again."""
+        """Bytes kept by the layers of a chunk if at most `limit` of them are recomputed."""
         key = (*layers.items(), limit)
         if key not in self._chunks:
             total: Number = 0.0
@@ -310,14 +313,14 @@ class ChunkBytes:
 def _rank_states(
     shape: ModelShape, layout: PlannedLayout, rank: int
 ) -> tuple[WeightCounts, dict[str, Number]]:
-    """Weights of a rank before they are cut, and bytes of its weights, gradients and optimizer."""
+    """Uncut weights of a rank, and bytes of its weights, gradients and optimizer."""
     weights = rank_weights(shape, layout, rank)
     dense, expert = weights.on_rank(layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
-    # Ranks that share weights, gradients and optimizer states: ZeRO cuts from 3, 2 and 1 on.
+    # ZeRO 1 cuts optimizer states, ZeRO 2 also gradients, ZeRO 3 also weights.
     shards = layout.dense_shards, layout.expert_shards
     cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))
     if layout.parameter_server:
@@ -337,8 +340,8 @@ def rank_memory(
     chunks: ChunkBytes | None = None,
     states: tuple[WeightCounts, dict[str, Number]] | None = None,
 ) -> RankMemory:
-    """Every part of one pipeline rank's memory, on its most loaded member; `chunks` and `states`:
-    those of the layout, where they are known."""
+    """Every part of one pipeline rank's memory, on its most loaded member. `chunks` and `states`
+    are the layout's, if already computed."""
     chunks = chunks or ChunkBytes(shape, layout)
     weights, state_bytes = states or _rank_states(shape, layout, rank)
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
@@ -386,7 +389,7 @@ def rank_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """First, last and worst pipeline rank, and all of them."""
+    """Memory of all pipeline ranks, with the first, the last and the worst."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -410,12 +413,12 @@ def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
     return MemoryEstimate(ranks=tuple(ranks))
 
 
-# Peak of the allocator on the worst rank: exact tensors, and what a framework adds to them.
+# Peak of the allocator on the worst rank: exact tensors and a framework's overhead.
 #
-# Above are the tensors that a step must hold. A framework holds more: the working set of the layer
-# that runs, unfused or gathered copies, the gradient of a large matrix before it is added up,
-# libraries. An :class:`Allocation` names those habits with a handful of numbers per software stack;
-# they are calibrated, the tensors are not.
+# The formulas above count tensors that every step must hold. A framework holds more: the working
+# set of the running layer, unfused or gathered copies, the gradient of a large matrix before it is
+# accumulated, libraries. An :class:`Allocation` describes this overhead by a few calibrated numbers
+# per software stack.
 
 
 GIB = 2**30
@@ -423,7 +426,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Memory that a software stack keeps beside the tensors that every stack must keep.
+    """Memory that a software stack keeps in addition to the required tensors.
 
     Defaults are those of Megatron with fused kernels, as measured with
     ``torch.cuda.max_memory_allocated``.
@@ -432,38 +435,39 @@ class Allocation:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     fused_activation: bool = True
-    #: Times the kept activations.
+    #: Factor on the kept activations.
     activation_scale: float = 1.0
-    #: Microbatches that a pipeline holds beyond its schedule's (received, not yet released).
+    #: Microbatches in flight beyond those of the schedule (received, not yet released).
     extra_in_flight: float = 0.0
     #: Whole layers that exist while one runs forward or backward.
     working_layers: float = 0.0
-    #: Share of the norm outputs that stays gathered in spite of sequence parallelism.
+    #: Share of the norm outputs that stays gathered despite sequence parallelism.
     gathered_norms: float = 0.0
-    #: Bytes per channel of norms in fp32, beyond the two copies that are always counted.
+    #: Bytes per channel of norms in fp32, in addition to the two copies that are always counted.
     unfused_norm_bytes: float = 0.0
-    #: Bytes per attention score kept, and of the scores being worked on, by kind of kernel.
+    #: Bytes per kept attention score, and per score in the working set, by kind of kernel.
     fused_score_bytes: float = 5.0
     eager_score_bytes: float = 5.0
     fused_score_work: float = 0.0
     eager_score_work: float = 0.0
-    #: Bytes per logit on a rank, and per logit of the whole vocabulary where it is gathered.
+    #: Bytes per logit on a rank, and per logit of the whole vocabulary if logits are gathered.
     logit_bytes: float = 4.0
     gathered_logit_bytes: float = 0.0
-    #: Bytes per weight of the largest matrix of the last layer, and of the head.
+    #: Bytes per weight for an additional gradient of the last layer's largest matrix, and of the
+    #: head.
     layer_gradient_bytes: float = 4.0
     head_gradient_bytes: float = 2.0
-    #: Bytes per weight that FSDP keeps whole through a pipelined step: gathered weights, gradients.
+    #: Bytes per weight that FSDP keeps unsharded in a pipelined step: gathered weights, gradients.
     whole_bytes: float = 0.0
-    #: Libraries, communicators, fragmentation: in no allocator statistic, but in the device.
+    #: Device bytes outside of allocator statistics: libraries, communicators, fragmentation.
     workspace_bytes: float = 2.0 * GIB
-    #: The part of the device's memory that a job gets.
+    #: Share of the device's memory that a job may use.
     usable_share: float = 0.985
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Bytes that the allocator of the worst rank reports, and that the device must have."""
+    """Bytes that the allocator of the worst rank reports, and bytes that the device needs."""
 
     rank: int
     allocated: float
@@ -474,35 +478,35 @@ class PeakMemory:
     working: float
 
     def fits(self, memory_bytes: float, usable_share: float = 1.0) -> bool:
-        """Whether a device of so much memory can run it."""
+        """Whether a device with `memory_bytes` can run the layout."""
         return bool(self.needed <= memory_bytes * usable_share)
 
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
-    """The worst pipeline rank."""
+    """Peak memory of the worst pipeline rank."""
     return max(_peaks(shape, layout, allocation, {}), key=lambda peak: peak.needed)
 
 
 def needed_bytes(
     shape: ModelShape, layouts: Sequence[PlannedLayout], allocation: Allocation
 ) -> list[Number]:
-    """Bytes that a device must have, of layouts that differ in ZeRO, attention exit and what is
-    computed again; their numbers may be columns."""
+    """Bytes that a device needs for each of `layouts`, which differ in ZeRO, attention exit and
+    recomputation; their numbers may be columns."""
     known: dict[object, Any] = {}
     peaks = (_peaks(shape, layout, allocation, known) for layout in layouts)
-    return [reduce(maximum, (peak.needed for peak in found), 0.0) for found in peaks]
+    return [reduce(maximum, (peak.needed for peak in ranks), 0.0) for ranks in peaks]
 
 
 def _peaks(
     shape: ModelShape, layout: PlannedLayout, allocation: Allocation, known: dict[object, Any]
 ) -> Iterator[PeakMemory]:
-    """The peaks of the ranks one of which is the worst. `known`: what other layouts share, states
-    those with the same ZeRO and exit, activations those that compute the same again."""
-    habitual = ("gradient_bytes", "optimizer_bytes", "fused_activation")
-    layout = with_values(layout, **{name: getattr(allocation, name) for name in habitual})
+    """Peaks of the ranks that may be the worst. `known` is a cache shared by layouts: states for
+    equal ZeRO and exit, activations for equal recomputation."""
+    of_stack = ("gradient_bytes", "optimizer_bytes", "fused_activation")
+    layout = with_values(layout, **{name: getattr(allocation, name) for name in of_stack})
     hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
     is_full = "full" in layout.recompute
-    # What a stack keeps of layers beyond their tensors: norms, and scores; and scores at work.
+    # Overhead of a stack per layer: norms, kept scores, and scores in the working set.
     extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
     shards = layout.tp if layout.sequence_parallel else 1
     gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
@@ -514,20 +518,20 @@ def _peaks(
         counted = tokens * layout.seq_len * shape.num_heads / layout.tp
         score_bytes = (getattr(allocation, f"{name}_score_bytes") - w) * counted
 
-    def habits(tensors: ActivationBytes) -> Number:
-        found = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + gathered
-        return allocation.activation_scale * (found + score_bytes)
+    def layer_bytes(tensors: ActivationBytes) -> Number:
+        size = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + gathered
+        return allocation.activation_scale * (size + score_bytes)
 
-    if (again := layout.recompute) not in known:
-        known[again] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, habits)
-    tensors, chunks = known[again]
+    if (recompute := layout.recompute) not in known:
+        known[recompute] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, layer_bytes)
+    tensors, chunks = known[recompute]
     stages = Stages.of(shape, layout, microbatches=1)
     for rank in worst_ranks(stages):
         content = stages.contents[rank]
         if (key := (rank, layout.zero, layout.attention_exit)) not in known:
             known[key] = _rank_states(shape, layout, rank)
         exact = rank_memory(shape, layout, rank, tensors, known[key])
-        if (rank, again) not in known:
+        if (rank, recompute) not in known:
             kept = [chunks.chunk(chunk) for chunk in content.chunks]
             working: Number = 0.0
             for kind in content.kinds:
@@ -535,7 +539,7 @@ def _peaks(
                 work = whole if is_full else 0.0
                 working = maximum(working, work + allocation.working_layers * whole + score_work)
             if content.kinds and not layout.adapters:
-                # The gradient of the largest matrix of a layer exists once more.
+                # The gradient of the largest matrix of a layer exists twice.
                 matrix = (2 if shape.gated else 1) * hidden
                 if list(content.kinds)[-1].moe:
                     matrix = matrix * shape.expert_intermediate_size / layout.etp
@@ -556,10 +560,10 @@ def _peaks(
             activations = held(layout, rank, kept)
             if layout.pp > 1:
                 activations = activations + allocation.extra_in_flight * sum(kept)
-            known[rank, again] = activations, logits, working
-        activations, logits, working = known[rank, again]
+            known[rank, recompute] = activations, logits, working
+        activations, logits, working = known[rank, recompute]
         if layout.zero >= 3 and is_full:
-            # The loss is over before the first layer runs backward.
+            # The loss is freed before the first layer runs backward.
             logits, working = maximum(logits, working), 0.0
         buffers = exact.buffers if layout.zero >= 3 else 0.0
         allocated = exact.states + activations + logits + working + buffers
@@ -569,7 +573,7 @@ def _peaks(
         yield PeakMemory(
             rank=rank,
             allocated=allocated,
-            # What a step must hold is a floor, whatever the habits of a stack say.
+            # The required tensors of a step are a lower bound.
             needed=maximum(allocated + allocation.workspace_bytes, exact.total),
             states=exact.states,
             activations=activations,
@@ -580,8 +584,8 @@ def _peaks(
 
 @lru_cache(maxsize=4096)
 def worst_ranks(stages: Stages) -> tuple[int, ...]:
-    """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
-    whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
+    """Pipeline ranks one of which needs the most memory, for any other degrees: no other rank
+    exceeds them in layers, microbatches in flight and versions of weights with equal ends."""
     step = stages.step
     if step.ranks == 1:
         return (0,)
@@ -589,18 +593,19 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
     moments = alive(many)
 
     def exceeds(rival: int, rank: int) -> bool:
-        mine, theirs = stages.contents[rank], stages.contents[rival]
+        content, rival_content = stages.contents[rank], stages.contents[rival]
         return (
-            (mine.has_embedding, mine.has_head) == (theirs.has_embedding, theirs.has_head)
+            (content.has_embedding, content.has_head)
+            == (rival_content.has_embedding, rival_content.has_head)
             and all(
                 number <= other.get(kind, 0)
-                for own, other in zip(mine.chunks, theirs.chunks, strict=True)
-                for kind, number in own.items()
+                for chunk, other in zip(content.chunks, rival_content.chunks, strict=True)
+                for kind, number in chunk.items()
             )
             and weight_copies(many, rank) <= weight_copies(many, rival)
             and all(
-                any(all(a <= b for a, b in zip(own, one, strict=True)) for one in moments[rival])
-                for own in moments[rank]
+                any(all(a <= b for a, b in zip(now, then, strict=True)) for then in moments[rival])
+                for now in moments[rank]
             )
         )
 
@@ -613,34 +618,34 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
 
 # Bytes of the key-value cache of a model that generates.
 #
-# Per token: GQA 2 L h_kv w, MLA L (r_kv + d_r) w: the latent and the rotary key stand for all
-# heads. ``4 b L h (s + n)`` is the multi-head 16-bit case.
+# Bytes per token: GQA 2 L h_kv w; MLA L (r_kv + d_r) w, because all heads share the latent and the
+# rotary key. ``4 b L h (s + n)`` is the multi-head 16-bit case.
 
 
 class CacheSize(NamedTuple):
-    """Sequences of a batch, and tokens of each: the prompt's s and the n that are generated."""
+    """Number of sequences, and tokens of each: s of the prompt plus n generated ones."""
 
     batch: int
     tokens: int
 
 
 def read_cache_size(text: str) -> CacheSize:
-    """A size as a user writes it: "32x4096", "32x4k". Raises ConfigError."""
+    """The size in a user's text: "32x4096", "32x4k". Raises ConfigError."""
     parts = text.lower().replace("×", "x").split("x")
     try:
         numbers = [read_tokens(part, 1024) for part in parts]
     except ConfigError:
         numbers = []
     if len(numbers) != 2 or not all(n <= LARGEST_SIZE and n == int(n) for n in numbers):
-        message = "a cache is of so many sequences of so many tokens (prompt and answer), from 1"
+        message = "a cache has at least 1 sequence of at least 1 token (prompt and answer)"
         fix = "such as --kv-cache 32x4096"
         raise ConfigError([Problem.of("out-of-range", "kv_cache", text, message, fix)])
     return CacheSize(*map(int, numbers))
 
 
 def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int) -> int:
-    """Bytes of the cache of `batch` sequences of `tokens` (s + n: the prompt and what is generated)
-    over all ranks, in 16 bit; a layer with a window keeps that many of the last ones."""
+    """Bytes of the cache of `batch` sequences of `tokens` (s + n: prompt and generated tokens) over
+    all ranks, in 16 bit; a layer with a window keeps only the last tokens of it."""
     each = 2 * shape.num_kv_heads * shape.head_dim
     if shape.attention == "mla":
         each = shape.kv_lora_rank + shape.qk_rotary_head_dim

@@ -1,4 +1,4 @@
-"""Exact parameter counts, by part and by how a layout may cut them; FLOPs of one token, of a step.
+"""Exact parameter counts by part and by possible cut; FLOPs of one token and of a step.
 
 | part | count (h hidden, a heads, d head size, f width, E experts) |
 |---|---|
@@ -17,9 +17,9 @@ One multiply-add is 2 FLOPs. Per token, forward:
     F = 2 (attention + active MLP + router parameters that multiply) + 2 h V
         + sum over layers of 2 s_eff a (d_qk + d_v)
 
-s_eff is s in the *full* convention and s/2 in the *causal* one, as it is published (a query sees
-(s + 1)/2 keys on average, itself included; nobody counts the half); a window caps what a token
-sees. Training is 3 F (the backward costs two forwards). Hardware FLOPs add what is computed again.
+s_eff is s in the *full* convention and s/2 in the *causal* one, as published (the exact mean is
+(s + 1)/2 keys per query, itself included); a window is an upper limit of it. Training is 3 F (the
+backward costs two forwards). Hardware FLOPs include recomputation.
 Sources: the models' papers and released configurations; arXiv:2104.04473 appendix, arXiv:2204.02311
 appendix B, arXiv:2412.19437 (both rates).
 """
@@ -50,8 +50,8 @@ def attended_tokens(seq_len: int, window: int, convention: Convention) -> float:
 
 
 def attention_products(shape: ModelShape) -> tuple[int, int]:
-    """Parameters of one attention block that multiply a token (no norms, no biases): those that
-    tensor parallelism cuts, and those that every rank has."""
+    """(parameters cut by tensor parallelism, parameters of every rank) of one attention block that
+    multiply a token, without norms and biases."""
     hidden, output = shape.hidden_size, shape.output_width * shape.hidden_size
     if shape.attention == "gqa":
         queries = (2 if shape.attention_gate else 1) * shape.query_width
@@ -63,8 +63,8 @@ def attention_products(shape: ModelShape) -> tuple[int, int]:
 
 
 def layer_matmul(shape: ModelShape, moe: bool) -> int:
-    """Parameters of one layer that multiply a token, the router among them; of a counted layer half
-    of its FLOPs without attention scores."""
+    """Parameters of one layer that multiply a token, including the router. For a counted layer it
+    is half of its FLOPs without attention scores."""
     if shape.counted:
         return round(shape.counted[moe].flops / 2)
     return sum(attention_products(shape)) + mlp_matmul(shape, moe)
@@ -89,9 +89,9 @@ def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convent
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in the
-    attention cores, `expert_gate_up` that in the first products of routed experts; `mtp` the
-    forward of all extra prediction layers, in no other figure."""
+    """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in attention
+    cores, `expert_gate_up` the part in the first products of routed experts; `mtp` is the forward
+    of all extra prediction layers, which no other figure includes."""
 
     convention: Convention
     forward: float
@@ -129,8 +129,8 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
 
 
 def training_flops(shape: ModelShape, seq_len: int) -> float:
-    """Model FLOPs of training one token, extra prediction layers included: causal attention, and
-    nothing that is computed again. Rates and MFU, predicted and measured, count these."""
+    """Model FLOPs of training one token, with causal attention and extra prediction layers, without
+    recomputation. Predicted and measured rates and MFU use them."""
     flops = count_flops(shape, seq_len, "causal")
     return flops.training + 3 * flops.mtp
 
@@ -138,19 +138,19 @@ def training_flops(shape: ModelShape, seq_len: int) -> float:
 def hardware_flops(
     flops: Flops, recompute: frozenset[str] = frozenset(), *, flash: bool = True
 ) -> float:
-    """FLOPs of one token that the device carries out in training: what is computed again counts.
+    """FLOPs of one token that the device executes in training, recomputation included.
 
     Full recomputation adds a forward (4 F in all), recomputing the attention core one core, gate
-    and up of the routed experts two of their three products.
-    FlashAttention computes QK^T once more in its backward: half a core.
+    and up of the routed experts two of their three products. FlashAttention recomputes QK^T in its
+    backward: half a core.
     """
-    found = flops.training
+    total = flops.training
     if "full" in recompute:
-        found += flops.forward - flops.head
+        total += flops.forward - flops.head
     else:
-        found += flops.attention * ("attention" in recompute)
-        found += flops.expert_gate_up * ("experts" in recompute)
-    return found + (0.5 * flops.attention if flash else 0.0)
+        total += flops.attention * ("attention" in recompute)
+        total += flops.expert_gate_up * ("experts" in recompute)
+    return total + (0.5 * flops.attention if flash else 0.0)
 
 
 class WeightCounts(NamedTuple):
@@ -164,12 +164,12 @@ class WeightCounts(NamedTuple):
     expert: int = 0
 
     def plus(self, other: WeightCounts, count: int = 1) -> WeightCounts:
-        """These and `count` times others."""
+        """These counts plus `count` times `other`."""
         pairs = zip(self, other, strict=True)
-        return WeightCounts(*(mine + count * theirs for mine, theirs in pairs))
+        return WeightCounts(*(x + count * y for x, y in pairs))
 
     def on_rank(self, layout: PlannedLayout) -> tuple[float, float]:
-        """(all others, those of experts) on one rank."""
+        """(parameters outside of experts, parameters of experts) on one rank."""
         dense = self.sharded / layout.tp + self.replicated
         return dense, self.expert / (layout.ep * layout.etp)
 
@@ -179,7 +179,7 @@ class WeightCounts(NamedTuple):
 
 
 def _mlp_weights(shape: ModelShape, width: int) -> WeightCounts:
-    """Parameters of one dense MLP of `width`; none without one."""
+    """Parameters of one dense MLP of `width`; zero for width 0."""
     inputs, bias = 2 if shape.gated else 1, shape.mlp_bias * (width > 0)
     return WeightCounts(
         sharded=(inputs + 1) * shape.hidden_size * width + bias * inputs * width,
@@ -197,7 +197,7 @@ def layer_parts(
     """
     if shape.counted:
         layer = shape.counted[moe]
-        # Mixers, norms, routers and dense MLPs are counted as one.
+        # Mixers, norms, routers and dense MLPs are counted together.
         parts = dict.fromkeys(("norms", "dense_mlp", "shared_experts", "router"), WeightCounts())
         parts["attention"] = WeightCounts(replicated=round(layer.weights))
         return {**parts, "experts": WeightCounts(expert=round(layer.expert_weights))}
@@ -209,7 +209,7 @@ def layer_parts(
         query, latent = shape.q_lora_rank, shape.kv_lora_rank
         replicated += query + latent
         if shape.qkv_bias:
-            # As in the released code: on the two projections down to the low ranks.
+            # As in the released code: biases of the two down projections to the low ranks.
             replicated += query + latent + shape.qk_rotary_head_dim
     elif shape.qkv_bias:
         sharded += shape.query_width * (2 if shape.attention_gate else 1) + 2 * shape.kv_width
@@ -219,19 +219,19 @@ def layer_parts(
     elif shape.qk_norm == "full":
         sharded += shape.query_width + shape.kv_width
     sharded += shape.num_heads * shape.attention_sinks
-    found = {
+    parts = {
         "attention": WeightCounts(sharded=sharded, replicated=replicated),
         "norms": WeightCounts(replicated=shape.norms_per_layer * shape.norm_weights),
     }
     if not moe:
-        return {**found, "dense_mlp": _mlp_weights(shape, shape.intermediate_size)}
+        return {**parts, "dense_mlp": _mlp_weights(shape, shape.intermediate_size)}
     hidden, width = shape.hidden_size, shape.expert_intermediate_size
     inputs = 2 if shape.gated else 1
     expert = (inputs + 1) * hidden * width + shape.expert_bias * (inputs * width + hidden)
-    # The router and, where there is one, the shared gate.
+    # The router and the shared gate, if any.
     router = (hidden + shape.router_logit_bias) * shape.num_experts + hidden * shape.shared_gate
     return {
-        **found,
+        **parts,
         "experts": WeightCounts(expert=shape.num_experts * expert),
         "shared_experts": _mlp_weights(shape, shape.shared_intermediate_size),
         "router": WeightCounts(replicated=router),
@@ -245,10 +245,10 @@ def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> W
 
 
 def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
-    """Parameters outside of the layers: the "embedding" with learned positions and its norm; the
-    final norm among the "norms"; the "head" unless it is tied; "mtp", one extra prediction layer
-    (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h, a layer and a final norm,
-    where embedding and head are those of the model."""
+    """Parameters outside of the layers: "embedding" with learned positions and its norm; "norms",
+    the final norm; "head" unless it is tied; "mtp", one extra prediction layer (arXiv:2412.19437,
+    section 2.2): two norms, the projection 2h -> h, a layer and a final norm. It shares embedding
+    and head with the model."""
     norm, hidden = shape.norm_weights, shape.hidden_size
     untied = not shape.tied_embeddings
     ahead = WeightCounts(replicated=3 * norm + 2 * hidden**2)
@@ -270,9 +270,9 @@ def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
 class Parameters:
     """Numbers of parameters of a whole model. `total` has no extra prediction layers (`mtp`).
 
-    `active` are those that one token is multiplied with, embedding and head included;
-    `active_without_embeddings` leaves those two out. `experts` are all routed experts,
-    `selection_bias` is a buffer and in no sum.
+    `active` are the parameters that multiply one token, embedding and head included;
+    `active_without_embeddings` leaves those two out. `experts` are all routed experts;
+    `selection_bias` is a buffer, which no sum includes.
     """
 
     total: int

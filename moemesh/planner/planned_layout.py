@@ -1,4 +1,4 @@
-"""One layout of one step: a plan with all that published runs and other trainers also vary."""
+"""One layout of one step: a plan with the additional options of published runs and trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moemesh.config.toml import format_value
 AttentionKernel = Literal["flash", "eager", "fused"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
 
-#: What can be computed again in the backward instead of kept: whole layers; or the attention core
+#: Parts that can be recomputed in the backward instead of kept: whole layers; or the attention core
 #: (scores), norms, the MLP's activation, gate and up of the routed experts ("experts") or all of
 #: their layer with its exchange ("moe"), the shared expert, the expansion of MLA's low ranks; or
 #: every second operator.
@@ -32,20 +32,20 @@ RECOMPUTABLE = (
     "operators",
 )  # fmt: skip
 
-#: What `plan.recompute` computes again (`moemesh.parallel.recompute`), all switches being on. Our
-#: "selective" is more than that of the tables, the attention core alone: also the product of a
-#: dense or shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is
-#: never kept; "activation" says so of them, too.)
+#: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
+#: Published tables mean the attention core by "selective"; ours adds the product of a dense or
+#: shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is never
+#: kept; "activation" covers it, too.)
 RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "selective": frozenset({"attention", "activation", "experts"}),
     "full": frozenset({"full"}),
 }
 
-#: Fields that say what trains; keys of other sections than [plan] do so for a run.
+#: Fields on what trains; in a run these are keys of other sections than [plan].
 TRAINED = ("trained_dense", "trained_experts", "adapters")
 
-#: What `plan.data` calls the stages of ZeRO.
+#: Value of `plan.data` for each stage of ZeRO.
 DATA: tuple[DataStrategy, ...] = ("replicate", "zero1", "zero2", "zero3")
 
 #: Bytes of one element.
@@ -59,7 +59,7 @@ ELEMENT_BYTES: dict[str, float] = {
 }
 
 
-#: Least values of numbers that a Plan does not have, and why.
+#: Least values of numbers that a Plan lacks, with messages.
 _LEAST: dict[str, tuple[float, str]] = {
     "trained_dense": (0, "a share of the weights is at least 0"),
     "trained_experts": (0, "a share of the weights is at least 0"),
@@ -67,18 +67,18 @@ _LEAST: dict[str, tuple[float, str]] = {
     "capacity_factor": (0, "a capacity is a multiple of the mean load; 0 drops nothing"),
     "gradient_bytes": (0, "bytes of a gradient are at least 0"),
     "optimizer_bytes": (0, "bytes of an optimizer's state are at least 0"),
-    "zero_group": (0, "a group of shards has so many ranks; 0 is all of them"),
-    "recompute_layers": (0, "so many layers of a stage recompute"),
-    "ranks_per_node": (0, "a node has so many ranks; 0 is one node"),
+    "zero_group": (0, "the number of ranks in a group of shards is at least 0; 0 is all of them"),
+    "recompute_layers": (0, "the number of recomputed layers of a stage is at least 0"),
+    "ranks_per_node": (0, "the number of ranks in a node is at least 0; 0 is one node"),
 }
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlannedLayout(Shown):
-    """Degrees, batch and every strategy of one step; equal to a Plan where that can say it.
+    """Degrees, batch and every strategy of one step. Fields shared with Plan have its values.
 
-    `microbatch` is in sequences a data-parallel replica, `global_batch` in sequences a step. A
-    sequence is `seq_len` tokens. Raises ConfigError with every rule that is broken.
+    `microbatch` is in sequences per data-parallel replica, `global_batch` in sequences per step. A
+    sequence has `seq_len` tokens. Raises ConfigError with every broken rule.
     """
 
     tp: int = 1
@@ -97,20 +97,20 @@ class PlannedLayout(Shown):
     #: Layers of each of the pp * stages_per_rank stages; None: the cut of `moemesh train`.
     layers_per_stage: tuple[int, ...] | None = None
 
-    #: Pieces of a sequence under TeraPipe; 0: one for each pipeline rank.
+    #: Slices of a sequence under TeraPipe; 0: one for each pipeline rank.
     slices: int = 0
 
     #: Activations outside of tensor-parallel blocks are cut along tokens over tp.
     sequence_parallel: bool = True
     attention_exit: AttentionExit = "reduce_scatter"
-    #: The same for MLPs; and how gradients return through the entry of a block.
+    #: Exit of MLPs, and collective of the input gradients of a block.
     mlp_exit: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
     input_gradient: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
-    #: What is gathered once more for the weight gradients of a block: nothing (it was kept), its
-    #: input, or (weight gradients computed later) its input and the gradient of its output.
+    #: Tensors re-gathered for the weight gradients of a block: none (they were kept), its input, or
+    #: (for deferred weight gradients) its input and the gradient of its output.
     rebuild: Literal["none", "input", "input_and_gradient"] = "none"
-    #: Each tensor-parallel rank sends its tokens to the next stage, not all of them. None: where
-    #: the stream is cut along tokens.
+    #: Each tensor-parallel rank sends its shard of the tokens to the next stage instead of all of
+    #: them. None: only if the stream is cut along tokens.
     shard_messages: bool | None = None
     context: Context = "ring"
     dispatcher: str = "all_to_all"
@@ -121,44 +121,44 @@ class PlannedLayout(Shown):
 
     #: 0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights.
     zero: int = 0
-    #: All push gradients to so many of the ranks that hold the same weights, and pull weights from
-    #: them; these servers hold the optimizer.
+    #: Ranks push gradients to servers, which hold the optimizer, and pull weights from them.
     parameter_server: bool = False
+    #: Number of servers among the ranks that hold the same weights.
     servers: int = 1
-    #: Shards of ZeRO stay inside groups of so many ranks; 0: all ranks that hold the same weights.
+    #: Number of ranks in a group that shares ZeRO's shards; 0: all ranks with the same weights.
     zero_group: int = 0
     #: ZeRO-3 gathers weights for every forward and backward, or once a step.
     reshard: Literal["always", "step"] = "always"
-    #: One sum of gradients for each layer instead of one a step.
+    #: One sum of gradients for each layer instead of one per step.
     bucket_per_layer: bool = False
-    #: Gradients are summed for every microbatch, as ZeRO 2 and 3 do in any case.
+    #: Gradients are summed after every microbatch; ZeRO 2 and 3 always do.
     reduce_every_microbatch: bool = False
     recompute: frozenset[str] = frozenset()
-    #: Layers of a rank's stage that recompute; None: all.
+    #: Number of recomputed layers of a rank; None: all.
     recompute_layers: int | None = None
     attention_kernel: AttentionKernel = "flash"
     fused_norm: bool = True
     fused_activation: bool = True
-    #: Logits in chunks of the vocabulary, as in `moemesh train`, or all of them, with a fused
-    #: softmax or a plain one, as other trainers hold.
+    #: Loss in chunks of the vocabulary, as in `moemesh train`, or with all logits and a fused or
+    #: plain softmax, as in other trainers.
     loss: Literal["chunked", "fused", "plain"] = "chunked"
     dropout: bool | None = None
 
-    #: Of the matrix products; and of weights and activations as they are stored.
+    #: Number type of the matrix products, and of stored weights and activations.
     precision: Precision = "bfloat16"
     dtype: Precision = "bfloat16"
     #: Bytes of an accumulated gradient, and of Adam's two moments and fp32 master together.
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
-    #: Numbers that train for each of the model's own, of dense weights and of experts; where
-    #: `adapters` alone do, they are beside the model's and no weight gradient is computed of these.
+    #: Trained parameters per parameter of the model, for dense weights and for experts. With
+    #: `adapters` these are additional parameters, and the model's have no weight gradients.
     trained_dense: float = 1.0
     trained_experts: float = 1.0
     adapters: bool = False
     ranks_per_node: int = 0
-    #: Most loaded over mean expert rank: multiplies routed rows on the worst rank.
+    #: Load of the most loaded expert rank over the mean: multiplies routed rows on the worst rank.
     imbalance: float = 1.0
-    #: Choices beyond capacity are dropped (and rows padded to it); 0 drops none.
+    #: Capacity as a multiple of the mean load; choices beyond it are dropped. 0 drops none.
     capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -166,45 +166,45 @@ class PlannedLayout(Shown):
             raise ConfigError(problems)
 
     def check(self, sizes: CutSizes | None = None) -> list[Problem]:
-        """Every broken rule: those of a Plan between the degrees and (with its `sizes`) the model,
-        and those of what only planners vary. Key/value heads may be copied over tp, as other
-        trainers do; ``plan_of`` and `Plan.check` say what `moemesh train` does not do.
+        """Every broken rule: a Plan's rules for the degrees and (with its `sizes`) the model, and
+        rules for fields that a Plan lacks. Key/value heads may be copied over tp, as in other
+        trainers; the limits of `moemesh train` are in ``untrained`` and `Plan.check`.
         """
         least = (*DEGREES, "seq_len", "global_batch", "microbatch", "stages_per_rank",
                  "dispatch_chunks")  # fmt: skip
-        found: list[Problem] = []
+        problems: list[Problem] = []
 
         def complain(code: str, key: str, message: str, fix: str) -> None:
-            found.append(plan_problem(self, code, key, message, fix))
+            problems.append(plan_problem(self, code, key, message, fix))
 
         for key in least:
             if (value := getattr(self, key)) < 1:
                 message = f"{key} must be at least 1, not {value}"
                 complain("out-of-range", key, message, f"{key} = 1")
-        if found:
-            return found
-        found += degree_problems(self, sizes, copied_kv_heads=True)
+        if problems:
+            return problems
+        problems += degree_problems(self, sizes, copied_kv_heads=True)
         if self.zero not in (0, 1, 2, 3):
             complain("out-of-range", "zero", "ZeRO has the stages 0 to 3", "zero = 3")
         if unknown := self.recompute - set(RECOMPUTABLE):
             value, fix = "+".join(sorted(self.recompute)), f"known: {', '.join(RECOMPUTABLE)}"
             message = f"cannot recompute {', '.join(sorted(unknown))}"
-            found.append(Problem.of("not-a-choice", "plan.recompute", value, message, fix))
+            problems.append(Problem.of("not-a-choice", "plan.recompute", value, message, fix))
         if self.parameter_server:
             if self.zero:
                 message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
                 complain("conflict", "zero", message, "zero = 0")
-            found += server_problems(self)
+            problems += server_problems(self)
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
             complain("stages", "layers_per_stage", message, "")
         for name, (least, message) in _LEAST.items():
             value = getattr(self, name)
-            # Written so that NaN is none either.
+            # Written so that NaN is rejected, too.
             if value is not None and not least <= value < inf:
                 fix = f"{name} = {type(value)(least) if value == value else least}"
                 complain("out-of-range", name, message, fix)
-        return found
+        return problems
 
     @property
     def world_size(self) -> int:
@@ -217,7 +217,7 @@ class PlannedLayout(Shown):
 
     @property
     def edp(self) -> int:
-        """Expert replicas (D_e): what the other degrees leave over."""
+        """Number of expert replicas (D_e)."""
         return self.stage_ranks // (self.ep * self.etp)
 
     @property
@@ -249,7 +249,8 @@ class PlannedLayout(Shown):
 
     @property
     def token_shard(self) -> float:
-        """The same on the residual stream: divided by tp with sequence parallelism."""
+        """Tokens of one microbatch in a rank's residual stream: cut by tp with sequence
+        parallelism."""
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
     @property
@@ -258,7 +259,7 @@ class PlannedLayout(Shown):
 
     @property
     def step_sizes(self) -> dict[str, Any]:
-        """Sequences and number type of a step, as predictions of a run take them."""
+        """Sequences and number type of a step, as arguments of a run's predictions."""
         return {name: getattr(self, name) for name in ("seq_len", "global_batch", "dtype")}
 
     @property
@@ -285,9 +286,9 @@ class PlannedLayout(Shown):
 
     @property
     def text(self) -> str:
-        """The layout as ``--plan`` reads it back, in one word of a shell: "tp=8,pp=4,microbatch=1".
+        """The layout as an argument of ``--plan``, without blanks: "tp=8,pp=4,microbatch=1".
 
-        Everything that differs from its default; sequence and batch are options of their own.
+        It has all fields that differ from their default, except for sequence length and batch.
         """
         parts: list[str] = []
         implied = widths(self.dtype)
@@ -309,14 +310,14 @@ class PlannedLayout(Shown):
 
 def widths(dtype: Precision) -> dict[str, Any]:
     """Fields of a layout that follow from a run's number type: the products' type, gradients in 32
-    bits (64 with float64), two moments as wide and masters of 16-bit weights."""
+    bits (64 with float64), two moments as wide, and masters of 16-bit weights."""
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
     return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": 2 * wide + masters}
 
 
 def shown(value: object) -> str:
-    """A value as ``--plan`` reads it, with nothing that a shell would read."""
+    """A value as text for ``--plan``, without characters that a shell interprets."""
     if isinstance(value, tuple):
         return "-".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if isinstance(value, str) else format_value(value)

@@ -1,6 +1,6 @@
-"""The questions to the planner: fields are options of the command and arguments from Python."""
+"""Requests to the planner: fields are options of the command and arguments from Python."""
 
-# Light to import: the command reads it to know its options.
+# Light to import: the command line builds its options from this file.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     ModelSource = str | Path | ModelConfig | Model
     ClusterSource = str | Path | Cluster
     Quantity = str | float
-else:  # as a command line has them
+else:  # types of the command line
     ModelSource = ClusterSource = Quantity = str
 
 #: Precisions of products that differ in speed; float16 is as fast as bfloat16.
 ProductPrecision = Literal["bfloat16", "float8", "float4"]
 
-#: Help of options that several verbs have.
+#: Help of options that several verbs share.
 MODEL_HELP = "Preset, folder of transformers or of a run, config.json or TOML file."
 CLUSTER_HELP = "Preset or TOML file."
 LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
@@ -42,7 +42,7 @@ class PlanRequest:
     seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS]
     global_batch: Annotated[int, BATCH_HELP, "B"]
     nodes: Annotated[int | None, _NODES, "N"] = None
-    #: Of layouts that are kept 5, where it is None.
+    #: Number of layouts that are kept; None keeps 5.
     top: Annotated[
         int | None, "Number of layouts to show. [default: those with a role; of --json 5]", "K"
     ] = None
@@ -65,8 +65,8 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """The layout that `moemesh estimate` prices: a model, a cluster, a plan and a batch, or the
-    configuration of a run in place of all but the cluster."""
+    """The layout of `moemesh estimate`: a cluster with a model, a plan and a batch, or with the
+    configuration of a run."""
 
     cluster: Annotated[str, CLUSTER_HELP, "C"]
     model: Annotated[str | None, MODEL_HELP, "M"] = None
@@ -87,14 +87,14 @@ class EstimateRequest:
     headroom: Annotated[str | None, HEADROOM_HELP, "SHARE|SIZE"] = None
     cache: Annotated[
         str | None,
-        'Also the KV cache of so many sequences of so many tokens: "32x4096".',
+        'Also the KV cache of BATCH sequences of TOKENS tokens: "32x4096".',
         {"names": ("--kv-cache",), "metavar": "BATCHxTOKENS"},
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
-    """A model, a cluster and the numbers of `moemesh partition`; None: chosen."""
+    """A model, a cluster and the numbers of `moemesh partition`; None: chosen by the search."""
 
     model: Annotated[ModelSource, "Preset, config.json, TOML file, or branching-alexnet."]
     cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]

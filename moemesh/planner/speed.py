@@ -2,9 +2,9 @@
 
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 
-Model FLOPs are :func:`moemesh.planner.parameters.training_flops` (causal attention; what is
-computed again is no work of the model, PaLM's definition, arXiv:2204.02311). The peak is the dense
-one of the number type that the matrix products have, from the cluster file.
+Model FLOPs are :func:`moemesh.planner.parameters.training_flops` (causal attention, without
+recomputation: PaLM's definition, arXiv:2204.02311). The peak is the dense one for the number type
+of the matrix products, from the cluster file.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.hardware import accelerator_of
 
-#: Number types whose peak stands for one that a cluster does not name, the nearest first: a format
-#: that a device lacks runs at the rate of the next wider one.
+#: Number type -> types whose peak may be used for it, in order of preference: a format that a
+#: device lacks runs at the rate of the next wider one.
 _WIDER: dict[str, tuple[str, ...]] = {
     "float4": ("float4", "float8", "bfloat16", "float16"),
     "float8": ("float8", "bfloat16", "float16"),
@@ -29,22 +29,22 @@ SECONDS_A_DAY = 86_400
 
 
 def mfu(tflops_per_rank: float, peak_flops: float) -> float:
-    """Model FLOPs utilization, a share: 10^12 model FLOPs a second of one rank over its device's
-    peak in operations a second."""
+    """Model FLOPs utilization, a share: 10^12 model FLOPs per second of one rank over its device's
+    peak in operations per second."""
     return tflops_per_rank * 1e12 / peak_flops
 
 
 def peak_flops(cluster: Cluster, dtype: str) -> float:
-    """Dense operations a second of one device in products of `dtype`; of the next wider type where
-    the cluster does not name it, of its fastest where it names none of these."""
+    """Dense operations per second of one device in products of `dtype`. A type without a peak in
+    the cluster file takes that of the next wider type, or else the cluster's fastest."""
     known = (cluster.peak_flops[name] for name in _WIDER.get(dtype, (dtype,))
              if name in cluster.peak_flops)  # fmt: skip
     return next(known, max(cluster.peak_flops.values()))
 
 
 def device_peak_flops(name: str, dtype: str) -> float | None:
-    """The same from the data sheet of the device that `name` contains ("NVIDIA H100 80GB HBM3");
-    None for a device, or a type, without one."""
+    """Peak from the data sheet of the device in `name` ("NVIDIA H100 80GB HBM3"); None for an
+    unknown device or type."""
     device = accelerator_of(name)
     places = {"bfloat16": 0, "float16": 0, "float8": 1, "float4": 2}
     return device.peak_flops[places[dtype]] if device and dtype in places else None
@@ -83,7 +83,7 @@ class Speed:
 
     @property
     def tflops_per_rank(self) -> float:
-        """10^12 model FLOPs a second of one device, as a run writes it into metrics.jsonl."""
+        """10^12 model FLOPs per second of one device, as in a run's metrics.jsonl."""
         return self.tokens_per_second_per_gpu * self.flops_per_token / 1e12
 
     @property
@@ -91,7 +91,7 @@ class Speed:
         return mfu(self.tflops_per_rank, self.peak_flops)
 
     def days(self, tokens: float) -> float:
-        """Days of steps for so many tokens: no evaluation, checkpoint or restart is in them."""
+        """Days of steps for `tokens` tokens, without evaluations, checkpoints and restarts."""
         return tokens / self.tokens_per_second / SECONDS_A_DAY
 
     def gpu_hours(self, tokens: float) -> float:
@@ -100,55 +100,55 @@ class Speed:
     def to_json(self, tokens: float | None = None) -> dict[str, float]:
         """The key "speed" of ``plan --json`` and ``estimate --json``."""
         rates = ("tokens_per_second", "tokens_per_second_per_gpu", "tflops_per_rank", "mfu")
-        found: dict[str, float] = {name: getattr(self, name) for name in rates}
-        found["model_flops_per_token"] = self.flops_per_token
-        found["peak_flops"] = self.peak_flops
+        values: dict[str, float] = {name: getattr(self, name) for name in rates}
+        values["model_flops_per_token"] = self.flops_per_token
+        values["peak_flops"] = self.peak_flops
         if tokens is not None:
             days, hours = self.days(tokens), self.gpu_hours(tokens)
-            found |= {"tokens": tokens, "days": days, "gpu_hours": hours}
-        return found
+            values |= {"tokens": tokens, "days": days, "gpu_hours": hours}
+        return values
 
 
 # Arithmetic intensity: operations for each byte of memory traffic, of a step and of a device.
 #
-# A product of M x K by K x N is 2MNK operations on w (MK + KN + MN) bytes; a device is bound by its
-# arithmetic where that is more than its balance, peak over memory bandwidth, else by its memory.
-# Few rows M (a small microbatch, few tokens an expert, the decoding of one token) leave only the
-# weights: 2M/w. Source: S. Williams et al., Roofline, CACM 52 (2009).
+# A product of M x K by K x N is 2MNK operations on w (MK + KN + MN) bytes. A device is bound by its
+# arithmetic if that ratio exceeds its balance, peak over memory bandwidth, else by its memory. With
+# few rows M (a small microbatch, few tokens per expert, decoding) the weights dominate: 2M/w.
+# Source: S. Williams et al., Roofline, CACM 52 (2009).
 
 
 def device_balance(cluster: Cluster, dtype: str) -> float:
-    """FLOP a byte from which on a device of the cluster is bound by its arithmetic."""
+    """FLOP per byte above which a device of the cluster is bound by its arithmetic."""
     return peak_flops(cluster, dtype) / cluster.memory_bandwidth
 
 
 def product_intensity(m: float, k: float, n: float, element_bytes: float) -> float:
-    """FLOP a byte of one product of m x k by k x n."""
+    """FLOP per byte of one product of m x k by k x n."""
     return 2 * m * n * k / (element_bytes * (m * k + k * n + m * n))
 
 
 def decoding_intensity(batch: int, element_bytes: float) -> float:
-    """FLOP a byte of decoding one token of each of `batch` sequences, of the weights alone."""
+    """FLOP per byte of weights of decoding one token for each of `batch` sequences."""
     return 2 * batch / element_bytes
 
 
 def layer_intensities(shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
-    """FLOP a byte of the first product of each block of a layer, for one microbatch on one rank:
-    "attention", "mlp" where there are dense layers, "experts" where there are MoE layers (rows of
+    """FLOP per byte of the first product of each block of a layer, for one microbatch on one rank:
+    "attention", "mlp" for models with dense layers, "experts" for models with MoE layers (rows of
     one expert under uniform routing)."""
     w, h, t = layout.element_bytes, shape.hidden_size, layout.tp
     gates = 2 if shape.gated else 1
     width = shape.query_width / t
     if shape.attention == "gqa":
         width += 2 * max(shape.kv_width / t, shape.head_dim)
-    found = {"attention": product_intensity(layout.tokens, h, width, w)}
+    intensities = {"attention": product_intensity(layout.tokens, h, width, w)}
     kinds = shape.kind_counts
     if any(not kind.moe for kind in kinds):
         wide = gates * shape.intermediate_size / t
-        found["mlp"] = product_intensity(layout.tokens, h, wide, w)
+        intensities["mlp"] = product_intensity(layout.tokens, h, wide, w)
     if any(kind.moe for kind in kinds):
         arriving = shape.experts_per_token * layout.tokens / t * layout.ep * layout.etp
         rows = arriving / shape.num_experts
         wide = gates * shape.expert_intermediate_size / layout.etp
-        found["experts"] = product_intensity(rows, h, wide, w)
-    return found
+        intensities["experts"] = product_intensity(rows, h, wide, w)
+    return intensities

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage: the layout's own cut, else that of `moemesh train`."""
+"""Layers of each pipeline stage: the cut of the layout, or by default that of `moemesh train`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moemesh.sharding.stages import balanced_sizes
 
 @lru_cache(maxsize=4096)
 def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage as `moemesh train` cuts them. Raises ValueError for more stages than
+    """Layers of each stage in the cut of `moemesh train`. Raises ValueError for more stages than
     layers."""
     by_kind = {kind: layer_matmul(shape, kind.moe) for kind in shape.kind_counts}
     costs = [by_kind[kind] for kind in shape.kinds]
@@ -29,13 +29,13 @@ def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Equal numbers of layers, the longer stages first: what most frameworks do."""
+    """Equal numbers of layers, longer stages first, as in most frameworks."""
     return tuple(shard_sizes(shape.num_layers, num_stages))
 
 
 def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Stages whose heaviest is as light as it can be, embedding and head counted by their weights:
-    equal inner stages, the outer two alike. For frameworks that count the tables as layers."""
+    """The cut with equal inner and equal outer stages whose heaviest stage is lightest, with
+    embedding and head counted by their weights. For frameworks that count the tables as layers."""
     if num_stages < 3:
         return even_cut(shape, num_stages)
     share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total
@@ -50,15 +50,15 @@ def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def with_values(layout: PlannedLayout, **values: Any) -> PlannedLayout:
-    """A copy that is not checked: its numbers may be numpy columns, one entry a layout."""
-    found = copy(layout)
+    """An unchecked copy, whose numbers may be numpy columns with one entry per layout."""
+    changed = copy(layout)
     for name, value in values.items():
-        object.__setattr__(found, name, value)
-    return found
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 def pipeline_step(layout: PlannedLayout, microbatches: int | None = None) -> PipelineStep:
-    """The numbers of the layout's schedule; one rank runs one stage after the other."""
+    """The numbers of the layout's schedule; a pipeline of one rank has a simple one."""
     count = layout.microbatches if microbatches is None else microbatches
     if layout.pp == 1:
         schedule = "gpipe" if layout.schedule in ("gpipe", "terapipe") else "1f1b"
@@ -68,8 +68,8 @@ def pipeline_step(layout: PlannedLayout, microbatches: int | None = None) -> Pip
 
 
 class RankContent(NamedTuple):
-    """The parts of one pipeline rank: layers by kind, of each stage and of all, and the ends of the
-    model."""
+    """The parts of one pipeline rank: layers by kind, for each stage and in total, and whether it
+    has the embedding and the head."""
 
     chunks: tuple[dict[LayerKind, int], ...]
     kinds: Counter[LayerKind]
@@ -105,24 +105,24 @@ class Stages:
     @cached_property
     def contents(self) -> tuple[RankContent, ...]:
         """The parts of every pipeline rank."""
-        found: list[RankContent] = []
-        for own in map(self.step.stages_of, range(self.step.ranks)):
-            chunks = tuple(self.kinds[stage] for stage in own)
+        contents: list[RankContent] = []
+        for stages in map(self.step.stages_of, range(self.step.ranks)):
+            chunks = tuple(self.kinds[stage] for stage in stages)
             kinds = sum(map(Counter, chunks), Counter[LayerKind]())
-            found.append(RankContent(chunks, kinds, 0 in own, self.last in own))
-        return tuple(found)
+            contents.append(RankContent(chunks, kinds, 0 in stages, self.last in stages))
+        return tuple(contents)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """(dense layers, layers with experts) that every stage runs, extra prediction layers with
-        the last."""
-        found = [[0, 0] for _ in self.kinds]
+        """(dense layers, layers with experts) of every stage; the last one includes the extra
+        prediction layers."""
+        counts = [[0, 0] for _ in self.kinds]
         for stage, kinds in enumerate(self.kinds):
             for kind, number in kinds.items():
-                found[stage][kind.moe] += number
-        found[-1][self.shape.mtp_kind.moe] += self.shape.num_mtp_layers
-        return tuple((dense, routed) for dense, routed in found)
+                counts[stage][kind.moe] += number
+        counts[-1][self.shape.mtp_kind.moe] += self.shape.num_mtp_layers
+        return tuple((dense, routed) for dense, routed in counts)
 
 
-#: Layouts are many, stages that differ few.
+#: Cached constructor: many layouts share few different stages.
 _stages = lru_cache(maxsize=4096)(Stages)

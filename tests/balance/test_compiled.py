@@ -108,7 +108,7 @@ def test_numba_that_does_not_work(fresh: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no compiler")
 
     fresh.setattr(numba, "njit", broken)
-    with pytest.warns(UserWarning, match="numba cannot compile here .*no compiler"):
+    with pytest.warns(UserWarning, match="numba cannot compile on this machine: .*no compiler"):
         assert not is_compiled()
     assert halved()(3.0) == 1.5
 

@@ -240,9 +240,9 @@ def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path
         ),
     )
     assert abs(own.correction(*far)) < 1e-3
-    assert "none of your 12 runs" in own.told(*far)
+    assert "none of your 12 runs" in own.describe(*far)
     one = runs[0]
-    near = own.told(model_row(one.shape), layout_row(one.shape, one.layout, one.software))
+    near = own.describe(model_row(one.shape), layout_row(one.shape, one.layout, one.software))
     assert "of your 12 runs like this one" in near
     assert f"the nearest, {one.id}, is 0.0 away: none differs" in near
     cluster = fitted_cluster(runs[::2], learned.calibration, learned.runs)

@@ -113,9 +113,9 @@ def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> N
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("dp=2,ep=2,dispatcher=deepep", "dispatcher = deepep does not say what it sends"),
+        ("dp=2,ep=2,dispatcher=deepep", "dispatcher = deepep has no prediction of its bytes"),
         ("dp=2,ep=2,dispatcher=auto", "chosen on the ranks themselves"),
-        ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` says this layout"),
+        ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` describes this layout"),
         ("dp=2,microbatches=4,ep=2,spare_slots=1,combine=exact", "cannot be trained with spare"),
     ],
 )

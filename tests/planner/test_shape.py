@@ -53,7 +53,7 @@ def test_the_patterns_of_a_table() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rnn_layers": 3}, ("rnn_layers", "does not know")),
+        ({"rnn_layers": 3}, ("rnn_layers", "unknown key")),
         ({"act": "relu6"}, ("relu6", "swiglu, gelu")),
         ({"type": "mamba"}, ("mamba", "dense, moe")),
     ],

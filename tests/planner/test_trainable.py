@@ -28,7 +28,7 @@ def answers(model: str, cluster: str, seq_len: int, batch: int, **more: Any) -> 
     ("model", "more", "words"),
     [
         ("llama3-70b", {}, ("presets", "--trainable")),
-        ("qwen3-30b-a3b", {"precision": "float8"}, ("plan.precision", "no key of [plan]")),
+        ("qwen3-30b-a3b", {"precision": "float8"}, ("plan.precision", "[plan] has no key")),
     ],
 )
 def test_what_is_never_trained_is_refused(

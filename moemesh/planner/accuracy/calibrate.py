@@ -1,11 +1,11 @@
-"""Fitting the constants of the time model to measured runs, and its errors on unseen sources.
+"""Fitting the constants of the time model to measured runs, and its errors on held-out sources.
 
-All constants are positive, so their logarithms are fitted. The loss of a run is that of its
-log-ratio, predicted over measured, in units of 2 %, square near zero and linear beyond (pseudo-
-Huber): a mislabelled row pulls no harder than a 2 % error. Each shared constant is held at its
-prior, each deviation at zero, by a normal prior of its own width: a cluster with three rows moves
-little, one with a hundred finds its values. A fit always starts at the priors: a start at the fit
-of all runs would know those that are left out.
+All constants are positive, so their logarithms are fitted. The loss of a run is a pseudo-Huber
+function of log(predicted / measured) in units of 2 %, square near zero and linear for large errors,
+so that a mislabelled row has bounded influence. Each shared constant has a normal prior around its
+default, each deviation one around zero, with its own width: a cluster with three rows moves little,
+one with a hundred rows determines its values. A fit always starts at the priors, because a start at
+the fit of all runs would contain information on held-out ones.
 """
 
 from __future__ import annotations
@@ -45,30 +45,29 @@ from moemesh.planner.timing.step_time import step_time
 # release.
 #
 # A run's constants are the shared ones times the factors of its cluster, of that cluster's
-# software stack (on whatever device) and of the release of that stack. What one table shows on
-# one device so helps to predict its other devices, and what one release did to one model helps
-# with the others.
+# software stack (on any device) and of the release of that stack. Runs on one device thus improve
+# the predictions for other devices, and runs of one model in a release those for other models.
 
 
 Columns = tuple[ModelColumns, LayoutColumns, HardwareColumns]
 
-#: Step of a numerical slope, slopes below which there is none.
+#: Step of a numerical slope, and the slope below which it counts as zero.
 _STEP = 1e-4
 _NO_SLOPE = 1e-9
 _NUM_PROBES = 3
-#: Rows whose layout is partly guessed ("tier C") count less.
+#: Weight by tier: rows whose layout is partly guessed ("C") have less weight.
 _WEIGHTS = {"C": 0.2}
 
 
 class TimedRuns:
     """Measured runs as columns, and their step times as a function of the logarithms of their
-    constants, `values` [constants, runs]. `weights` are 0 for runs that a fit must not see."""
+    constants, `values` [constants, runs]. `weights` are 0 for held-out runs."""
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.columns: Columns = run_columns(runs)
         self.log_seconds: FloatArray = np.log([run.seconds or 1.0 for run in runs])
         self.weights: FloatArray = np.array([_WEIGHTS.get(run.tier, 1.0) for run in runs])
-        # The runs that each constant can move, from a few random points.
+        # Mask of the constants that affect each run, from a few random points.
         random = np.random.default_rng(0)
         self._touch(np.ones((len(NAMES), len(runs)), dtype=bool))
         touched = np.zeros((len(runs), len(NAMES)), dtype=bool)
@@ -79,7 +78,7 @@ class TimedRuns:
         self._touch(touched.T)
 
     def _touch(self, touched: NDArray[np.bool_]) -> None:
-        """Constants and runs whose slopes are not zero, all in one set of columns."""
+        """Set the (constant, run) pairs with nonzero slopes, and one set of columns for all."""
         self._constant, self._run = np.nonzero(touched)
         self._moved: Columns = (
             picked(self.columns[0], self._run),
@@ -92,13 +91,13 @@ class TimedRuns:
         return _log_seconds(self.columns, values) - self.log_seconds
 
     def slopes(self, values: FloatArray, errors: FloatArray) -> FloatArray:
-        """d errors / d values [runs, constants], where they are `errors`."""
+        """d errors / d values [runs, constants], at values with these `errors`."""
         moved = values[:, self._run]
         moved[self._constant, np.arange(len(self._run))] += _STEP
         rise = _log_seconds(self._moved, moved) - (errors + self.log_seconds)[self._run]
-        found = np.zeros(values.shape[::-1])
-        found[self._run, self._constant] = rise / _STEP
-        return found
+        slopes = np.zeros(values.shape[::-1])
+        slopes[self._run, self._constant] = rise / _STEP
+        return slopes
 
 
 def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
@@ -109,16 +108,16 @@ def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
 
 class _Unknowns(TimedRuns):
     """The constants of runs as a function of one vector: logarithms of the shared constants, then
-    those of the factors of each cluster, stack and release. `width` is that of the normal prior of
-    each."""
+    of the factors of each cluster, stack and release. `width` is the standard deviation of each
+    prior."""
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         super().__init__(runs)
         self.prior: FloatArray = np.log(PRIORS)
         self.width: FloatArray = SPREADS
-        #: Of each level the place among the unknowns of each member's factors.
+        #: Per level (cluster, stack, release): name -> slice of its factors in the vector.
         self._levels: list[dict[str, slice]] = []
-        #: (runs, the unknown that moves each, place of the constant that it moves).
+        #: (runs, index of the unknown for each run, index of the constant).
         self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
         self._keys = [
             [run.cluster for run in runs],
@@ -147,15 +146,15 @@ class _Unknowns(TimedRuns):
         return values
 
     def fit(self) -> FloatArray:
-        """The unknowns of least loss, from their priors: Gauss-Newton steps with iterated weights,
-        solved between runs, and halved where the loss rises."""
+        """The unknowns of least loss, starting at their priors: Gauss-Newton steps with reweighted
+        runs, solved in the space of runs, and halved if the loss rises."""
         rows = np.nonzero(self.weights > 0)[0]
         best, step, least = self.prior, np.zeros(len(self.prior)), np.inf
         for _ in range(_MOST_ITERATIONS):
             unknown = best + step
             values = self.values(unknown)
-            found = self.errors(values)
-            errors = found[rows]
+            every_error = self.errors(values)
+            errors = every_error[rows]
             bent = np.sqrt(1 + (errors / _SCALE) ** 2)
             loss = 2 * np.sum(self.weights[rows] * (bent - 1))
             loss += np.sum(((unknown - self.prior) / self.width) ** 2)
@@ -165,9 +164,9 @@ class _Unknowns(TimedRuns):
             if least - loss < _LEAST_GAIN * loss:
                 return unknown
             best, least = unknown, loss
-            shared = self.slopes(values, found)[rows]
-            # A deviation moves its runs exactly as the shared constant does.
-            slopes = np.zeros((len(found), len(unknown)))
+            shared = self.slopes(values, every_error)[rows]
+            # A deviation has the same slope as the shared constant.
+            slopes = np.zeros((len(every_error), len(unknown)))
             slopes[rows, : len(NAMES)] = shared
             for moved, place, constant in self._moves:
                 slopes[moved, place] = slopes[moved, constant]
@@ -179,18 +178,18 @@ class _Unknowns(TimedRuns):
         return best
 
     def calibration(self, start: Calibration) -> Calibration:
-        """The fitted constants of groups that have a run with weight; `start` knows the rest."""
+        """`start` with the fitted constants of all groups that have a run with weight."""
         unknown = self.fit()
         seen = np.nonzero(self.weights > 0)[0]
         clusters, stacks, releases = (
             {key: unknown[places[key]] for key in sorted({keys[row] for row in seen} - {""})}
             for keys, places in zip(self._keys, self._levels, strict=True)
         )
-        own = {key: logs + stacks[stack_of(key)] for key, logs in clusters.items()}
+        summed = {key: logs + stacks[stack_of(key)] for key, logs in clusters.items()}
         return replace(
             start,
             shared=factors_of(NAMES, unknown[: len(NAMES)]),
-            clusters={key: factors_of(OWN, logs) for key, logs in own.items()},
+            clusters={key: factors_of(OWN, logs) for key, logs in summed.items()},
             stacks={key: factors_of(OWN, logs) for key, logs in stacks.items()},
             releases={key: factors_of(RELEASE, logs) for key, logs in releases.items()},
         )
@@ -201,7 +200,7 @@ def factors_of(names: Iterable[str], logs: FloatArray) -> dict[str, float]:
     return dict(zip(names, (float(x) for x in np.exp(logs)), strict=True))
 
 
-#: The error of a good row: inside one study 1 to 2 % mean something.
+#: Error of a good row: differences of 1 to 2 % inside one study are significant.
 _SCALE = 0.02
 _MOST_STEP = 0.7
 _MOST_ITERATIONS = 80
@@ -209,15 +208,15 @@ _MOST_ITERATIONS = 80
 _LEAST_GAIN = 1e-4
 _ROUNDS = 2
 
-#: What a cross-validation leaves out at once: a cluster's runs of one model on one number of
-#: devices, a model wherever it ran, all that one software stack measured, or a source of the table.
+#: Group that a cross-validation leaves out at once: a cluster's runs of one model on one number of
+#: devices, all runs of a model, all runs of a software stack, or a source of the table.
 LeftOut = Literal["group", "model", "stack", "source"]
 
 
-#: The message of a fit that has nothing to fit.
+#: Message of a fit without usable runs.
 NO_RUN = (
     "no row of the table has a finished run with a layout and a step time; "
-    "`moemesh validate` says why for each row"
+    "`moemesh validate` prints the reason for each row"
 )
 
 
@@ -228,58 +227,60 @@ def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
 
 def fit(runs: Sequence[PublishedRun], start: Calibration) -> Calibration:
     """The shared constants, and the deviations of every cluster, stack and release in `runs`.
-    Microbatches that a table leaves out are chosen with what was fitted so far, so the fit runs in
-    rounds. Raises UserError without a usable run."""
+    Microbatches that a table leaves out are chosen with the constants fitted so far, so the fit
+    takes several rounds. Raises UserError without a usable run."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(NO_RUN)
-    found = start
+    calibration = start
     chosen: list[PublishedRun] = []
     for _ in range(_ROUNDS):
-        filled = [fill_in(run, found) for run in usable]
+        filled = [fill_in(run, calibration) for run in usable]
         if [run.layout for run in filled] == [run.layout for run in chosen]:
             break
         chosen = filled
-        found = _Unknowns(filled).calibration(start)
-    return found
+        calibration = _Unknowns(filled).calibration(start)
+    return calibration
 
 
 def cross_validate(
     runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut = "group"
 ) -> list[Prediction]:
-    """Each run predicted by a fit that saw no run of its group: rows of one group are close
-    relatives, and a random split would flatter. Everything is fitted again for each group."""
+    """Each run predicted by a fit without the runs of its group. Rows of one group are similar, and
+    a random split would underestimate the errors. All constants are refitted for each group."""
     usable = measured_runs(runs)
     fits = left_out_calibrations(runs, start, left_out=left_out)
-    found: dict[str, Prediction] = {}
+    predictions: dict[str, Prediction] = {}
     for key, calibration in fits.items():
         unseen = [run for run in usable if _group(run, left_out) == key]
-        found |= {one.run.id: one for one in predict(unseen, calibration)}
-    return [found[run.id] for run in usable]
+        predictions |= {
+            prediction.run.id: prediction for prediction in predict(unseen, calibration)
+        }
+    return [predictions[run.id] for run in usable]
 
 
 def left_out_calibrations(
     runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut
 ) -> dict[tuple[str, ...], Calibration]:
-    """For each group the fit to all runs but its own."""
+    """Group -> fit to all runs outside of it."""
     usable = measured_runs(runs)
     if not usable:
         return {}
     keys = [_group(run, left_out) for run in usable]
     unknowns = _Unknowns([fill_in(run, start) for run in usable])
     weights = unknowns.weights
-    found: dict[tuple[str, ...], Calibration] = {}
+    fits: dict[tuple[str, ...], Calibration] = {}
     for key in dict.fromkeys(keys):
         hidden = np.array([other == key for other in keys])
         unknowns.weights = np.where(hidden, 0.0, weights)
-        found[key] = start
+        fits[key] = start
         if not hidden.all():
-            found[key] = unknowns.calibration(start)
-    return found
+            fits[key] = unknowns.calibration(start)
+    return fits
 
 
 def study_of(run: PublishedRun) -> str:
-    """The study that a row comes from: sources whose names begin with the same word are one."""
+    """The study of a row: sources whose names begin with the same word are one study."""
     return (run.source or run.cluster).partition("_")[0]
 
 
@@ -293,31 +294,31 @@ def _group(run: PublishedRun, left_out: LeftOut) -> tuple[str, ...]:
     return (run.cluster, run.row.get("model", ""), run.row["gpus"])
 
 
-# Errors of predictions for sources that the fit had not seen: what intervals are made of.
+# Errors of predictions for held-out sources, from which intervals are computed.
 
 
-#: Memory before anybody looked at a run: the byte counts of single matrices that published runs
-#: have shown are left out.
+#: Allocation without the bytes of single matrices, which were learned from published runs.
 _NEUTRAL = Allocation(layer_gradient_bytes=0.0, head_gradient_bytes=0.0)
-#: Four digits: an interval needs no more.
+#: Decimal digits of the written errors.
 _DIGITS = 4
 
 _HEADING = """\
 # Errors of the planner on published runs whose source the fit had not seen, by
-# `moemesh validate RUNS.csv --intervals FILE`; moemesh/planner/intervals.py says what they become.
+# `moemesh validate RUNS.csv --intervals FILE`; moemesh/planner/intervals.py explains their use.
 # [[seconds]]: log(measured / predicted) of step times, by source and generation of the device.
 # [[memory]]: log(measured / predicted) bytes ("errors"), or the log of a device's memory over the
-# predicted bytes, of runs that "ran" and that ran "out" of memory. Habits of the source's software
-# are not known to these predictions; to those of [[known_memory]] they are."""
+# predicted bytes, of runs that "ran" and that ran "out" of memory. These predictions have no
+# calibrated allocation of the source's software; those of [[known_memory]] have one."""
 
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
-    """Predict each source by what all others taught. `start` is what a fit begins with."""
+    """Errors of each source with a fit to all others. `start` is the start of each fit."""
     seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for one in cross_validate(runs, start, left_out="source"):
-        if one.seconds and one.run.seconds and one.run.device:
-            key = study_of(one.run), one.run.device.generation
-            seconds[key].append(round(log(one.run.seconds / one.seconds), _DIGITS))
+    for prediction in cross_validate(runs, start, left_out="source"):
+        run = prediction.run
+        if prediction.seconds and run.seconds and run.device:
+            key = study_of(run), run.device.generation
+            seconds[key].append(round(log(run.seconds / prediction.seconds), _DIGITS))
     known = [run for run in runs if stack_of(run.cluster) in start.allocations]
     return Intervals(
         seconds=tuple(
@@ -330,47 +331,52 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
 
 
 def _memory_errors(
-    runs: Sequence[PublishedRun], habits: Callable[[PublishedRun], Allocation]
+    runs: Sequence[PublishedRun], allocation_of: Callable[[PublishedRun], Allocation]
 ) -> tuple[MemoryErrors, ...]:
-    """Errors and labels of each source, when the habits of a run's software are these."""
+    """Errors and labels of each source, with the allocation of each run's software."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     labels: defaultdict[str, dict[str, list[float]]] = defaultdict(lambda: {"ok": [], "OOM": []})
     untaught = replace(prior_calibration(), allocations={})
-    for one in predict(runs, untaught):
-        run = one.run
-        if one.memory is None or run.device is None or run.software.recomputed_share > 0:
+    for prediction in predict(runs, untaught):
+        run = prediction.run
+        if prediction.memory is None or run.device is None or run.software.recomputed_share > 0:
             continue
-        memory = run_memory(run, habits(run))
+        memory = run_memory(run, allocation_of(run))
         if run.memory_bytes:
-            found = log(run.memory_bytes / memory.allocated)
-            errors[study_of(run)].append(round(found, _DIGITS))
+            error = log(run.memory_bytes / memory.allocated)
+            errors[study_of(run)].append(round(error, _DIGITS))
         elif run.ended in ("ok", "OOM"):
-            usable = run.device.memory_bytes * habits(run).usable_share
+            usable = run.device.memory_bytes * allocation_of(run).usable_share
             labels[study_of(run)][run.ended].append(round(log(usable / memory.needed), _DIGITS))
     measured = [
-        MemoryErrors(source=source, errors=tuple(sorted(found)))
-        for source, found in sorted(errors.items())
+        MemoryErrors(source=source, errors=tuple(sorted(values)))
+        for source, values in sorted(errors.items())
     ]
-    # Runs that all ended well bound the need from one side only.
+    # Sources without both kinds of runs bound the memory from one side only.
     bounded = [
-        MemoryErrors(source=source, ran=tuple(sorted(found["ok"])), out=tuple(sorted(found["OOM"])))
-        for source, found in sorted(labels.items())
-        if found["OOM"] and found["ok"]
+        MemoryErrors(source=source, ran=tuple(sorted(logs["ok"])), out=tuple(sorted(logs["OOM"])))
+        for source, logs in sorted(labels.items())
+        if logs["OOM"] and logs["ok"]
     ]
     return (*measured, *bounded)
 
 
 def intervals_toml(intervals: Intervals) -> str:
-    """The file that :func:`moemesh.planner.intervals.read_intervals` reads."""
+    """Text of the file for :func:`moemesh.planner.intervals.read_intervals`."""
     lines = [_HEADING]
-    for one in intervals.seconds:
-        lines += ["", "[[seconds]]", f'source = "{one.source}"', f'generation = "{one.generation}"']
-        lines += _numbers("errors", one.errors)
+    for source in intervals.seconds:
+        lines += [
+            "",
+            "[[seconds]]",
+            f'source = "{source.source}"',
+            f'generation = "{source.generation}"',
+        ]
+        lines += _numbers("errors", source.errors)
     for kind, sources in (("memory", intervals.memory), ("known_memory", intervals.known)):
-        for one in sources:
-            lines += ["", f"[[{kind}]]", f'source = "{one.source}"']
+        for source in sources:
+            lines += ["", f"[[{kind}]]", f'source = "{source.source}"']
             for name in ("errors", "ran", "out"):
-                if values := getattr(one, name):
+                if values := getattr(source, name):
                     lines += _numbers(name, values)
     return "\n".join(lines) + "\n"
 

@@ -17,12 +17,12 @@ from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Calibration
 from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.own_runs import OwnRuns
 
-#: A factor nearer to one than this is no deviation.
+#: Largest difference to one of a factor that is not written.
 _NO_DEVIATION = 0.01
 
 
 def calibration_toml(calibration: Calibration, heading: str) -> str:
-    """The calibration as TOML, as :func:`read_calibration` reads it."""
+    """The calibration as TOML for :func:`read_calibration`."""
     lines = [f"# {line}" for line in heading.splitlines()]
     lines += _table("shared", calibration.shared)
     for kind, levels in (
@@ -43,7 +43,7 @@ def _table(name: str, values: Mapping[str, object]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    """Four significant digits for what was fitted; everything else as it is."""
+    """Text of a value: four significant digits for a fitted number."""
     if isinstance(value, float) and 0 < abs(value) < 1e5:
         return f"{value:.4g}" if "." in f"{value:.4g}" or "e" in f"{value:.4g}" else f"{value:.1f}"
     return format_value(value)
@@ -52,9 +52,9 @@ def _value(value: object) -> str:
 def use_cluster(
     runs: Sequence[PublishedRun], calibration: Calibration, cluster: Cluster
 ) -> tuple[list[PublishedRun], Calibration]:
-    """Let a Cluster file speak for the rows of its device: its data sheet and its constants.
+    """Runs and calibration with a Cluster file's data sheet and constants for rows of its device.
 
-    Raises UserError when the file names a constant that the time model does not have.
+    Raises UserError if the file has a constant that the time model lacks.
     """
     device = accelerator_of_cluster(cluster)
     if unknown := sorted(set(cluster.constants) - set(NAMES)):
@@ -66,7 +66,7 @@ def use_cluster(
         name: value / calibration.shared[name] / newest.get(name, 1.0)
         for name, value in cluster.constants.items()
     }
-    known, own = dict(calibration.clusters), dict(calibration.own)
+    known, own_runs = dict(calibration.clusters), dict(calibration.own)
     changed: list[PublishedRun] = []
     for run in runs:
         if run.device is None or run.device.name != device.name:
@@ -74,18 +74,19 @@ def use_cluster(
             continue
         key = f"{run.cluster.rpartition('/')[0]}/{cluster.name}"
         known[key] = {**calibration.deviations(run.cluster), **factors}
-        own[key] = OwnRuns(cluster.own_runs)
+        own_runs[key] = OwnRuns(cluster.own_runs)
         changed.append(replace(run, device=device, cluster=key, release=run.release or release))
-    return changed, replace(calibration, clusters=known, own=own)
+    return changed, replace(calibration, clusters=known, own=own_runs)
 
 
 def newest_release(runs: Sequence[OwnRun]) -> str:
-    """The release of a cluster's software that its constants stand for; "" where none is named."""
+    """The newest release among a cluster's runs, to which its constants belong; "" without one."""
     return max((run.release for run in runs), default="")
 
 
 def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[PublishedRun]:
-    """The runs of the one cluster of a table, or of the one `wanted`. Raises UserError else."""
+    """The runs of cluster `wanted`, or of the table's only cluster. Raises UserError for several
+    clusters, and for an unknown one."""
     counts = Counter(run.cluster for run in runs)
     if not counts:
         raise UserError(NO_RUN)
@@ -105,17 +106,17 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
 
 
 def _rows(ids: Iterable[str]) -> str:
-    found = list(ids)
-    shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
-    return f"{len(found)} run{'s' * (len(found) > 1)}: {shown}"
+    rows = list(ids)
+    shown = ", ".join(rows[:6]) + (", ..." if len(rows) > 6 else "")
+    return f"{len(rows)} run{'s' * (len(rows) > 1)}: {shown}"
 
 
 def fitted_cluster(
     runs: Sequence[PublishedRun], calibration: Calibration, own: Sequence[OwnRun] = ()
 ) -> Cluster:
-    """The Cluster of some runs: the data sheet of their device, their calibrated constants, and
-    what those do not say. No efficiency is above 1: links that the runs beat have the bandwidth
-    that was used (:func:`beaten`)."""
+    """The Cluster of some runs: the data sheet of their device, their calibrated constants, and the
+    runs as corrections. Efficiencies are at most 1: links whose data sheet is exceeded by the runs
+    get the bandwidth that was reached (:func:`beaten`)."""
     first = runs[0]
     device = first.device
     assert device is not None
@@ -157,11 +158,11 @@ def fitted_cluster(
 def beaten(
     runs: Sequence[PublishedRun], calibration: Calibration, own: Sequence[OwnRun] = ()
 ) -> list[str]:
-    """A sentence for each number of the data sheet that is lower than the runs imply."""
+    """A sentence for each number of the data sheet that is below the runs' measurements."""
     first = runs[0]
     device, constants = first.device, calibration.constants(first.cluster, newest_release(own))
     assert device is not None
-    said: list[str] = []
+    sentences: list[str] = []
     for name, peak in EFFICIENCIES.items():
         if (value := float(getattr(constants, name))) <= 1:
             continue
@@ -169,7 +170,7 @@ def beaten(
         if peak.endswith("_node_bandwidth"):
             stated = getattr(device, peak)
             written = f"{peak} = {value * stated:.4g} is written in place of {stated:.4g} bytes/s"
-        said.append(
+        sentences.append(
             f"{peak} of {device.name} is too low: the runs imply {value:.3f} of it; {written}"
         )
-    return said
+    return sentences

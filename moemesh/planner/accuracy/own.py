@@ -1,11 +1,11 @@
-"""A cluster learned from its own runs: constants and corrections at once, doubts, how far it helps.
+"""Fit of a cluster to its own runs: constants, corrections, doubtful runs, and learning curves.
 
-Deviations of the constants (normal, of their widths, drifting from release to release) and
-corrections that runs share by likeness (:mod:`moemesh.planner.timing.own_runs`) are one Gaussian
-model of log(measured / predicted), so both come from one linear solve, repeated as the constants
-move. How far either may go is averaged over a grid, by how well each run is foretold without it. A
-run that the others contradict is trusted the less the farther off it is (Student's t), so one wrong
-row costs little.
+Deviations of the constants (normal, with their widths, drifting between releases) and corrections
+shared by similar runs (:mod:`moemesh.planner.timing.own_runs`) are one Gaussian model of
+log(measured / predicted). Both come from one linear solve, which is repeated as the constants move.
+Their prior scales are averaged over a grid, weighted by the leave-one-out likelihood. The weight of
+a run falls with its distance to the other runs' prediction (Student's t), so that one wrong row has
+little influence.
 """
 
 from __future__ import annotations
@@ -56,29 +56,31 @@ from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.run import Run, RunError, median_of
 
 _ROUNDS = 5
-#: Widths of the constants over those that they have between stacks, and amplitudes over the usual
-#: one, between which the runs choose; how far those of a cluster that is known move of that.
+#: Grid of prior scales: widths of the constants relative to those between stacks, and amplitudes of
+#: corrections relative to the usual one.
 _SHARES = (0.25, 0.5, 1.0, 2.0)
 _AMPLITUDES = (1 / 3, 1.0, 8 / 3)
+#: Factor on the widths for a cluster with calibrated constants.
 _KNOWN_SHARE = 0.4
-#: No constant moves farther than so many widths.
+#: Clip of a constant's shift, in standard deviations.
 _FARTHEST = 3.0
-#: Constants drift from release to release: over the width, and years after which they are others.
+#: Drift of the constants between releases, relative to the width, and its correlation time.
 _DRIFT = 0.7
 _DRIFT_YEARS = 1 / 3
-#: Of fewer runs none is doubted: too few others say what it should take.
+#: Minimum number of runs for which single runs are doubted.
 _FEWEST_TO_DOUBT = 4
-#: Degrees of freedom of Student's t; the trust below which a run is named.
+#: Degrees of freedom of Student's t, and the weight below which a run is reported.
 _FREEDOM = 2.0
 _DOUBTED = 0.1
-#: A table this many times off has another unit; equal layouts this far apart contradict each other.
+#: Ratio to the prediction from which on a table has another unit, and ratio of the times of equal
+#: layouts from which on they contradict each other.
 _OTHER_UNIT = 50.0
 _CONTRADICTS = 1.25
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A calibration that knows the cluster's own runs, and what is wrong with some of them."""
+    """A calibration with the cluster's own runs, and warnings on some of them."""
 
     calibration: Calibration
     runs: tuple[OwnRun, ...]
@@ -87,17 +89,17 @@ class Learned:
 
 def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     """Fit the constants and corrections of the cluster of `runs`. Raises UserError without a usable
-    run, or when the whole table is in another unit."""
+    run, or if the whole table is in another unit."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(NO_RUN)
     before = predict(usable, start)
-    filled = [one.run for one in before]
+    filled = [prediction.run for prediction in before]
     cluster, timed = filled[0].cluster, TimedRuns(filled)
     constants = [start.constants(cluster, run.release) for run in filled]
-    logs = np.log([[getattr(one, name) for one in constants] for name in NAMES])
-    # Schedules are simulated once: with other constants they wait about as long, relatively.
-    simulated = np.log([one.seconds or 1.0 for one in before]) - timed.log_seconds
+    logs = np.log([[getattr(of_run, name) for of_run in constants] for name in NAMES])
+    # Schedules are simulated once: the relative waiting time hardly depends on the constants.
+    simulated = np.log([prediction.seconds or 1.0 for prediction in before]) - timed.log_seconds
     waiting = simulated - timed.errors(logs)
     _check_units(filled, -simulated)
     columns = features(*timed.columns[:2])
@@ -107,7 +109,8 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     years = np.array([release_years(run.release or newest) for run in filled])
 
     def together(year: FloatArray) -> FloatArray:
-        """Covariance of the constants of these times and of the runs', over their width."""
+        """Covariance [times, runs] of the constants at times `year` and of the runs', relative to
+        the width."""
         return 1 + (_DRIFT * np.exp(-(((year[:, None] - years) / _DRIFT_YEARS) ** 2) / 2)) ** 2
 
     width = SPREADS * (_KNOWN_SHARE if cluster in start.clusters else 1.0)
@@ -125,95 +128,97 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         if len(filled) >= _FEWEST_TO_DOUBT:
             trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + (rest / NOISE) ** 2), 1.0)
     if cluster in start.clusters and _size(simulated) < _size(left_out):
-        # A known cluster that foretells each run better without the others is not spoilt.
+        # The calibrated constants predict each run better than the fit: keep them.
         moved, weights, left_out = 0 * moved, 0 * weights, -simulated
 
     def factors(release: str) -> FloatArray:
         return _shift(together(np.array([release_years(release)])), moved, slopes, width)[0]
 
-    here = factors(newest)
+    shifts = factors(newest)
     deviations, stack = start.deviations(cluster), stack_of(cluster)
     known = {name for name in start.releases if stack_of(name, " ") == stack}
     releases = {
-        release: _scaled(start.release_factors(release), factors(release) - here)
+        release: _scaled(start.release_factors(release), factors(release) - shifts)
         for release in known | {run.release for run in filled} - {""}
     }
-    found = replace(
+    calibration = replace(
         start,
-        clusters={**start.clusters, cluster: _scaled(deviations, here)},
+        clusters={**start.clusters, cluster: _scaled(deviations, shifts)},
         releases={**start.releases, **releases},
     )
-    own = tuple(
+    own_runs = tuple(
         OwnRun(
-            run=one.run.id,
-            seconds=float(f"{one.run.seconds:.6g}"),
-            predicted=float(f"{one.seconds:.6g}"),
+            run=prediction.run.id,
+            seconds=float(f"{prediction.run.seconds:.6g}"),
+            predicted=float(f"{prediction.seconds:.6g}"),
             left_out=round(float(left_out[row]), 4),
             weight=float(f"{weights[row]:.5g}"),
-            release=one.run.release,
+            release=prediction.run.release,
             features={name: float(np.ravel(values)[row]) for name, values in columns.items()},
         )
-        for row, one in enumerate(predict(filled, replace(found, own={})))
+        for row, prediction in enumerate(predict(filled, replace(calibration, own={})))
     )
-    found = replace(found, own={cluster: OwnRuns(own)})
-    return Learned(found, own, tuple(_doubts(filled, trust, left_out, distances(points, points))))
+    calibration = replace(calibration, own={cluster: OwnRuns(own_runs)})
+    return Learned(
+        calibration, own_runs, tuple(_doubts(filled, trust, left_out, distances(points, points)))
+    )
 
 
 def _weighed(
     by_constants: FloatArray, alike: FloatArray, wanted: FloatArray, noise: FloatArray
 ) -> FloatArray:
-    """Weights of runs [4, runs] by which constants move and corrections are made, errors of each
-    left out, and what stays unexplained: means over the shares and amplitudes, each as likely as
-    the runs that it leaves out find it."""
-    found: list[FloatArray] = []
+    """Rows [4, runs]: weights of runs for the shift of constants, weights for corrections,
+    leave-one-out errors, and residuals. They are means over the grid of scales, weighted by the
+    leave-one-out likelihood."""
+    averaged: list[FloatArray] = []
     scores: list[float] = []
     for share, size in product(_SHARES, _AMPLITUDES):
         known = share**2 * by_constants + size**2 * alike
         inverse = np.linalg.inv(known + np.diag(noise))
         weights, precision = inverse @ wanted, np.diag(inverse)
         left_out = weights / precision
-        found.append(np.array(
+        averaged.append(np.array(
             [share**2 * weights, size**2 * weights, left_out, wanted - known @ weights]
         ))  # fmt: skip
-        # Errors in their own unit, so that only the proportions of what may vary count.
+        # Errors in units of their own size, so that only the ratio of the two scales matters.
         standard = np.abs(left_out) * np.sqrt(precision)
         most = 2.5 * np.median(standard)
         unit = max(float(np.sqrt(np.mean(np.minimum(standard, most) ** 2))), 0.3)
         density = np.log(precision) / 2 - log(unit) - 2.5 * np.log1p((standard / unit) ** 2 / 4)
         scores.append(float(density.sum() - (log(share) ** 2 + log(size) ** 2) / 2.25) / 2)
     chances = np.exp(np.array(scores) - max(scores))
-    mean: FloatArray = np.average(np.array(found), axis=0, weights=chances)
+    mean: FloatArray = np.average(np.array(averaged), axis=0, weights=chances)
     return mean
 
 
 def _shift(
     together: FloatArray, moved: FloatArray, slopes: FloatArray, width: FloatArray
 ) -> FloatArray:
-    """How far the constants of each time move [times, constants], in logarithms."""
+    """Shift of the constants at each time [times, constants], in logarithms."""
     most = _FARTHEST * width
-    found: FloatArray = np.clip((together * moved) @ slopes * width**2, -most, most)
-    return found
+    shift: FloatArray = np.clip((together * moved) @ slopes * width**2, -most, most)
+    return shift
 
 
 def _scaled(factors: dict[str, float], logs: FloatArray) -> dict[str, float]:
-    """Factors times those of `logs`, by the name of their constant."""
+    """`factors` times exp(`logs`), by name of the constant."""
     return {
         name: factors.get(name, 1.0) * exp(x) for name, x in zip(NAMES, logs.tolist(), strict=True)
     }
 
 
 def _size(errors: FloatArray) -> float:
-    """The mean size of errors; that of one by a factor of ten counts as one by half."""
+    """Mean absolute error, with each error clipped to 0.5."""
     return float(np.mean(np.minimum(np.abs(errors), 0.5)))
 
 
 def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
-    """Refuse a table of which most times are far from what any device takes."""
+    """Raise UserError if the median time differs from the prediction by a factor of 50."""
     middle = exp(float(np.median(ratios)))
     if 1 / _OTHER_UNIT < middle < _OTHER_UNIT:
         return
-    off = ", ".join(run.id for run, one in zip(runs, ratios, strict=True)
-                    if abs(one) > log(_OTHER_UNIT))  # fmt: skip
+    off = ", ".join(run.id for run, ratio in zip(runs, ratios, strict=True)
+                    if abs(ratio) > log(_OTHER_UNIT))  # fmt: skip
     raise UserError(
         f"runs {off} take {middle:,.3g} times the seconds that such a device needs: times are in "
         "seconds a step (step_time_s; are these milliseconds?), rates of one device"
@@ -223,11 +228,12 @@ def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
 def _doubts(
     runs: Sequence[PublishedRun], trust: FloatArray, left_out: FloatArray, far: FloatArray
 ) -> list[str]:
-    """Runs that contradict others, and pairs of one layout whose times do."""
-    said: list[str] = []
+    """Warnings on runs that contradict the others, and on pairs with one layout but different
+    times."""
+    warnings: list[str] = []
     for row, run in enumerate(runs):
         if trust[row] < _DOUBTED:
-            said.append(
+            warnings.append(
                 f"run {run.id}: it takes {exp(left_out[row]):.3g} times what the other runs imply; "
                 f"it counts {trust[row]:.1%} of a run"
             )
@@ -235,25 +241,25 @@ def _doubts(
         for other in range(row):
             twin = runs[other]
             ratio = (run.seconds or 1.0) / (twin.seconds or 1.0)
-            same = [(one.row.get("gpus"), one.row.get("gbs")) for one in (run, twin)]
-            is_twin = far[row, other] < 1e-3 and same[0] == same[1]
+            is_same_size = all(run.row.get(key) == twin.row.get(key) for key in ("gpus", "gbs"))
+            is_twin = far[row, other] < 1e-3 and is_same_size
             if is_twin and not 1 / _CONTRADICTS < ratio < _CONTRADICTS:
-                said.append(
+                warnings.append(
                     f"runs {twin.id} and {run.id} are one layout and take {twin.seconds:.4g} and "
                     f"{run.seconds:.4g} s"
                 )
-    return said
+    return warnings
 
 
 def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
-    """A run of `moemesh train` on `cluster`: the plan it ended with, the median of its steps. What
-    cannot be priced ends up in `reason`. Raises UserError for a folder without a run."""
+    """A run of `moemesh train` on `cluster`: its last plan and the median of its steps. `reason` is
+    set for a run that cannot be priced. Raises UserError for a folder without a run."""
     try:
-        found = Run.load(folder)
+        recorded = Run.load(folder)
     except RunError as error:
         raise UserError(str(error)) from None
     config, device = load_recorded(folder / RUN_CONFIG), accelerator_of_cluster(cluster)
-    seconds = median_of(found.current, "seconds")
+    seconds = median_of(recorded.current, "seconds")
     plan, data = config.plan, config.data
     run = PublishedRun(
         id=str(folder), source="moemesh", cluster=f"{DEFAULT_STACK}/{device.name}", tier="A",
@@ -275,21 +281,21 @@ def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
 
 
 def unused(runs: Sequence[PublishedRun]) -> list[str]:
-    """Finished rows that teach nothing, by their reason."""
-    said: list[str] = []
+    """Sentences on finished rows that a fit cannot use, with their reason."""
+    sentences: list[str] = []
     for run in runs:
         if run.ended != "ok" or (run.layout is not None and run.seconds):
             continue
         cells = ("step_time_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct")
-        told = [f"{name} is `{run.row[name]}`" for name in cells if run.row.get(name)]
-        reason = run.reason or f"{', '.join(told) or 'it prints no time'}, no number above 0"
-        said.append(f"run {run.id} is left out: {reason}")
-    return said
+        times = [f"{name} is `{run.row[name]}`" for name in cells if run.row.get(name)]
+        reason = run.reason or f"{', '.join(times) or 'it prints no time'}, no number above 0"
+        sentences.append(f"run {run.id} is left out: {reason}")
+    return sentences
 
 
 class Lesson(NamedTuple):
-    """Errors of a cluster's other runs after so many own ones: means over draws of the median, the
-    95th percentile, and the share within the stated 80 % interval."""
+    """Errors of a cluster's other runs after a fit to `own` runs: means over draws of the median,
+    the 95th percentile, and the share inside the stated 80 % interval."""
 
     cluster: str
     runs: int
@@ -309,13 +315,13 @@ def lessons(
     draws: int = 10,
     unseen: Calibration | None = None,
 ) -> list[Lesson]:
-    """For every cluster of a table: draw own runs, learn from them, predict the others. With
-    `unseen`, what a fit begins with, nothing that the cluster's software ever ran is known."""
+    """Learning curves of every cluster of a table: fit to drawn runs, predict the others. With
+    `unseen`, the start of a fit, all other runs of the cluster's software are held out, too."""
     clusters: defaultdict[str, list[PublishedRun]] = defaultdict(list)
     for run in measured_runs(runs):
         clusters[run.cluster].append(run)
     known = {} if unseen is None else left_out_calibrations(runs, unseen, left_out="stack")
-    found: list[Lesson] = []
+    curves: list[Lesson] = []
     for cluster, members in sorted(clusters.items()):
         calibration = known.get((cluster.rpartition("/")[0],), start)
         for count in counts:
@@ -323,31 +329,31 @@ def lessons(
             first: tuple[Prediction, ...] = ()
             for draw in range(draws if count else 1):
                 order: list[int] = np.random.default_rng(draw).permutation(len(members)).tolist()
-                own = [members[place] for place in order[:count]]
+                drawn = [members[place] for place in order[:count]]
                 rest = [members[place] for place in order[count:]]
                 if len(rest) < _FEWEST:
                     break
-                taught, left_out = calibration, ()
-                if own:
-                    learned = learn(own, calibration)
-                    taught = learned.calibration
-                    left_out = tuple(one.left_out for one in learned.runs)
+                fitted, left_out = calibration, ()
+                if drawn:
+                    learned = learn(drawn, calibration)
+                    fitted = learned.calibration
+                    left_out = tuple(run.left_out for run in learned.runs)
                 device = members[0].device
                 width = own_width(
                     left_out,
                     shipped_intervals().seconds_width(device.generation if device else ""),
                 )
-                others = predict(rest, taught)
+                others = predict(rest, fitted)
                 first = first or tuple(others)
-                off = np.array([one.error or 0.0 for one in others])
+                off = np.array([prediction.error or 0.0 for prediction in others])
                 within = float(np.mean(np.abs(np.log1p(off)) <= width))
                 sizes = np.abs(off)
                 errors.append((float(np.median(sizes)), float(np.quantile(sizes, 0.95)), within))
             if errors:
                 median, p95, within = (float(x) for x in np.mean(errors, axis=0))
-                found.append(Lesson(cluster, len(members), count, median, p95, within, first))
-    return found
+                curves.append(Lesson(cluster, len(members), count, median, p95, within, first))
+    return curves
 
 
-#: Fewer runs that are left to be predicted say nothing.
+#: Minimum number of predicted runs.
 _FEWEST = 5

@@ -1,7 +1,7 @@
-"""Tables of measured runs: what each row says about model, layout, hardware and software.
+"""Tables of measured runs: model, layout, hardware and software of each row.
 
 Columns are those of published run tables (`id`, `src`, `arch`, `hardware`, `gpus`, `tp`, ...,
-`notes`); empty cells mean "not published". A row that cannot be priced keeps the reason why.
+`notes`); empty cells mean "not published". A row that cannot be priced keeps the reason.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from moemesh.planner.timing.columns import KERNELS, Kernel, Software
 from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 from moemesh.schedule.build import require_defined
 
-# Rows of run tables: uniform words, columns from what notes and sources mean, and the layout.
+# Rows of run tables: uniform spellings, columns from notes and sources, and the layout.
 #
-# Tables of other teams say "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
-# nothing. What a cell does not say in a known word is left as it is, and ends up in the row's
-# reason. What only the source of a table or a remark says is data:
-# ``presets/calibration/rows.toml`` turns it into columns, which any table may have itself.
+# Tables of other teams write "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
+# nothing. An unknown spelling is left unchanged, and is reported in the row's reason. Facts that
+# only a remark or the source of a table contains are added as columns by the rules of
+# ``presets/calibration/rows.toml``; a table may also have these columns itself.
 
 
-#: The software of runs whose table names none: that of whoever wrote the table.
+#: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
 _BLANK = "|-|--|n/a|na|nan|null|none|unknown|\\?"
 _COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
 _COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*([kK]?)")
-#: Column -> spellings and the word for each; the first that matches the whole cell counts.
+#: Column -> (pattern, uniform spelling); the first pattern that matches the whole cell counts.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "status": (
         ("ok|success|succeeded|completed|finished", "ok"),
@@ -65,21 +65,21 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
-    """The row with known spellings replaced; other columns as they are."""
-    found = dict(row)
+    """The row with uniform spellings; other columns are unchanged."""
+    uniform = dict(row)
     for name in _COUNTS:
-        if name in found:
-            found[name] = _count(found[name])
+        if name in uniform:
+            uniform[name] = _count(uniform[name])
     for name, spellings in _SPELLINGS.items():
-        if name in found:
-            text = found[name].strip()
+        if name in uniform:
+            text = uniform[name].strip()
             known = (
                 match.expand(word)
                 for spelling, word in spellings
                 if (match := re.fullmatch(spelling, text, re.IGNORECASE))
             )
-            found[name] = next(known, text)
-    return found
+            uniform[name] = next(known, text)
+    return uniform
 
 
 @cache
@@ -89,19 +89,19 @@ def _rules() -> list[dict[str, dict[str, str]]]:
     return table["rule"]
 
 
-def told_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
-    """The row with the columns that its words mean; columns that it has are kept.
+def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
+    """The row with additional columns from the rules; columns that it has are kept.
 
-    `generation` of its device, "" when unknown.
+    `generation` is that of its device, "" if unknown.
     """
-    found = dict(row) | {"generation": generation}
+    columns = dict(row) | {"generation": generation}
     flags = re.IGNORECASE | re.DOTALL
     for rule in _rules():
         when = rule.get("when", {}).items()
-        if all(re.search(pattern, found.get(name, ""), flags) for name, pattern in when):
-            found |= {name: word for name, word in rule["set"].items() if not found.get(name)}
-    found["stack"] = found.get("stack") or row.get("src") or OWN_STACK
-    return found
+        if all(re.search(pattern, columns.get(name, ""), flags) for name, pattern in when):
+            columns |= {name: word for name, word in rule["set"].items() if not columns.get(name)}
+    columns["stack"] = columns.get("stack") or row.get("src") or OWN_STACK
+    return columns
 
 
 def _count(text: str) -> str:
@@ -118,7 +118,7 @@ def _count(text: str) -> str:
     return str(int(value)) if value.is_integer() else text
 
 
-#: How published tables word what they recompute.
+#: Word for recomputation in published tables -> part of a layout's recomputation.
 _RECOMPUTE_WORDS: dict[str, str] = {
     "none": "", "full": "full", "selective": "attention",
     "attn": "attention", "core_attn": "attention", "attention": "attention", "core": "attention",
@@ -170,8 +170,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     widths: dict[str, Precision] = {
         "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
     }  # fmt: skip
-    said = row.get("precision", "").lower()
-    precision: Precision = next(width for word, width in widths.items() if word in said)
+    precision_text = row.get("precision", "").lower()
+    precision: Precision = next(width for word, width in widths.items() if word in precision_text)
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
     return PlannedLayout(
         tp=tp,
@@ -203,7 +203,7 @@ def _int(row: Mapping[str, str], name: str, default: int) -> int:
     return int(float(text)) if text else default
 
 
-#: Columns without which a table says nothing that could be compared.
+#: Columns that a table must have.
 NEEDED_COLUMNS = ("id", "arch", "hardware", "gpus", "tp", "pp", "gbs", "seq")
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
@@ -215,17 +215,17 @@ _RELEASE = re.compile(r"\d\d\.\d\d(\.\d\d)?(?=[ ;,]|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One row, as far as it can be understood.
+    """One row of a table, parsed.
 
-    `seconds` is the measured step (converted from what was reported), `memory_bytes` what an
-    allocator measured, `ended` how the run ended ("ok", "OOM", ...), `cluster` the key of its
-    constants. `layout` is None exactly when `reason` says why.
+    `seconds` is the measured step (converted from the reported unit), `memory_bytes` the peak that
+    an allocator measured, `ended` the outcome ("ok", "OOM", ...), `cluster` the key of its
+    constants. `layout` is None if and only if `reason` is set.
     """
 
     id: str
     source: str
     cluster: str
-    #: "stack 26.02" where the row names the release of its software.
+    #: Release of the software if the row has one: "stack 26.02".
     release: str = ""
     tier: str
     ended: str
@@ -236,7 +236,7 @@ class PublishedRun:
     software: Software = field(default_factory=Software)
     seconds: float | None = None
     memory_bytes: float | None = None
-    #: Neither microbatch nor recomputation is printed: they are chosen, not read.
+    #: Whether the table has the microbatch and the recomputation; otherwise they are chosen.
     microbatch_printed: bool = True
     recompute_printed: bool = True
     metric: str = ""
@@ -244,13 +244,13 @@ class PublishedRun:
 
     @property
     def group(self) -> tuple[str, str, str, str]:
-        """Runs between which a user would choose: same model, hardware, devices, sequence."""
+        """Key of runs that are alternatives: same model, hardware, devices, sequence length."""
         row = self.row
         return (row.get("model", ""), row.get("hardware", ""), row["gpus"], row["seq"])
 
     @property
     def priced(self) -> tuple[ModelShape, PlannedLayout, Accelerator]:
-        """Model, layout and device of a row that says them."""
+        """Model, layout and device of a row that has all three."""
         assert self.shape is not None and self.layout is not None and self.device is not None
         return self.shape, self.layout, self.device
 
@@ -260,9 +260,9 @@ class PublishedRun:
 
 
 def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
-    """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json``
-    beside the table; names that it lacks from the packaged table. Raises UserError for unreadable
-    files, missing columns or doubled ids."""
+    """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json`` in
+    the table's folder, or from the packaged table. Raises UserError for unreadable files, missing
+    columns or duplicate ids."""
     try:
         text = table.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -282,12 +282,12 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     path = archs or table.with_name("model_archs.json")
     if archs is not None or path.exists():
         try:
-            found = parse_json(path.read_text(encoding="utf-8"))
+            sizes = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the architectures {path}: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(sizes, dict):
             raise UserError(f"{path} must hold one JSON object, name -> sizes")
-        entries |= found
+        entries |= sizes
     runs = [parse_run(row, entries) for row in rows]
     seen: set[str] = set()
     for run in runs:
@@ -298,14 +298,14 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
 
 
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
-    """One row; what is missing or contradictory ends up in `reason`."""
+    """One row; `reason` reports missing or contradictory columns."""
     device = accelerator_of(row.get("hardware", ""))
     row = uniform_row(row)
     try:
         recompute_from_words(row.get("recompute", ""))
     except ConfigError:
-        row["recompute"] = ""  # told in words that nobody knows, it counts as not published
-    row = told_row(row, device.generation if device else "")
+        row["recompute"] = ""  # unknown words count as not published
+    row = annotated_row(row, device.generation if device else "")
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
     release = _RELEASE.match(row.get("notes", ""))
@@ -395,7 +395,7 @@ def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> 
 
 
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
-    """The framework's habits that columns of :func:`told_row` name."""
+    """Properties of the framework from the columns of :func:`annotated_row`."""
 
     def has(column: str, usual: str = "0") -> bool:
         return (row.get(column) or usual) == "1"
@@ -434,17 +434,17 @@ _MEASURED = {
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
-    """The number of a measured column; None where it has none. Raises ValueError for one that no
-    run can show."""
+    """The number of a measured column; None for a cell without one. Raises ValueError for a number
+    that is impossible for a run."""
     text = row.get(name, "")
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
         return None
     least, most = _MEASURED[name]
-    if not least <= found <= most:
+    if not least <= number <= most:
         raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")
-    return found
+    return number
 
 
 def _measured_seconds(
@@ -467,8 +467,8 @@ def _measured_seconds(
 
 
 def step_flops(convention: str, shape: ModelShape, layout: PlannedLayout) -> float:
-    """FLOPs of one step as a source counts them: attention full or causal, recomputation counted
-    where its convention says so. Without a word about attention: causal for rates, full for MFU."""
+    """FLOPs of one step in the convention of a source: full or causal attention, with or without
+    recomputation. Without a convention: causal attention."""
     folded = convention.lower()
     words: tuple[str, ...] = ("causal", "halved")
     recomputed = "incl. recompute" in folded or "sc21" in folded
@@ -479,6 +479,6 @@ def step_flops(convention: str, shape: ModelShape, layout: PlannedLayout) -> flo
     counted = count_flops(shape, layout.seq_len, kind)
     per_token = counted.training
     if recomputed and "full" in layout.recompute:
-        # Layers run forward once more; the head does not.
+        # The forward of all layers is recomputed, that of the head is not.
         per_token += counted.forward - counted.head
     return per_token * layout.global_batch * layout.seq_len

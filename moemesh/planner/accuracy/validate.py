@@ -30,10 +30,10 @@ from moemesh.planner.timing.columns import (
 from moemesh.planner.timing.step_time import step_time
 from moemesh.schedule.build import is_defined
 
-# Seconds, bytes and "does it fit" of published runs, and what a row left unprinted.
+# Seconds, bytes and "does it fit" of published runs, and values that a row leaves out.
 
 
-#: Microbatches that are tried where a table prints none.
+#: Microbatches that are tried for a row without one.
 _MICROBATCHES = (1, 2, 4, 8, 16)
 
 
@@ -41,7 +41,7 @@ _MICROBATCHES = (1, 2, 4, 8, 16)
 class Prediction:
     """The planner's prediction of one run; times in seconds, memory in bytes."""
 
-    #: The run, with what its table leaves out filled in.
+    #: The run, with values that its table leaves out filled in.
     run: PublishedRun
     seconds: float | None = None
     memory: PeakMemory | None = None
@@ -49,37 +49,37 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured step time, minus one."""
+        """Relative error of the predicted step time."""
         if self.seconds is None or not self.run.seconds:
             return None
         return self.seconds / self.run.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured memory, minus one."""
+        """Relative error of the predicted memory."""
         if self.memory is None or not self.run.memory_bytes:
             return None
         return self.memory.allocated / self.run.memory_bytes - 1
 
 
 def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Prediction]:
-    """Every row, in order; a row without a layout predicts nothing."""
+    """Predictions of all rows, in order; that of a row without a layout is empty."""
     filled = [fill_in(run, calibration) for run in runs if run.layout is not None]
     constants = [calibration.constants(run.cluster, run.release) for run in filled]
     seconds = _run_seconds(filled, constants) if filled else ()
-    found: dict[str, Prediction] = {}
+    predictions: dict[str, Prediction] = {}
     for run, value in zip(filled, seconds, strict=True):
         if own := calibration.own.get(run.cluster):
             value *= exp(own.correction(model_row(run.priced[0]), _layout_row(run)))
         allocation = calibration.allocation(run.cluster)
         memory = run_memory(run, allocation)
         fits = _fits(run, memory, allocation)
-        found[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
-    return [found.get(run.id) or Prediction(run=run) for run in runs]
+        predictions[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
+    return [predictions.get(run.id) or Prediction(run=run) for run in runs]
 
 
 def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
-    """The worst rank of a run."""
+    """Peak memory of a run's worst rank."""
     if run.software.adapters:
         # Frozen weights have neither gradients nor optimizer states.
         allocation = replace(allocation, gradient_bytes=0, optimizer_bytes=0)
@@ -88,13 +88,13 @@ def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
 
 
 def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool:
-    # What is computed again without the table saying so is what makes the run fit.
+    # Recomputation that the table leaves out was chosen so that the run fits.
     is_made_to_fit = run.software.recomputed_share > 0
     return is_made_to_fit or memory.fits(run.priced[2].memory_bytes, allocation.usable_share)
 
 
 def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
-    """The step times of runs, their schedules simulated."""
+    """The step times of runs, with simulated schedules."""
     stages = [Stages.of(*run.priced[:2]) for run in runs]
     return step_time(*run_columns(runs), stacked(constants), stages=stages).total
 
@@ -102,7 +102,7 @@ def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -
 def run_columns(
     runs: Sequence[PublishedRun],
 ) -> tuple[ModelColumns, LayoutColumns, HardwareColumns]:
-    """Runs as what the formulas read, one row each."""
+    """Runs as columns for the formulas, one row each."""
     priced = [run.priced for run in runs]
     return (
         stacked([model_row(shape) for shape, _, _ in priced]),
@@ -116,10 +116,10 @@ def _layout_row(run: PublishedRun) -> LayoutColumns:
 
 
 def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
-    """The run with what its table leaves out.
+    """The run with values that its table leaves out.
 
-    Microbatch: one sequence for an MoE model, else the fastest that fits. Recomputation: as many
-    layers as must be computed again for the rest to fit (frameworks offer it layer by layer).
+    The microbatch is one sequence for an MoE model, else the fastest that fits. Recomputation
+    covers the fewest layers with which the run fits (frameworks offer it layer by layer).
     """
     allocation = calibration.allocation(run.cluster)
     if run.microbatch_printed or run.is_moe:
@@ -128,14 +128,17 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     share = layout.global_batch // layout.dp
     sized = [layout.changed(microbatch=size) for size in _MICROBATCHES if share % size == 0]
     tried = [
-        _recomputed(replace(run, layout=one), allocation)
-        for one in sized
-        if one.pp == 1 or is_defined(one.schedule, one.pp, one.microbatches, one.stages_per_rank)
+        _recomputed(replace(run, layout=candidate), allocation)
+        for candidate in sized
+        if candidate.pp == 1
+        or is_defined(
+            candidate.schedule, candidate.pp, candidate.microbatches, candidate.stages_per_rank
+        )
     ]
     fitting = [
         index
-        for index, one in enumerate(tried)
-        if _fits(one, run_memory(one, allocation), allocation)
+        for index, candidate in enumerate(tried)
+        if _fits(candidate, run_memory(candidate, allocation), allocation)
     ]
     constants = calibration.constants(run.cluster, run.release)
     seconds = _run_seconds(tried, [constants] * len(tried))
@@ -143,7 +146,7 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
 
 
 def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
-    """The run with so many recomputed layers as it needs, where its table does not say."""
+    """The run with the share of recomputed layers that it needs, if its table leaves it out."""
     if run.recompute_printed or run.ended != "ok":
         return run
     memory = run_memory(run, allocation)
@@ -154,9 +157,9 @@ def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
     return replace(run, software=replace(run.software, recomputed_share=share))
 
 
-#: Runs with too little of a layout to be judged by.
+#: Tiers of runs whose layout is too incomplete for statistics.
 _SANITY_TIERS = frozenset({"C"})
-#: Alternatives below which "which one would it pick" says nothing.
+#: Minimum number of alternatives in a group for which the planner's choice is evaluated.
 _FEWEST_CHOICES = 2
 
 
@@ -173,7 +176,8 @@ class ErrorStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class FitStatistics:
-    """ "Fits" against how runs ended: share right, and share said to fit that ran out of memory."""
+    """Predicted "fits" against the outcome of runs: share of correct predictions, and share of runs
+    predicted to fit that ran out of memory."""
 
     count: int
     right: float
@@ -182,8 +186,8 @@ class FitStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionStatistics:
-    """The fastest predicted layout of each group that is predicted to fit, against the best one
-    measured: time of the pick over the best, minus one."""
+    """Regret of the planner's choice in each group: measured time of the fastest layout predicted
+    to fit over that of the fastest measured one, minus one."""
 
     groups: int
     mean_regret: float
@@ -193,19 +197,19 @@ class SelectionStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """One group: what was picked and what would have been best, by id."""
+    """The planner's choice in one group and the best run, by id."""
 
     group: str
     choices: int
     picked: str
     best: str
-    #: None when the pick ran out of memory.
+    #: Regret of the choice; None if it ran out of memory.
     regret: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Every prediction and what they amount to."""
+    """Predictions of all runs with their statistics."""
 
     predictions: tuple[Prediction, ...]
     by_source: dict[str, ErrorStatistics]
@@ -219,14 +223,16 @@ class Validation:
     def json_text(self) -> str:
         """{"rows": one object a row of the table, "statistics": ...}; seconds and bytes."""
         rows: list[dict[str, Any]] = []
-        for one in self.predictions:
+        for prediction in self.predictions:
             row = {
-                "id": int(one.run.id) if one.run.id.isdecimal() else one.run.id,
-                "seconds": one.seconds,
-                "memory_bytes": one.memory.allocated if one.memory else None,
-                "fits": one.fits,
+                "id": int(prediction.run.id)
+                if prediction.run.id.isdecimal()
+                else prediction.run.id,
+                "seconds": prediction.seconds,
+                "memory_bytes": prediction.memory.allocated if prediction.memory else None,
+                "fits": prediction.fits,
             }
-            rows.append(row | ({"reason": one.run.reason} if one.run.reason else {}))
+            rows.append(row | ({"reason": prediction.run.reason} if prediction.run.reason else {}))
         statistics = {
             "step_time_by_source": self.by_source,
             "step_time_dense": self.dense,
@@ -235,30 +241,34 @@ class Validation:
             "fits": self.fit,
             "selection": self.selection,
         }
-        found = {"rows": rows, "statistics": statistics}
-        return json.dumps(found, indent=1, allow_nan=False, default=asdict) + "\n"
+        document = {"rows": rows, "statistics": statistics}
+        return json.dumps(document, indent=1, allow_nan=False, default=asdict) + "\n"
 
 
 def summarize(predictions: Sequence[Prediction]) -> Validation:
     """The statistics of predictions."""
-    timed = [one for one in predictions if one.error is not None and one.run.ended == "ok"]
-    judged = [one for one in timed if one.run.tier not in _SANITY_TIERS]
+    timed = [
+        prediction
+        for prediction in predictions
+        if prediction.error is not None and prediction.run.ended == "ok"
+    ]
+    judged = [prediction for prediction in timed if prediction.run.tier not in _SANITY_TIERS]
     sources: dict[str, list[float | None]] = defaultdict(list)
-    for one in timed:
-        sources[one.run.source or one.run.cluster].append(one.error)
-    found = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
+    for prediction in timed:
+        sources[prediction.run.source or prediction.run.cluster].append(prediction.error)
+    by_source = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
     fit = selection = None
     labels = [
-        (one.fits, one.run.ended == "ok")
-        for one in predictions
-        if one.fits is not None and one.run.ended in ("ok", "OOM")
+        (prediction.fits, prediction.run.ended == "ok")
+        for prediction in predictions
+        if prediction.fits is not None and prediction.run.ended in ("ok", "OOM")
     ]
     if number := len(labels):
         right = sum(fits == ran for fits, ran in labels) / number
         wrongly = labels.count((True, False)) / number
         fit = FitStatistics(count=number, right=right, wrongly_fits=wrongly)
     if selections := _select(predictions):
-        regrets = [one.regret for one in selections if one.regret is not None]
+        regrets = [choice.regret for choice in selections if choice.regret is not None]
         selection = SelectionStatistics(
             groups=len(selections),
             mean_regret=numbers.fmean(regrets) if regrets else 0.0,
@@ -267,10 +277,12 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         )
     return Validation(
         predictions=tuple(predictions),
-        by_source={name: errors for name, errors in found.items() if errors},
-        dense=error_statistics([one.error for one in judged if not one.run.is_moe]),
-        moe=error_statistics([one.error for one in judged if one.run.is_moe]),
-        memory=error_statistics([one.memory_error for one in predictions]),
+        by_source={name: errors for name, errors in by_source.items() if errors},
+        dense=error_statistics(
+            [prediction.error for prediction in judged if not prediction.run.is_moe]
+        ),
+        moe=error_statistics([prediction.error for prediction in judged if prediction.run.is_moe]),
+        memory=error_statistics([prediction.memory_error for prediction in predictions]),
         fit=fit,
         selection=selection,
         selections=tuple(selections),
@@ -278,41 +290,49 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
 
 
 def error_statistics(errors: Sequence[float | None]) -> ErrorStatistics | None:
-    """Statistics of the relative errors that are known; None without any."""
-    found = [error for error in errors if error is not None]
-    if not found:
+    """Statistics of the relative errors that are not None; None without any."""
+    known = [error for error in errors if error is not None]
+    if not known:
         return None
-    sizes = np.abs(found)
+    sizes = np.abs(known)
     return ErrorStatistics(
-        count=len(found),
+        count=len(known),
         median=float(np.median(sizes)),
         p95=float(np.quantile(sizes, 0.95)),
         worst=float(np.max(sizes)),
-        bias=float(np.median(found)),
+        bias=float(np.median(known)),
     )
 
 
 def _select(predictions: Sequence[Prediction]) -> list[Selection]:
-    """The planner's choice in each group of runs that are alternatives to one another; runs of a
-    group may differ in their batch, so seconds of a sequence count."""
+    """The planner's choice in each group of alternative runs. Runs of a group may differ in their
+    batch, so seconds per sequence are compared."""
 
-    def each(one: Prediction, seconds: float | None) -> float:
-        return (seconds or 0.0) / (one.run.layout.global_batch if one.run.layout else 1)
+    def each(prediction: Prediction, seconds: float | None) -> float:
+        return (seconds or 0.0) / (
+            prediction.run.layout.global_batch if prediction.run.layout else 1
+        )
 
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
-    for one in predictions:
-        if one.seconds is not None and one.run.ended in ("ok", "OOM"):
-            groups[one.run.group].append(one)
-    found: list[Selection] = []
+    for prediction in predictions:
+        if prediction.seconds is not None and prediction.run.ended in ("ok", "OOM"):
+            groups[prediction.run.group].append(prediction)
+    selections: list[Selection] = []
     for key, members in sorted(groups.items()):
-        measured = {one.run.id: each(one, one.run.seconds) for one in members if one.run.seconds}
+        measured = {
+            prediction.run.id: each(prediction, prediction.run.seconds)
+            for prediction in members
+            if prediction.run.seconds
+        }
         if len(members) < _FEWEST_CHOICES or not measured:
             continue
-        fitting = [one for one in members if one.fits] or members
-        # Equal layouts are equal, whatever the rounding of their columns.
-        picked = min(fitting, key=lambda one: float(f"{each(one, one.seconds):.9g}")).run.id
+        fitting = [prediction for prediction in members if prediction.fits] or members
+        # Equal layouts are ties, despite rounding of their columns.
+        picked = min(
+            fitting, key=lambda prediction: float(f"{each(prediction, prediction.seconds):.9g}")
+        ).run.id
         best = min(measured, key=lambda run: measured[run])
-        found.append(
+        selections.append(
             Selection(
                 group=", ".join(part for part in key if part),
                 choices=len(members),
@@ -321,4 +341,4 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
                 regret=measured[picked] / measured[best] - 1 if picked in measured else None,
             )
         )
-    return found
+    return selections

@@ -1,8 +1,8 @@
 """Operator graphs of transformers: embedding, one layer of each kind, head.
 
-Nothing here knows a parallel strategy. An operator names its dims, sizes and inputs, and the usual
-strategies are the result: tests find Megatron's column and row split with sequence parallelism and
-GShard's expert parallelism (arXiv:2006.16668) in the solutions.
+No parallel strategy is written in this file. An operator names its dims, sizes and inputs, and the
+usual strategies are the result: tests check that the solutions contain Megatron's column and row
+split with sequence parallelism and GShard's expert parallelism (arXiv:2006.16668).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKENS = ("batch", "sequence")
 _ELEMENT_BYTES = 2
 _STREAM = (*_TOKENS, "hidden")
 _GATES = (*_TOKENS, "gates")
-#: Routed rows: tokens of either dim, once an expert that they chose.
+#: Dims of routed rows: one row per token and chosen expert, cut by batch or by sequence.
 _ROWS = ("experts", "batch sequence", "hidden")
 
 
@@ -34,10 +34,10 @@ def group_of(kind: LayerKind) -> str:
 class TransformerBlocks:
     """The operator graph of one model for one microbatch.
 
-    `batch` sequences of `sequence` tokens are those of all ranks of the mesh together. The graph
-    has the embedding, one layer of each kind, and the head, around one residual stream. Every kind
-    of layer stands for as many as the model has, and all boundaries between layers have one layout:
-    equal layers take equal strategies.
+    All ranks of the mesh together compute `batch` sequences of `sequence` tokens. The graph has the
+    embedding, one layer of each kind, and the head, around one residual stream. The layer of a kind
+    counts for all layers of that kind, and all boundaries between layers have one layout: equal
+    layers take equal strategies.
     """
 
     def __init__(self, shape: ModelShape, batch: int, sequence: int, costs: CostModel) -> None:
@@ -46,7 +46,7 @@ class TransformerBlocks:
         #: Bytes of the residual stream.
         self.stream_bytes = float(self.tokens * shape.hidden_size * _ELEMENT_BYTES)
         is_latent = shape.attention == "mla"
-        #: Sizes that cuts must divide; heads are cut by whole key-value heads.
+        #: Sizes that the number of cuts must divide; heads are cut by whole key-value heads.
         self.sizes = {
             "batch": batch,
             "sequence": sequence,
@@ -114,8 +114,8 @@ class TransformerBlocks:
         cut: tuple[str, ...],
         **values: Any,
     ) -> int:
-        """An operator that reads `sources`. Unless `values` say otherwise its output is the stream,
-        and is kept."""
+        """An operator that reads `sources`. By default its output has the size of the stream and is
+        kept for the backward; `values` override this."""
         kept: dict[str, Any] = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
         spec = OperatorSpec(
             name=name,
@@ -149,9 +149,9 @@ class TransformerBlocks:
         kept: bool = False,
         experts: int = 0,
     ) -> int:
-        """Tokens x inner times inner x outer; `elements` where the weight is not the whole matrix
-        (low ranks) or is shared with another operator (0). With `experts` one matrix for each, and
-        the rows are those that tokens send them."""
+        """Product [tokens, inner] x [inner, outer]. `elements` is the size of a weight that is not
+        the whole matrix (low ranks), or 0 for one shared with another operator. With `experts`
+        every expert has a matrix, and the rows are the routed ones."""
         rows, columns = self.widths[inner], outer_width or self.widths[outer]
         tokens, dims, stack = self.tokens, _TOKENS, ("experts",) * bool(experts)
         if experts:

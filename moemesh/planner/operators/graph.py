@@ -1,13 +1,13 @@
 """Operator graphs: strategies of operators, edges that cost a change of layout, the best choice.
 
-A strategy says in which layouts an operator reads its inputs and leaves its output, its time
-(internal collectives included), its state bytes and the bytes it saves for the backward pass. An
-edge holds the time of the layout change for every pair of strategies of its two ends. Choosing one
-strategy per operator so that the sum of node seconds and edge seconds is least is the
-intra-operator problem of Alpa (L. Zheng et al., OSDI 2022, arXiv:2201.12023, section 4).
+A strategy has the layouts of an operator's inputs and output, its time (internal collectives
+included), its state bytes and the bytes it saves for the backward pass. An edge holds the time of
+the layout change for every pair of strategies of its two ends. Choosing one strategy per operator
+so that the sum of node seconds and edge seconds is least is the intra-operator problem of Alpa
+(L. Zheng et al., OSDI 2022, arXiv:2201.12023, section 4).
 
-Operators belong to groups (a kind of layer, the embedding), and a group may stand for several equal
-copies: its costs count that often, so a model of 60 layers of two kinds is a graph of two layers.
+Operators belong to groups (a kind of layer, the embedding). A group has a number of equal copies,
+by which its costs are multiplied: a model of 60 layers of two kinds is a graph of two layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FloatArray = NDArray[np.float64]
 
 
 class OperatorError(UserError):
-    """An operator graph that has no answer."""
+    """Error of an operator graph without a feasible choice of strategies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Cost(NamedTuple):
 
     def plus(self, other: Cost, count: int = 1) -> Cost:
         """This cost and `count` times another."""
-        return Cost(*(mine + count * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Cost(*(x + count * y for x, y in zip(self, other, strict=True)))
 
     def memory_bytes(self, in_flight: float = 1.0) -> float:
         """State and the saved bytes of the microbatches in flight."""
@@ -89,7 +89,7 @@ class Cost(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class OperatorGraph:
-    """Operators, edges, and how many equal copies of each group there are (default: one)."""
+    """Operators, edges, and the number of equal copies of each group (default: one)."""
 
     operators: list[Operator] = field(default_factory=list[Operator])
     edges: list[Edge] = field(default_factory=list[Edge])
@@ -107,8 +107,8 @@ class OperatorGraph:
         """The cost of one copy of each group under one strategy per operator, by position."""
         costs: dict[str, Cost] = {}
         for operator, choice in zip(self.operators, choices, strict=True):
-            found = operator.strategies[choice]
-            cost = Cost(found.seconds, found.state_bytes, found.saved_bytes)
+            strategy = operator.strategies[choice]
+            cost = Cost(strategy.seconds, strategy.state_bytes, strategy.saved_bytes)
             costs[operator.group] = costs.get(operator.group, Cost()).plus(cost)
         for edge in self.edges:
             cost = Cost(self.edge_seconds(edge, choices))
@@ -123,17 +123,17 @@ class OperatorGraph:
         return total
 
 
-# Mixed-integer linear programs through scipy's HiGHS, with a typed door.
+# Mixed-integer linear programs through scipy's HiGHS, with types.
 #
 # Built row by row: `IntegerProgram.variable`, `row`, `solve`. It solves the operator graphs, in the
 # marginal form of Alpa's integer program (section 4.2): s_i is the one-hot choice of operator i,
 # e_ij >= 0 is continuous with sum over t of e_ij[s, t] = s_i[s] and sum over s of e_ij[s, t] =
-# s_j[t]. Its relaxation is exact on trees. Strategies whose rows of an edge are equal (they leave
-# the same layout) share the variables of that edge. And it checks the dynamic programs.
+# s_j[t]. Its relaxation is exact on trees. Strategies with equal rows of an edge (the same output
+# layout) share the variables of that edge. It also checks the dynamic programs.
 #
-# Memory enters by a price in seconds per byte: every price gives a point of the (bytes, seconds)
-# frontier that no mixture of others improves on, and the program keeps the tight relaxation that a
-# row over all operators would destroy.
+# Memory has a price in seconds per byte: every price gives a point of the (bytes, seconds) frontier
+# that no mixture of others improves on. A memory row over all operators would destroy the tight
+# relaxation.
 
 
 class ProgramAnswer(NamedTuple):
@@ -168,7 +168,7 @@ class IntegerProgram:
         self._rows.append((low, high))
 
     def solve(self, *, time_limit: float | None = None) -> ProgramAnswer:
-        """Run HiGHS, at most `time_limit` seconds."""
+        """Run HiGHS for at most `time_limit` seconds."""
         # Late and untyped: scipy ships no type stubs, and importing it takes a third of a second.
         optimize: Any = import_module("scipy.optimize")
         sparse: Any = import_module("scipy.sparse")
@@ -186,13 +186,13 @@ class IntegerProgram:
             constraints=optimize.LinearConstraint(matrix, *np.array(self._rows, dtype=float).T),
             options=options,
         )
-        found = None if answer.x is None else np.asarray(answer.x, dtype=float)
+        values = None if answer.x is None else np.asarray(answer.x, dtype=float)
         num_nodes = int(getattr(answer, "mip_node_count", 0) or 0)
-        return ProgramAnswer(found, infeasible=answer.status == 2, num_nodes=num_nodes)
+        return ProgramAnswer(values, infeasible=answer.status == 2, num_nodes=num_nodes)
 
 
 class Assignment(NamedTuple):
-    """One strategy per operator (by position), and what all of them cost together."""
+    """One strategy per operator (by position), and their total cost."""
 
     choices: tuple[int, ...]
     cost: Cost
@@ -207,8 +207,8 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
         return Assignment((), Cost())
     costs = [
         np.array([
-            one.seconds + byte_price * (one.state_bytes + in_flight * one.saved_bytes)
-            for one in operator.strategies
+            way.seconds + byte_price * (way.state_bytes + in_flight * way.saved_bytes)
+            for way in operator.strategies
         ])
         for operator in graph.operators
     ]  # fmt: skip

@@ -12,7 +12,7 @@ B      the same on every rank             partial
 =====  =================================  =========================
 
 P and B are conjugate, as g and f of Megatron-LM (M. Shoeybi et al., arXiv:1909.08053): an operator
-that uses its whole input for a part of its output wants B, one that contracts a cut dim leaves P.
+that uses its whole input for a part of its output reads B, one that contracts a cut dim returns P.
 So every change has a forward and a backward:
 
 =====  ==============  ==============
@@ -29,8 +29,8 @@ S → S  all-to-all      all-to-all (another dim)
 =====  ==============  ==============
 
 Over several axes the order matters (slice first, then gather less), so the cost is the shortest
-path over single steps. Of two axes that cut the same dim the later one cuts the pieces of the
-earlier one; a step on the earlier one is then not a collective of contiguous rows and is left out.
+path over single steps. If two axes cut the same dim, the later axis cuts the pieces of the earlier
+one; a step on the earlier one is then not a collective of contiguous rows and is left out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MeshAxis:
     seconds_per_byte: float
 
     def gather(self, num_bytes: float) -> float:
-        """All-gather to, reduce-scatter from, or all-to-all of `num_bytes` a rank; an all-reduce
-        takes two."""
+        """Seconds of an all-gather to, a reduce-scatter from, or an all-to-all of `num_bytes` a
+        rank; an all-reduce takes twice that time."""
         # Ring: n - 1 messages of S / n each; the additions of a reduce-scatter are not counted.
         share = (self.size - 1) / self.size
         return (self.size - 1) * self.latency + share * num_bytes * self.seconds_per_byte
@@ -72,9 +72,9 @@ def reshard_seconds(
     *,
     backward: bool = True,
 ) -> float:
-    """Seconds to take a tensor of `num_bytes` (of all ranks) from `source` to `target`.
+    """Seconds to take a tensor of `num_bytes` (all ranks together) from `source` to `target`.
 
-    With `backward`, its gradient on the way back as well.
+    `backward` adds the change of its gradient from `target` to `source`.
     """
     seconds = 0.0
     ways = [(source, target, _FORWARD), (target, source, _GRADIENT)]
@@ -115,7 +115,7 @@ def _all_paths(
                 after = (*layout[:index], new, *layout[index + 1 :])
                 if new == old or (new[0] == "S" and new in inner) or after in done:
                     continue
-                # Nothing moves to slice, to pad with zeros, or to keep one copy beside zeros.
+                # Slices, padding with zeros and a copy next to zeros take no communication.
                 step = 0.0
                 if axis.size == 1:
                     pass

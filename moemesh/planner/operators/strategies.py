@@ -1,7 +1,7 @@
 """The ways to lay operators out over a mesh, what each costs, and graphs of them.
 
 An operator is described by its dims, as an einsum: dims of every input, of the output and of the
-weight. Cutting dim d along a mesh axis then says everything:
+weight. A cut of dim d along a mesh axis then determines all placements:
 
 =====================  ================================  =============
 dim d is in            placement along the axis          known as
@@ -12,8 +12,8 @@ input, weight          cut, P; weight cut                row
 input, weight, output  cut, cut; weight cut              expert
 =====================  ================================  =============
 
-and no cut means R everywhere: every rank of the axis does the same. Over several axes each takes
-its own. Experts need no rule of their own: tokens cut along an axis and experts cut along the same
+and no cut means R everywhere: every rank of the axis does the same work. Several axes are cut
+independently. Experts need no special rule: tokens cut along an axis and experts cut along the same
 axis are two layouts of one tensor, and the change between them is the all-to-all.
 """
 
@@ -38,20 +38,20 @@ WHOLE = "whole"
 PARTIAL = "partial"
 #: Share of the peak that products reach.
 _EFFICIENCY = 0.6
-#: Ends the name of a strategy that keeps nothing and runs its forward again.
+#: Suffix of the name of a strategy that keeps nothing and recomputes its forward.
 RECOMPUTE = " recompute"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSpec:
-    """One operator, of all devices together and for one microbatch, forward.
+    """One operator: its forward for one microbatch, on all devices together.
 
-    `sizes` are those that cuts must divide. Dims are names; "batch sequence" is one dim of a tensor
-    in which either of two is cut. `cut` are the dims that may be cut, `moved_bytes` those of inputs
-    and output without the weight, `kept_bytes` what the backward needs of the output (and of what
-    lies between), `exchange_bytes[d]` what must be gathered along an axis that cuts d (keys and
-    values, say). `linear` operators also pass partial sums through. Only `recomputable` ones may
-    drop what they keep: a layer's output is where its successor's recomputation starts.
+    `sizes` are the sizes that cuts must divide. Dims are names; "batch sequence" is one dim of a
+    tensor, cut as either of the two. `cut` are the dims that may be cut. `moved_bytes` counts
+    inputs and output without the weight; `kept_bytes` the output (and intermediate tensors) that
+    the backward needs; `exchange_bytes[d]` the tensors gathered along an axis that cuts d, such as
+    keys and values. `linear` operators also accept partial sums. Only `recomputable` ones may drop
+    their kept tensors: recomputation of the next layer starts at a layer's output.
     """
 
     name: str
@@ -72,11 +72,11 @@ class OperatorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The mesh of one stage (outermost axis first), its devices and how weights are kept.
+    """The mesh of one stage (outermost axis first), its devices and the bytes of its weights.
 
-    Per parameter, `weight_bytes` are read by every product; `state_bytes` are weight, gradient and
-    optimizer. Gradients are summed once every `microbatches`. `recompute` adds, to every
-    operator that keeps something, a strategy that keeps nothing and runs its forward again.
+    Per parameter, every product reads `weight_bytes`; `state_bytes` are weight, gradient and
+    optimizer. Gradients are summed once every `microbatches`. `recompute` adds, to every operator
+    that keeps tensors, a strategy that keeps none and recomputes its forward.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -128,20 +128,20 @@ def cost_model(
 def _legal_ways(
     costs: CostModel, choices: tuple[str, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, ...]]:
-    """One of `choices` an axis, so that the cuts of every dim divide its size; along an axis of one
-    rank all are the same, and the first stands for them."""
+    """Combinations of one of `choices` per axis for which the cuts of every dim divide its size. An
+    axis of one rank takes the first choice, because all are equal."""
     for ways in product(*(choices if axis.size > 1 else choices[:1] for axis in costs.axes)):
         if all(size % _cut(costs, ways, {dim}) == 0 for dim, size in sizes.items()):
             yield ways
 
 
 def _cut(costs: CostModel, ways: tuple[str, ...], dims: Collection[str]) -> int:
-    """The parts into which the axes that cut one of `dims` divide a tensor."""
+    """Number of parts into which the axes that cut one of `dims` divide a tensor."""
     return prod(axis.size for axis, way in zip(costs.axes, ways, strict=True) if way in dims)
 
 
 def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshLayout:
-    """Placements of a tensor; `missing` where a dim is cut that the tensor does not have."""
+    """Placements of a tensor; `missing` for an axis that cuts a dim the tensor does not have."""
     places = {name: f"S{index}" for index, dim in enumerate(dims) for name in dim.split()}
     fixed = {WHOLE: "R", PARTIAL: "P"}
     return tuple(fixed.get(way) or places.get(way, missing) for way in ways)
@@ -150,7 +150,7 @@ def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshL
 def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
     """The operator with a strategy for every legal choice of cuts."""
     strategies: list[Strategy] = []
-    # One way an axis: a dim that is cut, WHOLE, or PARTIAL.
+    # Choices per axis: a dim that is cut, WHOLE, or PARTIAL.
     choices = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
     outputs = {name for dim in spec.output for name in dim.split()}
     for ways in _legal_ways(costs, choices, {dim: spec.sizes[dim] for dim in spec.cut}):
@@ -162,7 +162,8 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
                 # An all-reduce of the weight's gradient.
                 seconds += 2 * axis.gather(weights * costs.gradient_bytes)
             if spec.exchange_bytes.get(way):
-                # All-gather before, reduce-scatter behind, of what it needs from the other ranks.
+                # All-gather of the other ranks' tensors in the forward, reduce-scatter of their
+                # gradients in the backward.
                 others = _cut(costs, ways, set(spec.cut) - {way})
                 exchanged += 2 * axis.gather(spec.exchange_bytes[way] / others)
         seconds = seconds / costs.microbatches + exchanged
@@ -181,18 +182,18 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
         )
         strategies.append(strategy)
         if costs.recompute and spec.recomputable and spec.kept_bytes:
-            again, longer = strategy.name + RECOMPUTE, strategy.seconds + forward
-            strategies.append(replace(strategy, name=again, seconds=longer, saved_bytes=0.0))
+            label, longer = strategy.name + RECOMPUTE, strategy.seconds + forward
+            strategies.append(replace(strategy, name=label, seconds=longer, saved_bytes=0.0))
     return Operator(
         name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
     )
 
 
-# Putting operators together: who reads whose output, every link priced by its resharding.
+# Graphs of operators: edges from outputs to inputs, each priced by its resharding.
 
 
 class GraphBuilder(OperatorGraph):
-    """Collects operators and who reads whose output; operators are known by their position."""
+    """Collects operators and the edges between them; operators are identified by position."""
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__()
@@ -201,14 +202,14 @@ class GraphBuilder(OperatorGraph):
         self._group = ""
 
     def group(self, name: str, count: int = 1) -> None:
-        """Begin a group: what is added from now on belongs to it, and there are `count` copies."""
+        """Begin a group of `count` copies, to which all operators added next belong."""
         self._group = name
         self.counts[name] = count
 
     def port(
         self, name: str, sizes: dict[int, int], num_bytes: float, *, constant: bool = False
     ) -> int:
-        """A place where groups meet: a tensor in any layout, at no cost; a `constant` one (token
+        """A boundary between groups: a tensor in any layout, at no cost. A `constant` one (token
         ids, images) has no gradient.
 
         `sizes` are the dims that may be cut, with the size that cuts must divide.
@@ -241,7 +242,7 @@ class GraphBuilder(OperatorGraph):
         left = [strategy.output for strategy in self.operators[source].strategies]
         wanted = [strategy.inputs[input_index] for strategy in reader.strategies]
         backward = source not in self._constant
-        # Every pair of layouts is priced once: many strategies leave the same layout.
+        # Every pair of layouts is priced once: many strategies return the same layout.
         prices = {
             (a, b): reshard_seconds(num_bytes, a, b, self.costs.axes, backward=backward)
             for a, b in product(set(left), set(wanted))

@@ -40,13 +40,13 @@ from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 
-# Published runs of a model on a kind of device, beside what is predicted for their layouts.
+# Published runs of a model on a kind of device, with predictions for their layouts.
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownRun:
-    """Measured `seconds` of a step of `layout`, whose precision is that of the run, and the
-    `predicted` ones; `here` in the precision that was asked for. `speed` is the measured one."""
+    """Measured and `predicted` seconds of a step of `layout` in the precision of the run; `here`
+    are the predicted seconds in the requested precision. `speed` is measured."""
 
     source: str
     device: str
@@ -58,7 +58,7 @@ class KnownRun:
 
 
 def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator[KnownRun]:
-    """Runs of the same sizes on the same kind of device, on however many of them."""
+    """Published runs of the same sizes on any number of the same kind of device."""
     table: dict[str, Any] = read_preset_table("layouts", "calibration")
     price = pricing(cluster)
     for run in table["run"]:
@@ -69,23 +69,23 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
             continue
         layout = read_plan(run["plan"], model=known).layout
         layout = layout.changed(precision=cast("Precision", run["precision"]))
-        asked = layout.changed(precision=precision)
+        requested = layout.changed(precision=precision)
         yield KnownRun(
             **{key: run[key] for key in ("source", "device", "seconds")},
             layout=layout,
             predicted=price.seconds(model.shape, layout)["total"],
-            here=price.seconds(model.shape, asked)["total"],
+            here=price.seconds(model.shape, requested)["total"],
             speed=Speed.of(model.shape, layout, cluster, run["seconds"]),
         )
 
 
-#: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
+#: Tokens of a very short sequence that all context degrees divide.
 _SHORT = 64
-#: What may be set beside a plan: what trains.
+#: Keys that may be set with a plan: those on what trains.
 _TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft")
-#: The beginning of a file that `plan --write` may write anew.
+#: First words of a file that `plan --write` may overwrite.
 PLAN_FILE = "# Written by `moemesh plan`"
-#: Keys of [plan] that every answer names, with their defaults, too.
+#: Keys of [plan] that every answer contains, even with default values.
 _ALWAYS = (
     *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
     "dispatcher",
@@ -93,7 +93,7 @@ _ALWAYS = (
 
 
 class NothingFits(UserError):
-    """No layout of the space fits the devices' memory."""
+    """Error of a search space without a layout that fits the devices' memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,46 +105,46 @@ class PlannedAnswer:
     candidates: tuple[Candidate, ...]
     advice: Advice
     certificate: Certificate
-    #: What is known of the cluster.
+    #: Calibrated constants, links and runs of the cluster.
     pricing: Pricing
-    #: What the user named, judged.
+    #: Comparisons of the user's layouts with the best one.
     rivals: tuple[Rival, ...] = ()
     #: Tokens of a training, for its days.
     tokens: float | None = None
-    #: How many layouts were asked for.
+    #: Requested number of layouts.
     top: int = 5
     #: Whether the whole memory interval of any layout fits the device.
     has_safe: bool = True
-    #: What others measured of the model on such devices.
+    #: Published measurements of the model on such devices.
     published: tuple[KnownRun, ...] = ()
-    #: What the cluster's own runs say of the first candidate.
+    #: Line on the correction of the first candidate by the cluster's own runs.
     own_runs: str = ""
-    #: The best layout of fewer nodes, where its GPU-hours are the fewest; only with `tokens`.
+    #: Best layout on fewer nodes if it takes the fewest GPU-hours; only with `tokens`.
     cheapest: Candidate | None = None
 
-    def speed(self, found: Candidate) -> Speed:
-        """Tokens a second, MFU and days of a candidate."""
-        return Speed.of(self.model.shape, found.layout, self.cluster, found.seconds)
+    def speed(self, candidate: Candidate) -> Speed:
+        """Tokens per second, MFU and days of a candidate."""
+        return Speed.of(self.model.shape, candidate.layout, self.cluster, candidate.seconds)
 
-    def seconds_interval(self, found: Candidate) -> Interval:
-        """80 % interval of a candidate's step."""
-        own = tuple(one.left_out for one in self.cluster.own_runs)
+    def seconds_interval(self, candidate: Candidate) -> Interval:
+        """80 % interval of a candidate's seconds per step."""
+        errors = tuple(run.left_out for run in self.cluster.own_runs)
         generation = self.pricing.device.generation
-        return shipped_intervals().of_seconds(found.seconds, generation, own)
+        return shipped_intervals().of_seconds(candidate.seconds, generation, errors)
 
-    def memory_interval(self, found: Candidate) -> Interval:
-        """80 % interval of the bytes that it needs."""
+    def memory_interval(self, candidate: Candidate) -> Interval:
+        """80 % interval of the bytes that a candidate needs."""
         known = bool(self.pricing.device.generation)
-        return shipped_intervals().of_memory(found.memory.needed, known=known)
+        return shipped_intervals().of_memory(candidate.memory.needed, known=known)
 
     @property
     def fastest_first(self) -> list[Candidate]:
-        """The candidates by seconds, as many as were asked for."""
-        return sorted(self.candidates, key=lambda one: one.seconds)[: self.top]
+        """The `top` candidates by seconds."""
+        return sorted(self.candidates, key=lambda candidate: candidate.seconds)[: self.top]
 
-    def is_safe(self, found: Candidate) -> bool:
-        """Whether the device holds that whole interval, whatever `headroom` leaves free of it."""
-        return self.memory_interval(found).high <= self.cluster.memory_bytes
+    def is_safe(self, candidate: Candidate) -> bool:
+        """Whether the candidate's whole memory interval fits the device, headroom included."""
+        return self.memory_interval(candidate).high <= self.cluster.memory_bytes
 
 
 def plan(
@@ -154,15 +154,15 @@ def plan(
     top: int,
     *,
     rivals: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> PlannedAnswer:
-    """The `top` best layouts (:func:`choose`), and what is wrong with `rivals` ("tp=8,ep=64").
-    Raises ConfigError when no layout is legal, NothingFits when none fits in memory."""
-    found = SearchSpace(model.shape, cluster, space, tell)
-    known = bool(found.pricing.device.generation)
+    """The `top` best layouts (:func:`choose`), and comparisons of `rivals` ("tp=8,ep=64") with the
+    best. Raises ConfigError if no layout is legal, NothingFits if none fits in memory."""
+    search = SearchSpace(model.shape, cluster, space, progress)
+    known = bool(search.pricing.device.generation)
     safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0, known=known).high
-    if not (chosen := choose(found, top, safe)):
-        # A shorter sequence helps only where something would fit then.
+    if not (chosen := choose(search, top, safe)):
+        # A shorter sequence is suggested only if some layout would fit with it.
         fixes, short = ["more --nodes", "devices with more memory"], min(_SHORT, space.seq_len)
         with suppress(ConfigError):
             shorter = SearchSpace(model.shape, cluster, replace(space, seq_len=short))
@@ -174,50 +174,54 @@ def plan(
             fixes.append("less --headroom")
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
-            f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(found)}\n"
+            f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n"
             f"fix: {', '.join(fixes[:-1])} or {fixes[-1]}"
         )
     best, candidates = next(iter(chosen)), tuple(chosen.values())
-    fastest = found.fitting(found.capacity, 1)[0]
+    fastest = search.fitting(search.capacity, 1)[0]
     return PlannedAnswer(
         model=model,
         cluster=cluster,
         candidates=candidates,
         top=top,
-        advice=advise(found, best, fastest),
-        certificate=found.certificate(found.seconds(fastest)),
-        pricing=found.pricing,
-        own_runs=found.pricing.own_runs(model.shape, candidates[0].layout),
-        has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
+        advice=advise(search, best, fastest),
+        certificate=search.certificate(search.seconds(fastest)),
+        pricing=search.pricing,
+        own_runs=search.pricing.own_runs(model.shape, candidates[0].layout),
+        has_safe=bool((search.needed <= min(safe, search.capacity)).any()),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
-        rivals=tuple(why_not(found, model, candidates[0], asked) for asked in rivals),
+        rivals=tuple(why_not(search, model, candidates[0], asked) for asked in rivals),
     )
 
 
-def cheapest(planned: PlannedAnswer, space: Space, tell: Callable[[str], None]) -> Candidate | None:
-    """The fastest layout of half, a quarter, ... of the nodes, if its GPU-hours are fewer than the
-    first answer's by more than one percent; None where fewer devices save nothing."""
-    best, found = planned.candidates[0], None
+def cheapest(
+    planned: PlannedAnswer, space: Space, progress: Callable[[str], None]
+) -> Candidate | None:
+    """The fastest layout on half, a quarter, ... of the nodes, if it takes over one percent fewer
+    GPU-hours than the first answer; None if fewer devices save nothing."""
+    best, best_smaller = planned.candidates[0], None
     least = 0.99 * best.seconds * space.num_devices
     nodes = planned.cluster.nodes // 2
     while nodes:
         cluster = planned.cluster.model_copy(update={"nodes": nodes})
         smaller = replace(space, num_devices=cluster.num_devices)
         try:
-            searched = SearchSpace(planned.model.shape, cluster, smaller, tell)
-        except ConfigError:  # no layout of so many devices is legal
+            searched = SearchSpace(planned.model.shape, cluster, smaller, progress)
+        except ConfigError:  # no layout of this number of devices is legal
             break
         numbers = searched.fitting(searched.capacity, 1)
         if not numbers or searched.seconds(numbers[0]) * cluster.num_devices >= least:
             break
-        found = searched.candidate(numbers[0])
-        least, nodes = found.seconds * cluster.num_devices, nodes // 2
-    return found
+        best_smaller = searched.candidate(numbers[0])
+        least, nodes = best_smaller.seconds * cluster.num_devices, nodes // 2
+    return best_smaller
 
 
-def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: None) -> PlannedAnswer:
-    """Search for the best layouts; `tell` is called with how far the search is. Raises ConfigError
-    with every problem found."""
+def plan_named(
+    request: PlanRequest, progress: Callable[[str], None] = lambda _: None
+) -> PlannedAnswer:
+    """Search for the best layouts; `progress` is called with status texts. Raises ConfigError
+    with every problem."""
     seq_len, global_batch, nodes = request.seq_len, request.global_batch, request.nodes
     top, why = 5 if request.top is None else request.top, request.why or ()
     problems: list[Problem] = []
@@ -270,22 +274,23 @@ def plan_named(request: PlanRequest, tell: Callable[[str], None] = lambda _: Non
         trainable=request.trainable,
     )
     if request.trainable:
-        # All reasons, where no layout of the model could be trained.
+        # All reasons, if no layout of the model can be trained.
         smallest = PlannedLayout(seq_len=seq_len, global_batch=1, precision=request.precision)
         if problems := untrained(smallest, known):
             fix = "leave --trainable out to plan what other trainers would run"
             raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
-    planned = plan(known, machine, space, top, rivals=why, tell=tell)
+    planned = plan(known, machine, space, top, rivals=why, progress=progress)
     if wanted is None:
         return planned
-    return replace(planned, tokens=wanted, cheapest=cheapest(planned, space, tell))
+    return replace(planned, tokens=wanted, cheapest=cheapest(planned, space, progress))
 
 
 def to_json(planned: PlannedAnswer) -> dict[str, Any]:
-    """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
+    """The object that ``moemesh plan --json`` prints; `command` is null for a layout that
+    `moemesh train` does not support."""
     certificate, advice = planned.certificate, planned.advice
     return {
-        "plans": [candidate_json(planned, found) for found in planned.fastest_first],
+        "plans": [candidate_json(planned, candidate) for candidate in planned.fastest_first],
         "recommended": plan_keys(planned.candidates[0].layout),
         "device_bytes": planned.cluster.memory_bytes,
         "usable_share": planned.pricing.usable_share,
@@ -310,53 +315,53 @@ def to_json(planned: PlannedAnswer) -> dict[str, Any]:
     }
 
 
-def candidate_json(planned: PlannedAnswer, found: Candidate) -> dict[str, Any]:
+def candidate_json(planned: PlannedAnswer, candidate: Candidate) -> dict[str, Any]:
     """One of the ``plans`` of :func:`to_json`."""
     model = planned.model
-    refused = not_trained(found.layout, model)
+    refused = not_trained(candidate.layout, model)
     return {
-        "plan": plan_keys(found.layout),
-        "roles": list(found.roles),
-        "alike": found.alike,
-        "seconds": found.seconds,
-        "seconds_interval": list(planned.seconds_interval(found)),
-        "memory_bytes": found.memory.needed,
-        "memory_interval_bytes": list(planned.memory_interval(found)),
-        "speed": planned.speed(found).to_json(planned.tokens),
-        "breakdown": {k: v for k, v in found.breakdown.items() if k != "total"},
-        "memory": {name: getattr(found.memory, name) for name in ("rank", *MEMORY_PARTS)},
-        "command": None if refused else train_command(found.layout, model),
+        "plan": plan_keys(candidate.layout),
+        "roles": list(candidate.roles),
+        "alike": candidate.alike,
+        "seconds": candidate.seconds,
+        "seconds_interval": list(planned.seconds_interval(candidate)),
+        "memory_bytes": candidate.memory.needed,
+        "memory_interval_bytes": list(planned.memory_interval(candidate)),
+        "speed": planned.speed(candidate).to_json(planned.tokens),
+        "breakdown": {k: v for k, v in candidate.breakdown.items() if k != "total"},
+        "memory": {name: getattr(candidate.memory, name) for name in ("rank", *MEMORY_PARTS)},
+        "command": None if refused else train_command(candidate.layout, model),
         "not_trained": refused,
     }
 
 
 def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
-    """The keys of [plan] that say this layout: those of every answer, and others that are set."""
+    """The keys of [plan] for this layout: those of every answer, and others with set values."""
     return _changed(plan_of(layout), Plan(), _ALWAYS)
 
 
 def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
     """Parts of a layout and its model that `moemesh train` refuses, as ``key = value``, with a
-    reason where the value alone does not say it."""
-    found: list[str] = []
+    reason if the value alone does not explain it."""
+    refused: list[str] = []
     for problem in untrained(layout, model):
         key = problem.key.removeprefix("plan.").removeprefix("model.")
         setting = f"{key} = {problem.value}" if problem.value is not None else problem.message
         is_value = problem.code == "not-available" or problem.value is None
-        found.append(setting if is_value else f"{setting} ({problem.message})")
-    return found
+        refused.append(setting if is_value else f"{setting} ({problem.message})")
+    return refused
 
 
 def train_command(layout: PlannedLayout, model: Model) -> str:
-    """The `moemesh train` call that carries the layout out; defaults are left out. Of a layout
-    without :func:`not_trained` only."""
+    """The `moemesh train` command for a layout, without defaults. :func:`not_trained` must be empty
+    for it."""
     words = [*_words(_settings(layout, model)), *model.settings]
     return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
 
 
 def plan_file(planned: PlannedAnswer) -> str:
-    """The configuration that `moemesh train` takes, with the prediction in comments. Of an answer
-    without :func:`not_trained` only."""
+    """The configuration file for `moemesh train`, with the prediction in comments.
+    :func:`not_trained` must be empty for the answer."""
     best, model, cluster = planned.candidates[0], planned.model, planned.cluster
     settings = _settings(best.layout, model)
     for setting in model.settings:
@@ -384,11 +389,11 @@ def plan_file(planned: PlannedAnswer) -> str:
 
 
 def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
-    """Keys that an answer leaves at defaults which are made for a first run."""
+    """Keys that an answer leaves at defaults for a first run, as text."""
     train, tokens = TrainConfig(), planned.tokens
     steps = f"train.steps (now {train.steps}), "
     if tokens is not None:
-        steps = ""  # those of the tokens are set
+        steps = ""  # steps follow from the tokens
     model = planned.model
     data = "data.path, data.tokenizer" if model.path is None else "data.path"
     if model.path is None and model.run is not None and model.run.lora.rank:
@@ -397,15 +402,15 @@ def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
 
 
 def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:
-    """Keys of the configuration that say the model, the layout and its batch."""
+    """Keys of the configuration for the model, the layout and its batch."""
     plan = _changed(plan_of(layout), Plan())
-    found = _model_settings(model) | {f"plan.{key}": value for key, value in plan.items()}
-    found |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
-    return found | {"train.dtype": "bfloat16"}
+    settings = _model_settings(model) | {f"plan.{key}": value for key, value in plan.items()}
+    settings |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
+    return settings | {"train.dtype": "bfloat16"}
 
 
 def _model_settings(model: Model) -> dict[str, Any]:
-    """Those that say the model to `moemesh train`."""
+    """Keys of the configuration for the model."""
     name = model.shape.name
     if model.path is not None:
         return {"model.path": str(model.path)}
@@ -417,7 +422,7 @@ def _model_settings(model: Model) -> dict[str, Any]:
 
 
 def _changed(values: Section, defaults: Section, always: Sequence[str] = ()) -> dict[str, Any]:
-    """Key and value of everything that is not its default, or that is `always` named."""
+    """Keys and values that differ from the defaults, and those of the names in `always`."""
     return {
         name: value
         for name in type(values).model_fields
@@ -426,7 +431,7 @@ def _changed(values: Section, defaults: Section, always: Sequence[str] = ()) -> 
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as ``--set`` takes them."""
+    """Settings as arguments of ``--set``."""
     return [
         f"{key}={value if isinstance(value, str) else format_value(value)}"
         for key, value in settings.items()
@@ -434,5 +439,5 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _legal_size(value: int) -> int:
-    """The nearest number of sequences or tokens that is one."""
+    """The nearest legal number of sequences or tokens."""
     return min(max(value, 1), LARGEST_SIZE)

@@ -1,7 +1,7 @@
-"""A layout that the user names: compared with the best (`plan --why`); the nearest that fits.
+"""Comparison of a user's layout with the best one (`plan --why`); the nearest layout that fits.
 
-What a rival leaves open is filled in by the same search: "tp=8,ep=64,data=zero3" is the best layout
-that has these three. Keys that no search varies (a dispatcher, a payload, ...) are set on it.
+The same search completes a rival: "tp=8,ep=64,data=zero3" is the best layout with these three
+values. Keys that no search varies (a dispatcher, a payload, ...) are then set on it.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import is_defined
 
-# The smallest change of a layout that makes it fit: one key, else two; of those the fastest.
+# The smallest change of a layout that makes it fit: the fastest change of one key, else of two.
 #
-# The devices stay as many as they are: dp takes what the other degrees leave over. Every change is
-# priced with the exact memory model, none is guessed.
+# The number of devices is unchanged: dp follows from the other degrees. Every change is priced with
+# the exact memory model.
 
 
-#: Keys that an edit changes at once, at most.
+#: Maximum number of keys in one edit.
 MOST_CHANGES = 2
 
 
 def nearest_that_fits(
     shape: ModelShape, cluster: Cluster, layout: PlannedLayout
 ) -> Candidate | None:
-    """The fastest of the smallest changes that fit; None when no change of two keys does."""
+    """The fastest of the smallest changes that fit; None if no change of two keys fits."""
     known = pricing(cluster)
     for count in range(1, MOST_CHANGES + 1):
-        found: list[Candidate] = []
+        fitting: list[Candidate] = []
         for other in edits(shape, layout, count, node_size=cluster.gpus_per_node):
             memory = known.memory(shape, other)
             if memory.fits(cluster.memory_bytes, known.usable_share):
                 change, parts = difference(layout, other), known.seconds(shape, other)
-                found.append(Candidate(layout=other, breakdown=parts, memory=memory, change=change))
-        if found:
-            return min(found, key=lambda near: near.seconds)
+                fitting.append(
+                    Candidate(layout=other, breakdown=parts, memory=memory, change=change)
+                )
+        if fitting:
+            return min(fitting, key=lambda near: near.seconds)
     return None
 
 
 def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candidate | str:
-    """The layout to run in place of one that does not fit: the nearest; where none is near, the
-    fastest that fits at all; else a sentence about what there is."""
+    """The layout to run instead of one that does not fit: the nearest that fits, else the fastest
+    that fits, else a sentence on why none does."""
     if (near := nearest_that_fits(shape, cluster, layout)) is not None:
         return near
     space = Space(
@@ -69,21 +71,21 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candi
         **{name: getattr(layout, name) for name in ("seq_len", "global_batch", "precision")},
     )
     try:
-        found = SearchSpace(shape, cluster, space)
+        search = SearchSpace(shape, cluster, space)
     except ConfigError:
         return "no change of two keys makes it fit"
-    if best := found.fitting(found.capacity, 1):
-        other = found.candidate(best[0])
+    if best := search.fitting(search.capacity, 1):
+        other = search.candidate(best[0])
         return replace(other, change=difference(layout, other.layout))
-    return f"no layout of {layout.world_size} such devices fits: {what_would_fit(found)}"
+    return f"no layout of {layout.world_size} such devices fits: {what_would_fit(search)}"
 
 
 def edits(
     shape: ModelShape, layout: PlannedLayout, count: int, *, node_size: int
 ) -> Iterator[PlannedLayout]:
-    """Every legal layout of as many devices that differs in exactly `count` keys.
+    """Every legal layout of the same number of devices that differs in exactly `count` keys.
 
-    Tensor groups leave a node of `node_size` devices only where they did before.
+    Tensor groups span nodes of `node_size` devices only if they do in `layout`.
     """
     world = layout.world_size
     inside = [degree for degree in divisors(world) if degree <= node_size]
@@ -103,16 +105,16 @@ def edits(
         "microbatch": [size for size in divisors(share) if size < layout.microbatch],
         "attention_exit": list(EXITS) if layout.tp > 1 else [],
     }
-    found = {
+    alternatives = {
         name: [value for value in values if value != getattr(layout, name)]
         for name, values in every.items()
     }
-    choices = {name: values for name, values in found.items() if values}
+    choices = {name: values for name, values in alternatives.items() if values}
     for names in combinations(choices, count):
         for chosen in product(*(choices[name] for name in names)):
             values: dict[str, Any] = dict(zip(names, chosen, strict=True))
             now = {name: values.get(name, getattr(layout, name)) for name in every}
-            # dp is what the other degrees leave.
+            # dp follows from the other degrees.
             dp, rest = divmod(world, now["pp"] * now["cp"] * now["tp"])
             if rest or layout.global_batch % (dp * now["microbatch"]):
                 continue
@@ -122,16 +124,16 @@ def edits(
                 other = layout.changed(**values, dp=dp)
             except ConfigError:
                 continue
-            # Rules beyond those that a layout checks by itself.
+            # Rules that a layout does not check by itself.
             if other.seq_len % other.cp or other.check(shape.sizes):
                 continue
             if other.zero and other.dp * other.cp == 1:
                 continue
-            # Gradients (and weights) would travel for every microbatch, as the search assumes.
+            # Gradients (and weights) would be sent for every microbatch, as the search assumes.
             if other.zero >= 2 and other.pp > 1 and not (layout.zero >= 2 and layout.pp > 1):
                 continue
             if (other.schedule == "interleaved_1f1b") != (other.stages_per_rank > 1):
-                continue  # one chunk is 1F1B, and only this schedule has more
+                continue  # one chunk is 1F1B; only interleaved_1f1b has several
             if is_defined(other.schedule, other.pp, other.microbatches, other.stages_per_rank):
                 yield other
 
@@ -141,26 +143,29 @@ Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chose
 #: Degrees whose product is the number of devices.
 _WORLD = ("pp", "dp", "cp", "tp")
 _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
-#: Keys that say what the search varies.
+#: Keys that the search varies.
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
-#: The value of `data` that no search varies: it is set on the best layout without ZeRO.
+#: Value of `data` that no search varies: it is set on the best layout without ZeRO.
 _SERVER = "parameter_server"
-#: Kinds of problems that no other degrees could mend.
+#: Codes of problems that do not depend on the other degrees.
 _WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
-#: Shares of a step that are rounding.
+#: Largest share of a step that is attributed to rounding.
 _EQUAL = 1e-9
 MEMORY_PARTS = ("states", "activations", "logits", "working")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A layout that somebody names, judged. `asked` is the text; `problems` why it is illegal;
-    else `candidate` is the best layout with what was asked, `short` the bytes that it lacks (0
-    where it fits), `slower` the seconds of a step and `parts` those of each part that it takes
-    beyond the best (negative where it takes less), the largest first; `memory` the bytes of each
-    part of the memory beyond the best; `nearest` the smallest change that fits; `beyond` the
-    assumptions and limits of the search that it is outside of, where it may be faster."""
+    """Comparison of a user's layout with the best one.
 
+    `problems` are the reasons if it is illegal. Else `candidate` is the best layout with the user's
+    values and `short` the bytes by which it exceeds the device (0 if it fits). `slower`, `parts`
+    and `memory` are differences to the best layout: seconds of a step, seconds of each part
+    (largest first), and bytes of each part of the memory. `nearest` is the smallest change that
+    fits; `beyond` are the assumptions and limits of the search that the layout violates.
+    """
+
+    #: The user's text.
     asked: str
     verdict: Verdict
     problems: tuple[Problem, ...] = ()
@@ -174,13 +179,13 @@ class Rival:
     beyond: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """One of the key "why" of ``plan --json``."""
-        found: dict[str, Any] = {"asked": self.asked, "verdict": self.verdict}
+        """An element of the key "why" of ``plan --json``."""
+        head: dict[str, Any] = {"asked": self.asked, "verdict": self.verdict}
         if self.candidate is None:
             keys = ("key", "message", "fix")
-            said = [{key: getattr(one, key) for key in keys} for one in self.problems]
-            return found | {"problems": said}
-        return found | {
+            rows = [{key: getattr(problem, key) for key in keys} for problem in self.problems]
+            return head | {"problems": rows}
+        return head | {
             "plan": self.candidate.layout.text,
             "change": self.change,
             "seconds": self.candidate.seconds,
@@ -195,40 +200,41 @@ class Rival:
 
 
 def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int) -> dict[str, Any]:
-    """The keys of the layout `asked` ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
-    ConfigError for a text that is no plan, with every key and value that no other degrees mend."""
+    """The keys of a user's layout ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
+    ConfigError for an unreadable text, and with every key and value that is wrong with any
+    degrees."""
     table = plan_table(asked)
     for name in ("seq_len", "global_batch"):
         table.pop(name, None)
-    one = {**table, "microbatch": table.get("microbatch", 1)}
+    complete = {**table, "microbatch": table.get("microbatch", 1)}
     if "microbatches" in table:
-        del one["microbatch"]
-    found = _problems(one, model, seq_len, global_batch)
-    if problems := [problem for problem in found if problem.code in _WORDS]:
-        raise ConfigError(problems)
+        del complete["microbatch"]
+    problems = _problems(complete, model, seq_len, global_batch)
+    if wrong := [problem for problem in problems if problem.code in _WORDS]:
+        raise ConfigError(wrong)
     return table
 
 
-def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Rival:
-    """Judge the layout `asked` ("tp=8,ep=64,data=zero3") against the best of `found`. Raises
-    ConfigError for a text that is no plan."""
-    space = found.space
+def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> Rival:
+    """Compare a user's layout ("tp=8,ep=64,data=zero3") with the best of a search. Raises
+    ConfigError for an unreadable text."""
+    space = search.space
     table = rival_table(asked, model, space.seq_len, space.global_batch)
     if problems := _world_problems(table, space.num_devices):
-        return _illegal(asked, table, problems, found)
+        return _illegal(asked, table, problems, search)
     narrow, beyond = _space_of(table, space)
     within = None
     for trainable in dict.fromkeys((space.trainable, False)):
         with suppress(ConfigError):
             limited = replace(narrow, trainable=trainable)
-            within = SearchSpace(found.shape, found.cluster, limited)
+            within = SearchSpace(search.shape, search.cluster, limited)
             break
     if within is None:
-        return _illegal(asked, table, _why_illegal(table, model, space), found)
+        return _illegal(asked, table, _why_illegal(table, model, space), search)
     if within.space.trainable != space.trainable:
         beyond = (*beyond, "only what `moemesh train` carries out")
     fitting = within.fitting(within.capacity, 1)
-    # Where nothing fits, the layout that needs least is the one to look at.
+    # If nothing fits, compare the layout that needs the least memory.
     candidate = within.candidate(fitting[0] if fitting else within.smallest())
     layout = candidate.layout
     if more := {
@@ -238,20 +244,22 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
     }:
         asked_for = {**plan_table(layout.key), **more}
         changed = read_plan(asked_for, model=model).layout
-        memory, breakdown = found.pricing.price(found.shape, changed)
+        memory, breakdown = search.pricing.price(search.shape, changed)
         candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
     if candidate.layout.microbatch > space.largest_microbatch:
         beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
     if candidate.layout.cp > space.largest_context:
         beyond = (*beyond, f"cp above {space.largest_context}")
-    short = max(candidate.memory.needed - found.capacity, 0.0)
+    short = max(candidate.memory.needed - search.capacity, 0.0)
     slower = candidate.seconds - best.seconds
     now, then = candidate.breakdown, best.breakdown
     longer = {name: now.get(name, 0.0) - then.get(name, 0.0) for name in {*now, *then} - {"total"}}
     parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
-    own, its = candidate.memory, best.memory
-    held = [(part, getattr(own, part) - getattr(its, part)) for part in MEMORY_PARTS]
+    held = [
+        (part, getattr(candidate.memory, part) - getattr(best.memory, part))
+        for part in MEMORY_PARTS
+    ]
     held.sort(key=lambda item: -item[1])
     verdict: Verdict = "slower" if slower > 0 else "faster"
     if abs(slower) <= _EQUAL * best.seconds:
@@ -261,7 +269,7 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
     nearest = None
     if short:
         verdict = "does not fit"
-        nearest = nearest_that_fits(found.shape, found.cluster, candidate.layout)
+        nearest = nearest_that_fits(search.shape, search.cluster, candidate.layout)
     return Rival(
         asked=asked,
         verdict=verdict,
@@ -277,17 +285,17 @@ def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Ri
 
 
 def _illegal(
-    asked: str, table: Mapping[str, Any], problems: Sequence[Problem], found: SearchSpace
+    asked: str, table: Mapping[str, Any], problems: Sequence[Problem], search: SearchSpace
 ) -> Rival:
-    """The verdict, each problem with the nearest change to as many devices that is legal."""
-    fixes = {problem.key: _nearest_legal(problem, table, found) for problem in problems}
+    """An illegal rival; each problem has the nearest legal change as its fix."""
+    fixes = {problem.key: _nearest_legal(problem, table, search) for problem in problems}
     fixed = (replace(problem, fix=fixes[problem.key]) for problem in problems)
     return Rival(asked=asked, verdict="illegal", problems=tuple(fixed))
 
 
-def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpace) -> str:
-    """One key of `table`, the broken one if that helps, with its nearest values of which the space
-    has a layout; the problem's own fix where it is about no number that the search varies."""
+def _nearest_legal(problem: Problem, table: Mapping[str, Any], search: SearchSpace) -> str:
+    """One key of `table` (the wrong one if possible) with its nearest values that are legal in the
+    space; the problem's own fix if the search does not vary the key."""
     broken = problem.key.removeprefix("plan.")
     keys = [key for key in _FIXED if key in table]
     if broken in _FIXED:
@@ -295,16 +303,16 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
     elif problem.code != "no-plan":
         return problem.fix
     for key in keys:
-        # Values with which the space has a layout that has all else of the table.
+        # Values with which the space has a layout with all other values of the table.
         rest = {name: value for name, value in table.items() if name != key}
-        space, _ = _space_of(rest, found.space)
+        space, _ = _space_of(rest, search.space)
         space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
         legal: set[int] = set()
-        for family in families(found.shape, space, Counter()):
+        for family in families(search.shape, space, Counter()):
             if hasattr(family.columns, key):
                 cuts: NDArray[np.bool_] = np.any(family.legal, axis=(0, 1, 2))
-                found_there: NDArray[np.int64] = getattr(family.columns.where(cuts), key)
-                legal.update(found_there.flatten().tolist())
+                values: NDArray[np.int64] = getattr(family.columns.where(cuts), key)
+                legal.update(values.flatten().tolist())
             else:
                 legal.add(int(getattr(family, key)))
         below = max((value for value in legal if value < table[key]), default=0)
@@ -315,7 +323,7 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpac
 
 
 def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
-    """Degrees whose product no number of replicas completes to all devices."""
+    """Problem of degrees whose product does not divide (or equal) the number of devices."""
     named = {key: table[key] for key in _WORLD if key in table}
     product, is_whole = prod(named.values()), len(named) == len(_WORLD)
     if devices % product == 0 and (not is_whole or product == devices):
@@ -329,8 +337,8 @@ def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
-    """The rules that break under the completion which breaks fewest."""
-    found: list[list[Problem]] = []
+    """The broken rules of the completion that breaks the fewest."""
+    problems: list[list[Problem]] = []
     open_keys = [key for key in ("dp", "tp", "cp") if key not in table]
     for pp in [table["pp"]] if "pp" in table else divisors(space.num_devices):
         filled = {"pp": pp, **table}
@@ -340,9 +348,9 @@ def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[
         if rest or (left > 1 and not open_keys):
             continue
         for key in open_keys or ("pp",):
-            one = filled if left == 1 else {**filled, key: left}
-            found.append(_problems(one, model, space.seq_len, space.global_batch))
-    if best := min(found, key=len, default=list[Problem]()):
+            complete = filled if left == 1 else {**filled, key: left}
+            problems.append(_problems(complete, model, space.seq_len, space.global_batch))
+    if best := min(problems, key=len, default=list[Problem]()):
         return tuple(best)
     shown = ", ".join(f"{key} = {value}" for key, value in table.items())
     message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
@@ -361,7 +369,7 @@ def _problems(
 
 
 def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str, ...]]:
-    """The space with what the table says held fixed, and the assumptions that it breaks."""
+    """The space with the table's values fixed, and the assumptions that they violate."""
     fixed, beyond = {key: table[key] for key in _FIXED if key in table}, list[str]()
     changes: dict[str, Any] = {"fixed": fixed}
     if (schedule := table.get("schedule")) in get_args(ScheduleName):

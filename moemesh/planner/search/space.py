@@ -29,25 +29,25 @@ from moemesh.schedule.build import is_defined
 
 IntArray = NDArray[np.int64]
 
-#: Schedules that the search compares. GPipe takes the time of 1F1B and holds more; Chimera's bubble
-#: is larger than that of zero-bubble schedules; TeraPipe has no time model here; asynchronous
-#: schedules change what is learned.
+#: Schedules that the search compares. GPipe takes as long as 1F1B and holds more; Chimera's bubble
+#: is larger than that of zero-bubble schedules; TeraPipe has no time model in columns; asynchronous
+#: schedules change the results of training.
 SCHEDULES: tuple[ScheduleName, ...] = (
     "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
 )  # fmt: skip
-#: Mechanisms of a schedule: deferred weight gradients are one, two directions another.
+#: Number of mechanisms of a schedule: deferred weight gradients are one, two directions another.
 _SCHEDULES_BEYOND_1F1B = {"zb_h1": 1, "zb_h2": 1, "zb_v": 2, "dualpipe": 2, "dualpipe_v": 2}
-#: Ways out of tensor-parallel attention. An all-reduce moves twice the bytes of a reduce-scatter
-#: and holds the same.
+#: Exits of tensor-parallel attention. An all-reduce moves twice the bytes of a reduce-scatter and
+#: holds the same.
 EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Limits of the search. None of them is silent: each that cuts is counted.
+    """Limits of the search. The layouts that each of them excludes are counted and printed.
 
-    `tensor_inside_node` keeps tp and etp groups inside a node (an assumption: such groups exchange
-    for every layer). `largest_microbatch` in sequences.
+    `tensor_inside_node` keeps tp and etp groups inside a node (an assumption, because such groups
+    communicate in every layer). `largest_microbatch` is in sequences.
     """
 
     num_devices: int
@@ -63,17 +63,17 @@ class Space:
     tensor_inside_node: bool = True
     exits: tuple[AttentionExit, ...] = EXITS
     fewest_stages: int = 1
-    #: Also ZeRO-2 and 3 with a pipeline, where gradients travel for every microbatch.
+    #: Include ZeRO-2 and 3 with a pipeline, which send gradients for every microbatch.
     sharded_pipelines: bool = False
-    #: Values that do not vary, by their names in a layout; `microbatches` among them.
+    #: Fixed values by field of a layout, or by "microbatches".
     fixed: Mapping[str, int] = field(default_factory=dict[str, int])
-    #: Only what `moemesh train` carries out.
+    #: Only layouts that `moemesh train` supports.
     trainable: bool = False
-    #: What trains, and its loss, as fields of a layout.
+    #: Fields of a layout on what trains, and on its loss.
     trained: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def allows(self, **values: int) -> bool:
-        """Whether none of the values is fixed at another one."""
+        """Whether the values agree with the fixed ones."""
         return all(self.fixed.get(name, value) == value for name, value in values.items())
 
 
@@ -94,7 +94,7 @@ class Columns(NamedTuple):
         return self.tp.size * self.ep.size
 
     def where(self, cuts: NDArray[np.bool_]) -> Columns:
-        """Those of some of the cuts."""
+        """The columns of the selected cuts."""
         kept = {name: getattr(self, name)[cuts] for name in self._fields[:-2]}
         return self._replace(**kept)
 
@@ -103,9 +103,9 @@ class Columns(NamedTuple):
 class Family:
     """Layouts that share pp, schedule and chunks: every strategy with every cut.
 
-    A number of each of them is an array [ZeRO, attention exit, recomputation, cut, expert cut],
-    and a formula of what varies along some of these axes is worked out along them alone. `legal`
-    tells the strategies and cuts that may be together; layouts are numbered along these.
+    A number per layout is an array [ZeRO, attention exit, recomputation, cut, expert cut]; a
+    formula is evaluated only along the axes on which its inputs vary. `legal` is a mask of legal
+    combinations of strategies and cuts, along which layouts are numbered.
     """
 
     pp: int
@@ -125,10 +125,10 @@ class Family:
         return np.flatnonzero(self.legal)
 
     def layout(self, number: int) -> PlannedLayout:
-        """Layout `number`. Experts that span nodes are reached by the node-aware exchange."""
+        """Layout `number`. Experts that span nodes use the node-aware exchange."""
         place, expert_cut = divmod(number, self.columns.ep.size)
         at = np.unravel_index(int(self._places[place]), self.legal.shape)
-        return self._layout(*[int(one) for one in at], expert_cut=expert_cut)
+        return self._layout(*map(int, at), expert_cut=expert_cut)
 
     def _layout(
         self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
@@ -151,42 +151,43 @@ class Family:
         )
 
     def flat(self, number: Number, kind: DTypeLike = np.float64) -> NDArray[Any]:
-        """A number of each layout, as a formula made it, in the order of the layouts."""
+        """The result of a formula as a flat array in the order of the layouts."""
         shape = *self.legal.shape, self.columns.ep.size
         return np.broadcast_to(np.asarray(number, dtype=kind), shape)[self.legal].ravel()
 
     @property
     def mechanisms(self) -> NDArray[np.int8]:
-        """Number of mechanisms of each layout, which can go wrong or must be understood: axes above
-        1, the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
-        columns, found = self.columns, np.zeros((1, 1), dtype=np.int8)
+        """Number of mechanisms of each layout that can fail or must be understood: axes above 1,
+        the pipeline's schedule, its chunks, recomputation, experts that span nodes."""
+        columns, axes = self.columns, np.zeros((1, 1), dtype=np.int8)
         for axis in ("tp", "cp", "dp", "ep", "etp"):
-            found = found + (getattr(columns, axis) > 1)
-        found = found + (columns.ep * columns.etp > self.space.node_size)
-        words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
-        again = np.array([word != "none" for word in self.space.recompute])[:, None, None]
-        return self.flat(found + (self.pp > 1) + words + again, np.int8)
+            axes = axes + (getattr(columns, axis) > 1)
+        spans_nodes = columns.ep * columns.etp > self.space.node_size
+        pipeline = (self.pp > 1) + _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0)
+        pipeline += self.stages_per_rank > 1
+        recomputes = np.array([word != "none" for word in self.space.recompute])[:, None, None]
+        return self.flat(axes + spans_nodes + pipeline + recomputes, np.int8)
 
     def memory_bytes(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
-        """Bytes that a device must have, of each layout."""
+        """Bytes that a device needs, for each layout."""
         degrees = {name: getattr(self.columns, name) for name in (*_CUTS, "ep", "etp")}
-        found = np.empty((*self.legal.shape, self.columns.ep.size))
+        table = np.empty((*self.legal.shape, self.columns.ep.size))
         places = list(np.ndindex(*self.legal.shape[:3]))
         rows = [with_values(self._layout(*place), **degrees) for place in places]
         needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
         for place, number in zip(places, needed, strict=True):
-            found[place] = number
-        return self.flat(found)
+            table[place] = number
+        return self.flat(table)
 
     def seconds_bound(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
-        """Seconds of a step that each layout takes at least."""
+        """Lower bound of the seconds of a step, for each layout."""
         strategies = self.legal.shape[:3]
         layouts = [self._layout(*place) for place in np.ndindex(*strategies)]
-        rows = [layout_row(shape, one, software_of(one)) for one in layouts]
+        rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
         varied: dict[str, Any] = {}
         for item in fields(LayoutColumns):
             if isinstance(getattr(rows[0], item.name), tuple):
-                continue  # of the ranks, which are those of the schedule
+                continue  # columns of ranks, which the schedule determines
             values = np.array([getattr(row, item.name) for row in rows]).reshape(strategies)
             for axis in range(3):
                 if (values == (first := values.take([0], axis))).all():
@@ -199,12 +200,12 @@ class Family:
         return self.flat(pricing.bound(shape, columns, precision_of(layouts[0])))
 
 
-#: Columns of cuts that a layout has by the same names.
+#: Columns of cuts that are also fields of a layout.
 _CUTS = ("tp", "cp", "dp", "microbatch")
 
 
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Every family with its legal columns; what a rule cuts is counted in `rejected`."""
+    """Every family with its legal columns; `rejected` counts the layouts excluded by each rule."""
     for pp in divisors(space.num_devices):
         if pp < space.fewest_stages or not space.allows(pp=pp):
             continue
@@ -217,19 +218,19 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
-            # The schedule is defined for these numbers of microbatches.
+            # Numbers of microbatches for which the schedule is defined.
             numbers, places = np.unique(columns.microbatches[:, 0], return_inverse=True)
             held = [is_defined(schedule, pp, int(number)) for number in numbers]
             allowed = columns.where(np.array(held, dtype=np.bool_)[places])
             rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
             if not allowed.size:
                 continue
-            # Nothing to shard where no rank holds the same weights.
+            # ZeRO needs several ranks with the same weights.
             sharded = (allowed.dp * allowed.cp > 1)[:, 0]
             kept: list[int] = []
             for zero in space.zero:
                 if zero >= 2 and pp > 1 and not space.sharded_pipelines:
-                    # Gradients (and weights) would travel again for every microbatch.
+                    # Gradients (and weights) would be sent for every microbatch.
                     count = int(sharded.sum()) * allowed.ep.size * len(space.recompute)
                     rejected["ZeRO-2 or 3 with a pipeline"] += count
                 else:
@@ -251,14 +252,14 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
 
 
 def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:
-    """(schedule, chunks) for `pp` ranks; without a pipeline all are the same."""
+    """(schedule, chunks) for `pp` ranks; without a pipeline all schedules are equal."""
     if pp == 1:
         yield space.schedules[0] if "1f1b" not in space.schedules else "1f1b", 1
         return
     for schedule in space.schedules:
         if schedule == "interleaved_1f1b":
             for chunks in range(2, shape.num_layers // pp + 1):
-                # Unequal chunks make the longest stage the pace of all.
+                # With unequal chunks all stages wait for the longest one.
                 is_even = shape.num_layers % (pp * chunks) == 0
                 if is_even or chunks in (2, 3, 4) or "stages_per_rank" in space.fixed:
                     yield schedule, chunks
@@ -270,7 +271,7 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     """All legal degrees and microbatches of one pipeline degree."""
     cuts: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
-    # The code of transformers computes whole sequences.
+    # The code of transformers needs whole sequences.
     largest_context = 1 if shape.counted else space.largest_context
     expert_cuts = [(1, 1)]
     if shape.is_moe:

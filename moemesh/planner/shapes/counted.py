@@ -1,7 +1,7 @@
-"""The shape of a model that only its modelling code describes, from what was counted in that code.
+"""The shape of a model that only its modelling code describes, from counts taken in that code.
 
-Sizes are those of the attention layers that do the most per key; layers whose cost per key is much
-smaller have a window of one token. Parameters, FLOPs and kept bytes of a layer are as counted.
+Sizes are those of the attention layers with the highest cost per key; layers whose cost per key is
+much smaller have a window of one token. Parameters, FLOPs and kept bytes of a layer are as counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
     kinds = text.get("layer_types") or [""] * architecture.num_layers
     windowed = ["sliding" in str(kind) and isinstance(window, int) for kind in kinds]
     is_gated = any(
-        "gate" in one.name.rpartition(".")[2] for one in architecture.parameters if one.is_expert
+        "gate" in parameter.name.rpartition(".")[2]
+        for parameter in architecture.parameters
+        if parameter.is_expert
     )
     shape = ModelShape(
         name=name,
@@ -70,17 +72,17 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
 
 
 def shape_of(config: ModelConfig, name: str = "model") -> ModelShape:
-    """The shape of a model that `moemesh train` builds, of our own or of transformers' code."""
+    """The shape of a model that `moemesh train` builds, from our code or from transformers'."""
     if config.architecture is not None:
         return counted_shape(config.architecture, name)
     return from_model_config(config, name)
 
 
 def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, ModelConfig | None]:
-    """The shape of a parsed ``config.json``: by our formulas, else counted in the code of
+    """The shape of a parsed ``config.json``: from our formulas, else counted in the code of
     transformers, with the configuration that trains the counted model.
 
-    Raises ConfigError with our own refusal where transformers does not have the model either.
+    Raises ConfigError with the formulas' problems if transformers does not have the model either.
     """
     try:
         return from_huggingface(values, name), None
@@ -107,14 +109,15 @@ def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Co
             ends += prod(parameter.shape)
 
     def mean(moe: bool) -> Counted:
-        own = [index for index, kind in enumerate(shape.kinds) if kind.moe == moe]
+        layers = [index for index, kind in enumerate(shape.kinds) if kind.moe == moe]
         columns = (weights, experts, costs["flops"], costs["kept_bytes"])
-        return Counted(*(sum(column[i] for i in own) / max(len(own), 1) for column in columns))
+        count = max(len(layers), 1)
+        return Counted(*(sum(column[i] for i in layers) / count for column in columns))
 
     return mean(False), mean(True), Counted(weights=ends)
 
 
 def _kv_heads(given: object, heads: int) -> int:
-    """The number of key heads nearest to that of the configuration which divides `heads`."""
+    """The divisor of `heads` nearest to the configuration's number of key heads."""
     wanted = given if isinstance(given, int) else heads
     return min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - wanted))

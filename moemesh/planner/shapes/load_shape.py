@@ -1,4 +1,4 @@
-"""A model by whatever names it: preset, folder, config.json, TOML file, row of a table."""
+"""Model shapes from a preset's name, a folder, config.json, a TOML file or a row of a table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gpt(num_layers: int, hidden: int, heads: int, vocab: int = _GPT_VOCABULARY) 
     )
 
 
-#: What a table entry with act = "gelu" leaves unsaid.
+#: Implied fields of a table entry with act = "gelu".
 _GPT_DETAILS: dict[str, Any] = {
     "qkv_bias": True,
     "output_bias": True,
@@ -65,8 +65,8 @@ _GPT_DETAILS: dict[str, Any] = {
 def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     """The model called `arch` of a table in the form of ``model_archs.json``.
 
-    Understands ``gpt:<L>x<h>a<heads>[v<vocab>]`` and ``<arch>#L<n>``. Raises ConfigError for a name
-    that is neither, and for an entry with a missing or an unknown key.
+    `arch` may also be ``gpt:<L>x<h>a<heads>[v<vocab>]`` or ``<arch>#L<n>``. Raises ConfigError for
+    any other name, and for an entry with a missing or an unknown key.
     """
     if named := _GPT.fullmatch(arch):
         layers, hidden, heads, vocab = named.groups()
@@ -85,11 +85,11 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     for key in entry:
         if key not in _KNOWN:
             known = ", ".join(sorted(_KNOWN))
-            message = f"the planner does not know `{key}` (known: {known})"
+            message = f"unknown key `{key}` (known: {known})"
             wrong.append(("unknown-key", key, message))
     for key, choices in _CHOICES.items():
         if key in entry and entry[key] not in choices:
-            message = f"no layer of this kind is known (known: {', '.join(choices)})"
+            message = f"unknown kind of layer (known: {', '.join(choices)})"
             wrong.append(("unknown-layer", key, message))
     if wrong:
         raise ConfigError(
@@ -97,25 +97,25 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
             for code, key, message in wrong
         )
     layers, is_moe, gelu = entry["layers"], entry["type"] == "moe", entry["act"] == "gelu"
-    found: dict[str, Any] = {"tied_embeddings": False, "activation": entry["act"]}
+    fields: dict[str, Any] = {"tied_embeddings": False, "activation": entry["act"]}
     if gelu:
-        found = _GPT_DETAILS | found
+        fields = _GPT_DETAILS | fields
     given = {key: value for key, value in entry.items() if value}
     for key in given.keys() & (_SIZES.keys() | (_EXPERTS.keys() if is_moe else set())):
-        found[(_SIZES | _EXPERTS)[key]] = given[key]
+        fields[(_SIZES | _EXPERTS)[key]] = given[key]
     if given.get("attention_bias"):
-        found |= {"qkv_bias": True, "output_bias": True}
+        fields |= {"qkv_bias": True, "output_bias": True}
     if latent := cast("Mapping[str, int]", given.get("mla", {})):
-        found |= {"attention": "mla"} | {_LATENT[key]: value for key, value in latent.items()}
+        fields |= {"attention": "mla"} | {_LATENT[key]: value for key, value in latent.items()}
     if window := given.get("sliding_window"):
         every = entry.get("sliding_window_every", 1)
-        found["windows"] = alternating_windows(layers, window, every)
+        fields["windows"] = alternating_windows(layers, window, every)
     if is_moe:
-        found["moe_layers"] = tuple(range(given.get("dense_layers", 0), layers))
+        fields["moe_layers"] = tuple(range(given.get("dense_layers", 0), layers))
         has_bias = bool(given.get("expert_bias"))
-        found |= {"expert_bias": has_bias, "router_logit_bias": has_bias}
-    found["intermediate_size"] = given.get("dense_ffn", 0) if is_moe else entry["ffn"]
-    return ModelShape(name=arch, **found)
+        fields |= {"expert_bias": has_bias, "router_logit_bias": has_bias}
+    fields["intermediate_size"] = given.get("dense_ffn", 0) if is_moe else entry["ffn"]
+    return ModelShape(name=arch, **fields)
 
 
 #: Keys of an entry that are fields of ModelShape under another name.
@@ -143,21 +143,21 @@ _KNOWN = (*_CHOICES, *_SIZES, *_EXPERTS, *_OTHERS)
 
 #: Folder of presets that are shapes: planned, not trained, by this library.
 SHAPES = "shapes"
-#: What is trained.
+#: Sources of models that `moemesh train` accepts, as a sentence for messages.
 TRAINED = "`moemesh train` takes presets, [model] tables and folders with config.json and weights"
 
 
 class Model(NamedTuple):
-    """A shape, and the configuration with which our own library would train it (None: it cannot
-    say all of the shape, `why_not` says why).
+    """A shape, and the configuration with which `moemesh train` trains it: None if ModelConfig does
+    not cover the shape, for the reason `why_not`.
 
-    `path`: the folder of weights that training starts from.
+    `path` is the folder of weights from which training starts.
     """
 
     shape: ModelShape
     config: ModelConfig | None
     path: str | None = None
-    #: ``--set`` words of what trains besides the model, and the run that they make.
+    #: ``--set`` arguments for the sections other than [model], and the run that they configure.
     settings: tuple[str, ...] = ()
     run: RunConfig | None = None
     why_not: str = f"it is a shape, which is only planned: {TRAINED}"
@@ -183,10 +183,10 @@ _RELEASES = {
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
-    """The model of a preset's name, or of a config.json (or its folder) or a TOML file; also of a
-    configuration, which has the name of the preset that it equals.
+    """The model of a preset's name, of a config.json (or its folder), or of a TOML file. A
+    configuration gets the name of the preset that it equals.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError with every problem.
     """
     if isinstance(source, Model):
         return source
@@ -200,7 +200,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         name, origin = source, f"preset {source}"
     else:
         if path.is_dir() and has_weights(path):
-            # As `moemesh train` starts from it: extra prediction layers are trained on demand only.
+            # As in `moemesh train`, extra prediction layers are trained on demand only.
             given = read_config(path, "model")
             shape, config = shape_of_folder(given, short_name(str(path.resolve())))
             if config is not None:
@@ -216,7 +216,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
                 )
                 shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
             return Model(shape, config, path=str(path))
-        if path.is_dir():  # of a run, or of transformers
+        if path.is_dir():  # folder of a run or of a Hugging Face model
             path /= RUN_CONFIG if (path / RUN_CONFIG).is_file() else CONFIG
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -247,7 +247,8 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
 def load_both(
     model: str | Path | ModelConfig | Model, cluster: str | Path | Cluster, problems: list[Problem]
 ) -> tuple[Model | None, Cluster | None]:
-    """Model and cluster of a verb's options; what cannot be read is None and in `problems`."""
+    """Model and cluster of a verb's options. One that cannot be read is None, and the reasons are
+    added to `problems`."""
     known: Model | None = None
     machine: Cluster | None = None
     try:
@@ -262,10 +263,10 @@ def load_both(
 
 
 def _from_table(table: Mapping[str, Any], name: str) -> Model:
-    """A section [model] as `moemesh train` reads it, or a bare table of sizes, which must name all.
+    """The model of a section [model] as in `moemesh train`, or of a bare table with all sizes.
 
-    Bare tables with a key that only trained models have are fields of ModelConfig, others fields of
-    ModelShape.
+    A bare table has the fields of ModelConfig if one of its keys belongs to trained models only,
+    else the fields of ModelShape.
     """
     table = dict(table)
     is_section = "model" in table
@@ -279,7 +280,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
     if preset := table.pop("preset", None):
         if preset not in preset_names():
             fix = nearest_choice(str(preset), preset_names())
-            raise _refused("not-a-choice", str(preset), "there is no such model preset", fix)
+            raise _refused("not-a-choice", str(preset), "unknown model preset", fix)
         table = read_preset_table(str(preset)) | table
     shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
     problems: list[Problem] = []
@@ -312,7 +313,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
             Problem.of(code, f"model.{key}", table[key], f"`{key}` {message}", f"leave `{key}` out")
             for key in sorted(trained)
         )
-    # `moe_layers = "all"` may stand in place of a list.
+    # `moe_layers = "all"` is short for the list of all layers.
     values = {"name": name, **table}
     layers = values.get("num_layers")
     if isinstance(layers, int) and values.get("moe_layers") == "all":

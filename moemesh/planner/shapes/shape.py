@@ -1,4 +1,4 @@
-"""The shape of any model that the planner can price: sizes of every layer, whatever framework."""
+"""The shape of any model that the planner can price: sizes of every layer, in any framework."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NORM_WEIGHTS = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
 
 
 class LayerKind(NamedTuple):
-    """The difference between layers of one model: experts or a dense MLP, and the attention window
-    in tokens (0: the whole sequence)."""
+    """Properties in which layers of one model differ: experts or a dense MLP, and the attention
+    window in tokens (0: the whole sequence)."""
 
     moe: bool
     window: int
@@ -33,11 +33,11 @@ Layers = tuple[int, ...]
 
 
 class Counted(NamedTuple):
-    """Mean of the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`).
+    """Means over the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`).
 
-    Parameters outside of the routed experts, which every rank holds, and of these experts; forward
-    FLOPs of a token without its attention scores; bytes that a token keeps for the backward outside
-    of the routed experts.
+    `weights` are the parameters outside of the routed experts, which every rank holds,
+    `expert_weights` the experts' own. `flops` are the forward FLOPs of a token without attention
+    scores; `kept_bytes` a token keeps for the backward outside of the routed experts.
     """
 
     weights: float = 0.0
@@ -47,11 +47,11 @@ class Counted(NamedTuple):
 
 
 class ModelShape(Section):
-    """Every size of a decoder-only transformer. Names are those of ModelConfig where both have one.
+    """Every size of a decoder-only transformer. Fields shared with ModelConfig have its names.
 
     Widths are in channels, `intermediate_size` that of a dense MLP, `expert_intermediate_size` of
     one expert, `shared_intermediate_size` of all shared experts of a layer together. Raises
-    ConfigError with every value of a wrong type, else with every rule that is broken.
+    ConfigError with every value of a wrong type, else with every broken rule.
     """
 
     section: ClassVar[str] = "model"
@@ -75,7 +75,7 @@ class ModelShape(Section):
     v_head_dim: int = 0
     #: Norms of queries and keys: over each head (one scale of `head_dim`), or over all heads.
     qk_norm: Literal["none", "head", "full"] = "none"
-    #: On the query, key and value projections; on the output projection.
+    #: Bias of the query, key and value projections, and of the output projection.
     qkv_bias: bool = False
     output_bias: bool = False
     #: One learned logit per head that takes part in the softmax (gpt-oss).
@@ -103,7 +103,7 @@ class ModelShape(Section):
 
     norm: Literal["rms", "layer", "layer_bias", "plain"] = "rms"
     norms_per_layer: int = 2
-    #: A norm behind the embedding.
+    #: A norm after the embedding.
     embedding_norm: bool = False
     final_norm: bool = True
     tied_embeddings: bool = False
@@ -112,10 +112,10 @@ class ModelShape(Section):
     learned_positions: int = 0
     dropout: bool = False
     num_mtp_layers: int = 0
-    #: Dense layers, MoE layers, and all that is outside of layers, of a model whose code was
-    #: counted; empty for one that the sizes describe.
+    #: Counts of dense layers, of MoE layers, and of everything outside of layers, for a model whose
+    #: code was counted; empty for a model that the sizes describe.
     counted: tuple[Counted, Counted, Counted] | tuple[()] = ()
-    #: What the description leaves out, for a person.
+    #: Properties that the shape leaves out, as notes for the user.
     notes: tuple[str, ...] = ()
 
     def __init__(self, **values: Any) -> None:
@@ -183,7 +183,7 @@ class ModelShape(Section):
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """An extra prediction layer is one more of the last kind."""
+        """Kind of the extra prediction layers: that of the last layer."""
         return self.kinds[-1]
 
     @cached_property
@@ -242,7 +242,7 @@ class ModelShape(Section):
 
     @property
     def value_width(self) -> int:
-        """The same of the values."""
+        """Width of all value heads of a layer together."""
         return self.kv_heads * self.value_head_dim
 
     @property
@@ -259,8 +259,8 @@ class ModelShape(Section):
         return ModelShape(**(self.to_json() | values))
 
     def truncated(self, num_layers: int) -> ModelShape:
-        """The same model cut to its first `num_layers` layers, at least one of them dense where the
-        whole model has dense layers, and at most one of those in front of experts."""
+        """The model cut to its first `num_layers` layers. A model with dense layers keeps at least
+        one of them; dense layers in front of all MoE layers are reduced to one."""
         dense = self.num_layers - len(self.moe_layers)
         #: Layers in front of the first one with experts.
         lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
@@ -308,9 +308,9 @@ def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
 
 
 def from_huggingface(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """The shape of a parsed ``config.json`` of transformers; of a multimodal model the text part.
+    """The shape of a parsed ``config.json`` of transformers; the text part of a multimodal model.
 
-    Raises ConfigError naming every key that is missing or stands for layers without a formula.
+    Raises ConfigError naming every key that is missing or selects layers without a formula.
     """
     sizes = read_sizes(config)
     return ModelShape(name=name, notes=sizes.notes, **sizes.fields)

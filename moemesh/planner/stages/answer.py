@@ -52,8 +52,9 @@ class OperatorAssignment:
 class Stage(Shown):
     """One stage: its layers, its ranks, and which of the assignments its operators take.
 
-    `seconds` are those of one microbatch, forward and backward; `memory_bytes` of one device with
-    `in_flight` microbatches under way. A placement of single operators names them in `operators`.
+    `seconds` are the forward and backward of one microbatch; `memory_bytes` is the need of one
+    device with `in_flight` microbatches in flight. A placement of single operators names them in
+    `operators`.
     """
 
     layers: range = range(0)
@@ -74,10 +75,10 @@ class Stage(Shown):
 class ImpliedPlan(Shown):
     """The plan of `moemesh train` that is nearest to a partition.
 
-    `agreement` is the share of operator time whose strategy the plan carries out as it is;
-    `differing` names the other operators. `seconds` and `memory_bytes` (of the worst rank) are the
-    planner's own, as `moemesh estimate` gives them. `command` is empty, with the reason in
-    `not_trained`, where `moemesh train` does not carry the plan out.
+    `agreement` is the share of operator time whose strategy is the plan's; `differing` names the
+    other operators. `seconds` and `memory_bytes` (of the worst rank) are the numbers that
+    `moemesh estimate` prints. If `moemesh train` does not support the plan, `command` is empty and
+    `not_trained` holds the reasons.
     """
 
     shown = ("plan", "agreement", "seconds", "memory_bytes", "fits")
@@ -104,11 +105,12 @@ class ImpliedPlan(Shown):
 class Partition(Shown):
     """The answer to `moemesh partition`.
 
-    `seconds` of one step by this model of costs, `optimum_seconds` those of the exact answer.
-    `evaluations` counts what the method tried: runs of the inner dynamic program, nodes of the
+    `seconds` are the predicted seconds of one step, `optimum_seconds` those of the exact answer.
+    `evaluations` counts the method's trials: runs of the inner dynamic program, nodes of the
     integer program's search tree, labels, divisions or placements. `mesh` is the logical mesh of a
-    stage's devices by axis. `implied` is the plan for `moemesh train`, None where none says this.
-    Of a placement, `cut_seconds` are those of cutting every operator over all devices instead.
+    stage's devices by axis. `implied` is the plan for `moemesh train`, None if no plan comes near.
+    `cut_seconds` is set for a placement: the seconds of cutting every operator over all devices
+    instead.
     """
 
     shown = ("model", "cluster", "num_devices", "method", "seconds", "gap", "stages", "implied")

@@ -30,7 +30,7 @@ IntArray = NDArray[np.intp]
 
 
 class StageError(UserError):
-    """A division into stages that cannot be."""
+    """Error of a model that cannot be divided into stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Division:
 
 
 def runs_of(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage of so many layers."""
+    """Layer range of each stage, from the number of layers per stage."""
     ends = map(int, np.cumsum(layers_per_stage))
     return tuple(range(end - n, end) for n, end in zip(layers_per_stage, ends, strict=True))
 
@@ -133,7 +133,7 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
     tight = _least_sum(costs, smallest, num_microbatches)
     assert tight is not None
     evaluations = 2
-    best = min(free, tight, key=lambda found: found.seconds)
+    best = min(free, tight, key=lambda division: division.seconds)
     low = int(np.searchsorted(times, smallest))
     high = int(np.searchsorted(times, max(free.stage_seconds)))
     spans = [(low, tight, high, free)] if low < high else []
@@ -145,19 +145,19 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
         if least + (num_microbatches - 1) * times[low + 1] >= best.seconds:
             continue
         middle = (low + high) // 2
-        found = _least_sum(costs, float(times[middle]), num_microbatches)
-        assert found is not None
+        division = _least_sum(costs, float(times[middle]), num_microbatches)
+        assert division is not None
         evaluations += 1
-        best = min(best, found, key=lambda one: one.seconds)
-        # What was found at `middle` may already hold further down: nothing lies between.
-        below = int(np.searchsorted(times, max(found.stage_seconds)))
-        spans += [(middle, found, high, upper), (low, lower, max(below, low), found)]
+        best = min(best, division, key=lambda division: division.seconds)
+        # The division for `middle` is also the best for every smaller limit that it respects.
+        below = int(np.searchsorted(times, max(division.stage_seconds)))
+        spans += [(middle, division, high, upper), (low, lower, max(below, low), division)]
     return replace(best, evaluations=evaluations)
 
 
 def _least_sum(costs: FloatArray, limit: float, num_microbatches: int) -> Division | None:
-    """The division of least sum of stage times, none of them above the limit; None when there is
-    none: the inner dynamic program."""
+    """Inner dynamic program: the division with the least sum of stage times, each at most `limit`;
+    None if no division keeps the limit."""
     least = np.full(costs.shape[1], np.inf)
     least[0] = 0.0
     back: list[IntArray] = []
@@ -177,7 +177,7 @@ def _least_sum(costs: FloatArray, limit: float, num_microbatches: int) -> Divisi
 
 
 def _bottleneck(costs: FloatArray) -> float:
-    """The least possible largest entry; infinite when there is no division."""
+    """The least possible maximum of the stage times; infinite if no division is legal."""
     least = np.full(costs.shape[1], np.inf)
     least[0] = -np.inf
     for stage in costs:
@@ -196,7 +196,7 @@ def _sums(values: FloatArray) -> FloatArray:
 # Policy gradient as in device-placement work (A. Mirhoseini et al., arXiv:1706.04972): one
 # categorical choice per variable, reward -log T, a penalty where a draw is illegal or does not fit,
 # advantages normalised over the batch, an entropy bonus (R. Williams, "Simple statistical
-# gradient-following algorithms", 1992). Both see nothing but the value of what they try.
+# gradient-following algorithms", 1992). Both use only the seconds of the draws that they try.
 
 
 #: Draws [draw, variable] -> seconds, infinite where a draw is illegal or does not fit.
@@ -204,12 +204,12 @@ Evaluate = Callable[[IntArray], FloatArray]
 _BATCH = 64
 _LEARNING_RATE = 0.3
 _ENTROPY_BONUS = 0.01
-#: Reward of an illegal draw: that of so many times the slowest legal one met so far.
+#: Seconds charged for an illegal draw, as a multiple of the slowest legal draw so far.
 _PENALTY = 4.0
 
 
 class BestDraw(NamedTuple):
-    """The best draw, its seconds (infinite: none was legal), and how many draws were tried."""
+    """The best draw, its seconds (infinite if none was legal), and the number of draws tried."""
 
     choices: tuple[int, ...]
     seconds: float
@@ -224,8 +224,8 @@ def best_draw(
     evaluations: int,
     seed: int,
 ) -> BestDraw:
-    """The best of `evaluations` draws: of those that `draw(count, generator)` makes as [count,
-    variable], or (None) of a policy that learns, from these logits of each variable's choices."""
+    """The best of `evaluations` draws. `draw(count, generator)` returns draws [count, variable];
+    without it a policy is learned, which starts from `logits`, one row per variable."""
     generator = np.random.default_rng(seed)
     policy = [row.astype(float) for row in logits]
     best, worst = BestDraw((), np.inf, 0), 0.0
@@ -262,8 +262,8 @@ def baseline_division(
 ) -> Division | None:
     """The best of `evaluations` divisions; None when none fits.
 
-    Those of "random" are all equally likely; "learned" is policy gradient over a cut after each
-    layer, which must also learn how many cuts are legal. `table` as for `best_division`.
+    "random" draws all divisions with equal chance; "learned" is policy gradient over a cut after
+    each layer, which must also learn the legal number of cuts. `table` as for `best_division`.
     """
     num_stages, gaps = len(table), table.shape[1] - 2
 
@@ -279,14 +279,14 @@ def baseline_division(
         return division_of(table, sizes, num_microbatches) if len(sizes) == num_stages else None
 
     def evaluate(draws: IntArray) -> FloatArray:
-        found = map(division, draws)
-        return np.array([np.inf if one is None else one.seconds for one in found])
+        divisions = map(division, draws)
+        return np.array([np.inf if result is None else result.seconds for result in divisions])
 
     logits: list[FloatArray] = []
     if method == "learned":
         share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
         logits = [np.log(np.array([1 - share, share]))] * gaps
     sampler = draw if method == "random" else None
-    found = best_draw(sampler, logits, evaluate, evaluations=evaluations, seed=seed)
-    best = division(found.choices) if np.isfinite(found.seconds) else None
-    return best and replace(best, evaluations=found.evaluations)
+    winner = best_draw(sampler, logits, evaluate, evaluations=evaluations, seed=seed)
+    best = division(winner.choices) if np.isfinite(winner.seconds) else None
+    return best and replace(best, evaluations=winner.evaluations)

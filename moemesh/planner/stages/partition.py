@@ -56,14 +56,14 @@ from moemesh.trace.memory_profile import format_bytes
 # The plan that a partition implies: degrees of `moemesh train` nearest to the operator
 # strategies.
 #
-# An operator program may lay out every operator in its own way; a plan has one way for each
-# axis. An axis of a stage's mesh carries data or tensor parallelism in dense operators and
-# expert, expert tensor or expert data parallelism in experts. Of all such plans that pass
-# `Plan.check` and fit by the planner's own memory law the one is taken that agrees with the most
-# operator time.
+# An operator program chooses a layout for every operator; a plan has one use for each axis. An
+# axis of a stage's mesh carries data or tensor parallelism in dense operators and expert, expert
+# tensor or expert data parallelism in experts. The implied plan agrees with the most operator
+# time, among the plans that pass `Plan.check` and fit in the planner's predicted memory.
 
 
-#: What an axis does to dense operators and to experts, by plan key ("" is expert data parallelism).
+#: Dim of dense operators and of experts that an axis cuts, by plan key ("" in `_EXPERTS` is expert
+#: data parallelism).
 _DENSE = {"dp": "batch", "cp": "sequence", "tp": ""}
 _EXPERTS = {"": "", "ep": "experts", "etp": "expert_width"}
 #: The dims that tensor parallelism cuts, by operator; all others are cut along the sequence.
@@ -73,7 +73,7 @@ _TENSOR = {
     **dict.fromkeys(("shared up", "shared activation", "shared down"), "shared_width"),
     **dict.fromkeys(("embedding", "logits", "loss"), "vocabulary"),
 }
-#: Operators that `recompute = "selective"` computes again.
+#: Operators that `recompute = "selective"` recomputes.
 _SELECTIVE = (
     "attention core", "activation", "shared activation", "expert up", "expert activation",
 )  # fmt: skip
@@ -90,8 +90,8 @@ def imply(
 ) -> ImpliedPlan | None:
     """`base` with the degrees nearest to `operators` that fit; None if no degrees are legal.
 
-    Where none fits, those that need the least memory, marked as such. Of a model that
-    `moemesh train` trains only plans that it carries out are considered.
+    If none fit, the result has the degrees that need the least memory and ``fits = False``. For a
+    model that `moemesh train` trains, only plans that it supports are considered.
     """
     seq_len, global_batch = request.seq_len, request.global_batch
     trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
@@ -103,11 +103,11 @@ def imply(
         layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
         if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
             continue
-        known = pricing(cluster)
-        memory, seconds = known.price(model.shape, layout)
+        prices = pricing(cluster)
+        memory, seconds = prices.price(model.shape, layout)
         refused = tuple(not_trained(layout, model))
-        fits = memory.fits(cluster.memory_bytes, known.usable_share)
-        found = ImpliedPlan(
+        fits = memory.fits(cluster.memory_bytes, prices.usable_share)
+        implied = ImpliedPlan(
             plan=plan,
             agreement=agreement,
             differing=differing,
@@ -118,9 +118,9 @@ def imply(
             not_trained=refused,
         )
         if fits:
-            return found
-        if best is None or found.memory_bytes < best.memory_bytes:
-            best = found
+            return implied
+        if best is None or implied.memory_bytes < best.memory_bytes:
+            best = implied
     return best
 
 
@@ -129,11 +129,11 @@ def _ranked(
 ) -> list[tuple[float, tuple[str, ...], dict[str, object]]]:
     """(share of operator time that agrees, operators that differ, keys of the plan), best first.
 
-    Of equal shares first those that recompute what the operators recompute.
+    Ties are ordered by the operator time whose recomputation agrees.
     """
     timed = [operator for operator in operators if operator.seconds > 0]
     total = sum(operator.count * operator.seconds for operator in timed)
-    found: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
+    ranked: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
             for recompute in get_args(Recompute):
@@ -142,7 +142,7 @@ def _ranked(
                     for key in filter(None, legal):
                         sizes = zip(names, mesh.values(), strict=True)
                         keys[key] = prod(size for name, size in sizes if name == key)
-                agreed = kept = 0.0
+                agreed = recompute_agreed = 0.0
                 differing: dict[str, None] = {}
                 for operator in timed:
                     seconds = operator.count * operator.seconds
@@ -164,12 +164,14 @@ def _ranked(
                     else:
                         differing[f"{operator.group}: {operator.operator}"] = None
                     is_selected = recompute == "selective" and operator.operator in _SELECTIVE
-                    again = recompute == "full" or is_selected
-                    kept += seconds * (again == operator.strategy.endswith(RECOMPUTE))
-                found.append((kept, (agreed / (total or 1.0), tuple(differing), keys)))
+                    recomputed = recompute == "full" or is_selected
+                    recompute_agreed += seconds * (
+                        recomputed == operator.strategy.endswith(RECOMPUTE)
+                    )
+                ranked.append((recompute_agreed, (agreed / (total or 1.0), tuple(differing), keys)))
     # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
-    found.sort(key=lambda item: (-item[1][0], -item[0]))
-    return [item for _, item in found]
+    ranked.sort(key=lambda item: (-item[1][0], -item[0]))
+    return [item for _, item in ranked]
 
 
 # Division into stages as a 0/1 integer program; its optimum must equal the dynamic program's.
@@ -181,7 +183,7 @@ def _ranked(
 #     sum over a, b of x[j, a, b] = 1                                  one run a stage
 #     sum over a of x[j, a, b] = sum over c of x[j + 1, b, c]          the next begins where it ends
 #
-# Runs whose stage alone would make a step longer than the even division's are left out.
+# A run is left out if its stage alone would make a step longer than the even division's.
 
 
 def solve_division(
@@ -200,15 +202,15 @@ def solve_division(
     largest = program.variable(num_microbatches - 1.0, high=np.inf, integral=False)
     runs: list[dict[tuple[int, int], int]] = []
     for stage, seconds in enumerate(table):
-        found: dict[tuple[int, int], int] = {}
+        variables: dict[tuple[int, int], int] = {}
         for first, end in np.argwhere(seconds * num_microbatches <= even.seconds).tolist():
             is_last = stage == num_stages - 1
             at_ends = (first == 0) == (stage == 0) and (end == num_layers) == is_last
             if first < end and at_ends and np.isfinite(seconds[first, end]):
-                found[first, end] = program.variable(float(seconds[first, end]) * scale)
-        runs.append(found)
-        program.row([(x, 1.0) for x in found.values()], low=1.0, high=1.0)
-        times = [(x, float(seconds[run]) * scale) for run, x in found.items()]
+                variables[first, end] = program.variable(float(seconds[first, end]) * scale)
+        runs.append(variables)
+        program.row([(x, 1.0) for x in variables.values()], low=1.0, high=1.0)
+        times = [(x, float(seconds[run]) * scale) for run, x in variables.items()]
         program.row([*times, (largest, -1.0)], high=0.0)
     for before, after in pairwise(runs):
         for border in range(1, num_layers):
@@ -219,7 +221,7 @@ def solve_division(
     if answer.values is None:
         return None
     values = answer.values
-    chosen = [max(found, key=lambda run: float(values[found[run]])) for found in runs]
+    chosen = [max(variables, key=lambda run: float(values[variables[run]])) for variables in runs]
     sizes = [end - first for first, end in chosen]
     division = division_of(table, sizes, num_microbatches)
     return replace(division, evaluations=max(answer.num_nodes, 1))
@@ -230,7 +232,7 @@ BRANCHING = "branching-alexnet"
 #: Schedules whose step takes sum of t_i + (m - 1) * max of t_i.
 PipelineSchedule = Literal["1f1b", "gpipe"]
 SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
-#: HiGHS is stopped after so many seconds.
+#: Time limit of HiGHS in seconds.
 _TIME_LIMIT = 60.0
 
 
@@ -254,15 +256,15 @@ def partition(
     `method` is "dp" (dynamic program), "ilp" (integer program, the same optimum), "random" or
     "learned" (policy gradient); the last two try `evaluations` divisions on the optimum's mesh and
     operator strategies. `stages` and `microbatches` are chosen when left out. The model
-    "branching-alexnet" is no pipeline: its operators are placed on `stages` devices (2 by default),
-    for a batch of `global_batch` images. Raises ConfigError with every problem found, StageError
-    when nothing fits.
+    "branching-alexnet" has branches instead of a pipeline: its operators are placed on `stages`
+    devices (2 by default), for a batch of `global_batch` images. Raises ConfigError with every
+    problem, StageError when nothing fits.
     """
     return compare(PartitionRequest(**locals()))[0]
 
 
 def compare(request: PartitionRequest) -> list[Partition]:
-    """`partition` by the method of `request`, or by "all"; what they share is computed once."""
+    """`partition` by the method of `request`, or by "all" methods, which share one search."""
     methods = METHODS if request.method == "all" else (request.method,)
     problems: list[Problem] = []
     for method in methods:
@@ -301,7 +303,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
     search = TwoLevelSearch(known.shape, machine, request)
     exact = search.best(best_division)
     shared = time.perf_counter() - started
-    found: list[Partition] = []
+    partitions: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
         mesh, division = exact
@@ -326,8 +328,8 @@ def compare(request: PartitionRequest) -> list[Partition]:
             schedule=cast("PipelineSchedule", request.schedule),
             layers_per_stage=sizes if len(sizes) > 1 else None,
         )
-        operators = [one for assignment in assignments for one in assignment.operators]
-        found.append(
+        operators = [operator for assignment in assignments for operator in assignment.operators]
+        partitions.append(
             Partition(
                 model=known.shape.name,
                 cluster=machine.name,
@@ -345,7 +347,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
                 implied=imply(known, machine, plan, request, mesh.axes, operators),
             )
         )
-    return found
+    return partitions
 
 
 def _placements(
@@ -358,7 +360,7 @@ def _placements(
     cap = cluster.memory_bytes * pricing(cluster).usable_share
     names, problem = placement_problem(graph, cluster, num_devices, cap)
     exact = best_placement(problem)
-    found: list[Partition] = []
+    partitions: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
         if method == "dp":
@@ -397,7 +399,9 @@ def _placements(
             )
             for edge, (source, target) in enumerate(problem.edges)
         ]
-        here = [np.flatnonzero(np.array(devices) == device) for device in range(num_devices)]
+        operators_by_device = [
+            np.flatnonzero(np.array(devices) == device) for device in range(num_devices)
+        ]
         stages = tuple(
             Stage(
                 operators=tuple(names[place] for place in places),
@@ -406,9 +410,9 @@ def _placements(
                 memory_bytes=float(problem.num_bytes[places].sum()),
                 in_flight=1.0,
             )
-            for device, places in enumerate(here)
+            for device, places in enumerate(operators_by_device)
         )
-        found.append(
+        partitions.append(
             Partition(
                 model=BRANCHING,
                 cluster=cluster.name,
@@ -426,11 +430,11 @@ def _placements(
                 cut_seconds=solve(cut).cost.seconds,
             )
         )
-    return found
+    return partitions
 
 
 def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:
-    """Numbers that do not go together."""
+    """Problems of numbers of devices, stages, microbatches and sequences that conflict."""
     devices, stages = cluster.num_devices, request.stages
     global_batch, microbatches = request.global_batch, request.microbatches
     if devices > LARGEST_DEGREE:
@@ -439,7 +443,7 @@ def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) ->
         yield _problem("nodes", cluster.nodes, message, fix)
     if model is None:
         if (stages or 2) > devices:
-            message = f"{stages or 2} devices are asked for; {cluster.name} has {devices}"
+            message = f"{stages or 2} devices are requested; {cluster.name} has {devices}"
             yield _problem("stages", stages, message, f"stages = {devices}")
         if microbatches not in (None, 1):
             message = f"operators of {BRANCHING} are placed for one batch, not for microbatches"
@@ -451,7 +455,7 @@ def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) ->
         near = max(d for d in range(1, layers + 1) if devices % d == 0)
         yield _problem("stages", stages, message, f"stages = {near}")
     elif stages is not None and stages > devices:
-        message = f"{stages} stages need as many devices; {cluster.name} has {devices}"
+        message = f"{stages} stages need {stages} devices or more; {cluster.name} has {devices}"
         yield _problem("stages", stages, message, f"stages = {devices}")
     elif stages is not None and devices % stages:
         message = f"{stages} stages must divide the {devices} devices"

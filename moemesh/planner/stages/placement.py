@@ -27,9 +27,9 @@ from moemesh.planner.stages.division import BestDraw, IntArray, StageError, best
 class PlacementProblem:
     """Operators in the order in which devices run them, and edges (source, target) between them.
 
-    `seconds` are the forward and the backward times, shape (2, operators); `transfers` those of an
-    edge inside a node and between nodes, shape (edges, 2), the same for a gradient on its way back.
-    Devices 0 .. node_size - 1 are one node, and so on.
+    `seconds` are the forward and the backward times, shape (2, operators). `transfers` are the
+    seconds of an edge inside a node and between nodes, shape (edges, 2); its gradient takes as
+    long. Devices 0 .. node_size - 1 are one node, and so on.
     """
 
     seconds: FloatArray
@@ -47,10 +47,10 @@ class PlacementProblem:
     @cached_property
     def inputs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(edge, source) of every input of every operator."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_operators)]
+        inputs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_operators)]
         for edge, (source, target) in enumerate(self.edges):
-            found[target].append((edge, source))
-        return tuple(map(tuple, found))
+            inputs[target].append((edge, source))
+        return tuple(map(tuple, inputs))
 
     def transfer(self, edge: int, source: int, target: int) -> float:
         """Seconds of an edge between two devices."""
@@ -86,7 +86,7 @@ class PlacementProblem:
 def baseline_placement(
     method: str, problem: PlacementProblem, evaluations: int, seed: int
 ) -> BestDraw:
-    """The best of `evaluations` placements: of "random" ones, all equally likely, or by a policy
+    """The best of `evaluations` placements: drawn with equal chance ("random"), or from a policy
     over the device of every operator ("learned")."""
 
     def draw(count: int, generator: np.random.Generator) -> IntArray:
@@ -103,9 +103,14 @@ def placement_problem(
 ) -> tuple[tuple[str, ...], PlacementProblem]:
     """The names of the operators that compute, and the problem of placing them.
 
-    `graph` has the costs of one device; operators without work (the input data) lie everywhere.
+    `graph` has the costs of one device; operators without work (the input data) are on every
+    device.
     """
-    placed = [number for number, one in enumerate(graph.operators) if one.strategies[0].seconds > 0]
+    placed = [
+        number
+        for number, operator in enumerate(graph.operators)
+        if operator.strategies[0].seconds > 0
+    ]
     position = {number: place for place, number in enumerate(placed)}
     operators = [graph.operators[number] for number in placed]
     taken = [operator.strategies[0] for operator in operators]
@@ -121,10 +126,10 @@ def placement_problem(
         for source, _ in edges
     ]
     # The backward of an operator costs two forwards (`operators.strategies`).
-    seconds = np.array([one.seconds for one in taken])
-    return tuple(one.name for one in operators), PlacementProblem(
+    seconds = np.array([strategy.seconds for strategy in taken])
+    return tuple(operator.name for operator in operators), PlacementProblem(
         seconds=np.stack([seconds / 3, 2 * seconds / 3]),
-        num_bytes=np.array([one.state_bytes + one.saved_bytes for one in taken]),
+        num_bytes=np.array([strategy.state_bytes + strategy.saved_bytes for strategy in taken]),
         edges=tuple((position[source], position[target]) for source, target in edges),
         transfers=np.array(transfers).reshape(-1, 2),
         num_devices=num_devices,
@@ -134,10 +139,11 @@ def placement_problem(
 
 
 class _Label(NamedTuple):
-    """A placement of the first operators: what the rest needs to know of it.
+    """A placement of the first operators, with the times and bytes on which the rest depends.
 
-    ``ready[phase, device]``; ``ends[operator]``, forward and backward, of outputs still to be read;
-    `numbers`: all of these and the bytes, of which less is better.
+    ``ready[phase, device]`` is the time at which a device is free; ``ends[operator]`` are the
+    forward and backward end times of outputs that are still to be read. `numbers` concatenates
+    these and the bytes; less is better in each.
     """
 
     devices: tuple[int, ...]
@@ -153,8 +159,8 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
     Raises StageError when nothing fits in the cap.
     """
     count = problem.num_operators
-    # Moves of single operators, and of pairs of them, from a random start, as long as they help,
-    # give a bound that cuts most labels.
+    # Descent from a random start by moves of one or two operators: its result is a bound that cuts
+    # most labels.
     start = baseline_placement("random", problem, 2048, 0)
     bound, current = start.seconds, np.array(start.choices or (0,) * count, dtype=np.intp)
     moves = list(product(range(count), range(problem.num_devices)))
@@ -167,21 +173,21 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
         if not seconds[place] < bound:
             break
         bound, current = float(seconds[place]), tried[place]
-    # Per phase, the longest path behind each operator, transfers left out.
+    # Per phase, the longest path after each operator, transfers left out.
     tails = np.zeros((2, count))
     for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
-        behind = problem.seconds[:, target] + tails[:, target]
-        tails[:, source] = np.maximum(tails[:, source], behind)
+        path = problem.seconds[:, target] + tails[:, target]
+        tails[:, source] = np.maximum(tails[:, source], path)
     last_reader = [max((t for s, t in problem.edges if s == i), default=i) for i in range(count)]
     nothing = np.zeros(problem.num_devices)
     labels = [_Label((), np.stack([nothing, nothing]), {}, nothing, nothing)]
     evaluations = 1
     for number in range(count):
-        kept: dict[tuple[int, ...], list[_Label]] = {}
+        labels_by_outputs: dict[tuple[int, ...], list[_Label]] = {}
         for label in labels:
             fresh: set[int] = set()
             for device in range(problem.num_devices):
-                # Devices in use, and the first unused one of each node: its others are the same.
+                # Unused devices of a node are equal: only the first of them is tried.
                 if device not in label.devices and device // problem.node_size in fresh:
                     continue
                 if device not in label.devices:
@@ -202,29 +208,30 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
                 live = {i: end for i, end in ends.items() if last_reader[i] > number}
                 numbers = np.concatenate([ready.ravel(), *live.values(), held])
                 devices = (*label.devices, device)
-                same = kept.setdefault(tuple(devices[i] for i in live), [])
+                same = labels_by_outputs.setdefault(tuple(devices[i] for i in live), [])
                 # A label stays unless another is at least as good in every number.
                 if not any((other.numbers <= numbers).all() for other in same):
                     same[:] = [other for other in same if not (numbers <= other.numbers).all()]
                     same.append(_Label(devices, ready, live, held, numbers))
-        labels = [label for same in kept.values() for label in same]
+        labels = [label for same in labels_by_outputs.values() for label in same]
     if not labels:
         raise StageError(
             f"no placement of {count} operators on {problem.num_devices} devices fits in "
             f"{problem.cap_bytes:.0f} bytes a device; all of them take "
             f"{problem.num_bytes.sum():.0f} bytes, the largest {problem.num_bytes.max():.0f}"
         )
-    seconds, devices = min((float(one.ready.max(axis=1).sum()), one.devices) for one in labels)
+    seconds, devices = min(
+        (float(label.ready.max(axis=1).sum()), label.devices) for label in labels
+    )
     return BestDraw(devices, seconds, evaluations)
 
 
 def solve_placement(problem: PlacementProblem, *, time_limit: float | None = None) -> BestDraw:
     """The same optimum by an integer program.
 
-    x[i, d] = 1 when operator i is on device d; start times of both phases are continuous. An edge
-    waits for its transfer, and of two operators on one device the later one in the order waits for
-    the earlier one. `evaluations` are nodes of the search tree. Raises StageError when HiGHS finds
-    nothing.
+    x[i, d] = 1 when operator i is on device d; start times of both phases are continuous. An
+    operator waits for the transfers of its inputs and for the earlier operators on its device.
+    `evaluations` are nodes of the search tree. Raises StageError when HiGHS finds nothing.
     """
     count, devices = problem.num_operators, range(problem.num_devices)
     longest = float(problem.seconds.sum(axis=1).max()) + float(problem.transfers.sum())
@@ -235,7 +242,7 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
         program.row([(v, 1.0) for v in row], low=1.0, high=1.0)
     spans = [program.variable(1.0, high=np.inf, integral=False) for _ in problem.seconds]
     starts = [[program.variable(high=np.inf, integral=False) for _ in range(count)] for _ in spans]
-    # Of every edge, variables that are 1 where it joins two devices, and two nodes.
+    # Two variables per edge: 1 if it joins two devices, 1 if it joins two nodes.
     crossings: list[tuple[int, int]] = []
     for source, target in problem.edges:
         device, node = (program.variable(integral=False) for _ in range(2))
@@ -246,13 +253,13 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
             part = slice(first, first + problem.node_size)
             terms = [*((v, -1.0) for v in x[source][part]), *((v, 1.0) for v in x[target][part])]
             program.row([(node, 1.0), *terms], low=0.0)
-    # Of operators of which neither waits for the other's output: 1 where they share a device.
+    # One variable per pair of operators without a path between them: 1 if they share a device.
     together: dict[tuple[int, int], int] = {}
-    behind: list[set[int]] = [set() for _ in range(count)]
+    ancestors: list[set[int]] = [set() for _ in range(count)]
     for source, target in sorted(problem.edges, key=lambda edge: edge[1]):
-        behind[target] |= behind[source] | {source}
+        ancestors[target] |= ancestors[source] | {source}
     for early, late in combinations(range(count), 2):
-        if early not in behind[late]:
+        if early not in ancestors[late]:
             same = together[early, late] = program.variable(integral=False)
             for a, b in zip(x[early], x[late], strict=True):
                 program.row([(same, 1.0), (a, -1.0), (b, -1.0)], low=-1.0)
@@ -286,12 +293,11 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
 # The network: two branches of convolutions, as AlexNet (2012), as an operator graph.
 #
 # Five convolutions in two branches that exchange their maps before the third, then three dense
-# layers. It is here so that the planner is one of graphs: nothing in it is a transformer.
+# layers. It keeps the planner general: graphs of other networks than transformers are placed too.
 
 
 class Convolution(NamedTuple):
-    """Channels of one branch behind a layer, kernel side, side of the map before pooling and behind
-    it."""
+    """Output channels of one branch, kernel side, and side of the map before and after pooling."""
 
     channels: int
     kernel: int
@@ -321,7 +327,7 @@ def two_branch_network(
 ) -> OperatorGraph:
     """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
 
-    The crossing is a layer behind the first.
+    `crossing` is at least 1.
     """
     builder = GraphBuilder(costs)
     image_bytes = float(batch * _IMAGE_CHANNELS * _IMAGE_SIDE**2 * _ELEMENT_BYTES)

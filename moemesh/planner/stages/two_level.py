@@ -6,8 +6,8 @@ every logical mesh (outer x inner) of a stage's devices the inner level lays out
 solved at several prices of a byte, and every stage takes the fastest answer that fits.
 
 All stages have the same mesh and all boundaries between layers one layout, because a run has one
-set of degrees. The fastest assignment without a memory cap bounds each mesh from below: meshes are
-tried in that order, and the search ends where no bound is below the best answer.
+set of degrees. The fastest assignment without a memory cap is a lower bound of each mesh: meshes
+are tried in the order of their bounds, and the search ends at a bound above the best answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from moemesh.schedule.build import build
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.trace.memory_profile import format_bytes
 
-#: Prices of a byte that are tried for one mesh where memory binds.
+#: Maximum number of byte prices tried for a mesh that exceeds the memory cap.
 MOST_PRICES = 6
-#: A price at which bytes are all that counts: so many times the fastest answer's seconds per byte.
+#: Price at which only bytes count, as a multiple of the fastest answer's seconds per byte.
 _LIGHTEST = 1e3
 
 #: (table of stage costs, microbatches) -> the best division, None when nothing fits.
@@ -43,12 +43,12 @@ Divide = Callable[[FloatArray, int], Division | None]
 
 
 class StageMesh:
-    """One number of stages with one logical mesh of their devices, and its assignments so far."""
+    """A number of stages and a logical mesh of a stage's devices, with the assignments solved."""
 
     def __init__(self, search: TwoLevelSearch, num_stages: int, axes: dict[str, int]) -> None:
         self.search, self.num_stages, self.axes = search, num_stages, axes
         self.devices = prod(axes.values())
-        # The given number, or as many as leave each device of a stage one sequence.
+        # The given number, or the largest that leaves each device of a stage one sequence.
         request, batch = search.request, search.request.global_batch
         legal = [number for number in divisors(batch) if batch // number >= self.devices]
         self.microbatches = request.microbatches or max(legal, default=1)
@@ -66,13 +66,15 @@ class StageMesh:
         self.lower_bound = free.seconds
 
     def add(self, byte_price: float) -> Assignment:
-        """One more assignment: the best one at a price in seconds per byte."""
-        found = solve(self.graph, byte_price=byte_price, in_flight=float(np.mean(self.in_flight)))
-        self.assignments.append(found)
-        return found
+        """Solve for the best assignment at `byte_price` seconds per byte, and keep it."""
+        assignment = solve(
+            self.graph, byte_price=byte_price, in_flight=float(np.mean(self.in_flight))
+        )
+        self.assignments.append(assignment)
+        return assignment
 
     def costs(self, cap_bytes: float, assignments: list[Assignment] | None = None) -> StageCosts:
-        """Layer costs under all assignments; embedding and head go with the end layers."""
+        """Layer costs under all assignments; the end layers include embedding and head."""
         rows: list[list[Cost]] = []
         for assignment in assignments or self.assignments:
             groups = self.graph.group_costs(assignment.choices)
@@ -98,10 +100,10 @@ class StageMesh:
 
     @cached_property
     def refined(self) -> StageCosts:
-        """Costs with enough assignments to meet the cap, where one can be met.
+        """Costs with enough assignments to fit under the cap, if any assignment fits.
 
-        The price of a byte is found along the chord between an assignment that fits on its own and
-        one that does not.
+        Byte prices are taken from the chord between an assignment that fits on its own and one
+        that does not.
         """
         cap_bytes, heavy = self.search.cap_bytes, self.assignments[0]
         if self._fits(heavy):
@@ -109,24 +111,24 @@ class StageMesh:
         light = self.add(_LIGHTEST * heavy.cost.seconds / max(self._bytes(heavy), 1.0))
         for _ in range(MOST_PRICES if self._fits(light) else 0):
             dearer = light.cost.seconds - heavy.cost.seconds
-            found = self.add(dearer / max(self._bytes(heavy) - self._bytes(light), 1.0))
-            if found.choices in (heavy.choices, light.choices):
+            between = self.add(dearer / max(self._bytes(heavy) - self._bytes(light), 1.0))
+            if between.choices in (heavy.choices, light.choices):
                 self.assignments.pop()
                 break
-            if self._fits(found):
-                light = found
+            if self._fits(between):
+                light = between
             else:
-                heavy = found
+                heavy = between
         return self.costs(cap_bytes)
 
     def stages(self, division: Division) -> tuple[Stage, ...]:
         """The stages of a division of this mesh."""
         costs = self.refined
         by_option = costs.options()
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for number, layers in enumerate(runs_of(division.layers_per_stage)):
             option = int(by_option[number, :, layers.start, layers.stop].argmin())
-            found.append(
+            stages.append(
                 Stage(
                     layers=layers,
                     ranks=range(number * self.devices, (number + 1) * self.devices),
@@ -136,12 +138,12 @@ class StageMesh:
                     assignment=option,
                 )
             )
-        return tuple(found)
+        return tuple(stages)
 
     def describe(self, stages: Sequence[Stage]) -> tuple[OperatorAssignment, ...]:
-        """Node and edge costs of every assignment, and how many layers of `stages` take it."""
+        """Node and edge costs of every assignment, and the number of layers in `stages` with it."""
         kinds, graph = self.search.shape.kinds, self.graph
-        found: list[OperatorAssignment] = []
+        described: list[OperatorAssignment] = []
         for number, assignment in enumerate(self.assignments):
             taken = [stage for stage in stages if stage.assignment == number]
             counts = Counter(group_of(kinds[layer]) for stage in taken for layer in stage.layers)
@@ -172,8 +174,8 @@ class StageMesh:
                 )
                 for edge in graph.edges
             ]
-            found.append(OperatorAssignment(operators=tuple(operators), edges=tuple(edges)))
-        return tuple(found)
+            described.append(OperatorAssignment(operators=tuple(operators), edges=tuple(edges)))
+        return tuple(described)
 
     def _fits(self, assignment: Assignment) -> bool:
         cap_bytes = self.search.cap_bytes
@@ -184,8 +186,8 @@ class StageMesh:
 
 
 class TwoLevelSearch:
-    """All meshes of a model to divide and its devices, the most promising first; `request` has the
-    numbers, None where the search chooses."""
+    """All stage meshes of a model on a cluster, by ascending lower bound. A number of `request`
+    that is None is chosen by the search."""
 
     def __init__(self, shape: ModelShape, cluster: Cluster, request: PartitionRequest) -> None:
         self.shape, self.cluster, self.request = shape, cluster, request
@@ -214,12 +216,12 @@ class TwoLevelSearch:
         for mesh in self.meshes:
             if best is not None and mesh.lower_bound >= best[1].seconds:
                 break
-            found = divide(mesh.refined.table(), mesh.microbatches)
-            if found is None:
+            division = divide(mesh.refined.table(), mesh.microbatches)
+            if division is None:
                 least = mesh.refined.smallest_cap()
                 needed[mesh.num_stages] = min(needed.get(mesh.num_stages, np.inf), least)
-            elif best is None or found.seconds < best[1].seconds:
-                best = mesh, found
+            elif best is None or division.seconds < best[1].seconds:
+                best = mesh, division
         if best is None:
             stages, smallest = min(needed.items(), key=lambda item: item[1])
             share = self.cap_bytes / self.cluster.memory_bytes

@@ -1,4 +1,4 @@
-"""The calibrated constants of the time model: their priors, what ships, deviations of clusters."""
+"""Calibrated constants of the time model: priors, shipped values, deviations of clusters."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from moemesh.planner.timing.own_runs import OwnRuns
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Every number of the time model that no data sheet prints. All positive.
+    """Every number of the time model that is missing from data sheets. All are positive.
 
     Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number, `*_us` and `*_ms`
-    times, `*_exposed` the share of a transfer that computation does not hide. Beside each prior
-    stands the standard deviation of its logarithm, of the value that all clusters share.
+    times, `*_exposed` the share of a transfer that computation does not hide. The default is the
+    prior of the value that all clusters share; the annotation is the standard deviation of its
+    logarithm.
     """
 
     #: Best share of the peak that a large matrix product reaches, by width of its numbers.
     gemm_efficiency: Annotated[Number, 0.08] = 0.78
     gemm_efficiency_8bit: Annotated[Number, 0.15] = 0.65
     gemm_efficiency_4bit: Annotated[Number, 0.25] = 0.48
-    #: Loss with few rows (in units of 64 rows on an A100, more on faster devices), narrow sides.
+    #: Loss of products with few rows (in units of 64 rows on an A100, more on faster devices), and
+    #: with narrow sides.
     gemm_row_loss: Annotated[Number, 0.5] = 0.8
     gemm_width_loss: Annotated[Number, 0.5] = 0.55
     #: Attention core: share of the 16-bit peak; the first FlashAttention relative to the second; a
@@ -64,18 +66,18 @@ class Constants:
     inter_node_efficiency: Annotated[Number, 0.3] = 0.75
     network_contention: Annotated[Number, 0.6] = 0.1
     collective_latency_us: Annotated[Number, 0.6] = 25.0
-    #: Extra tensor-parallel backward traffic with sequence parallelism (gathers again).
+    #: Extra tensor-parallel backward traffic with sequence parallelism (re-gathered inputs).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
     #: Exposed shares: expert all-to-all and tensor-parallel traffic that are overlapped by design,
-    #: context exchange, pipeline sends, gradient reduction (over that which is hidden, where it
-    #: takes as long as the backward of a microbatch), weight gathering.
+    #: context exchange, pipeline sends, gradient reduction (exposed over hidden time of a reduction
+    #: as long as the backward of a microbatch), weight gathering.
     overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
     overlapped_tensor_exposed: Annotated[Number, 0.5] = 0.5
     context_exposed: Annotated[Number, 0.5] = 0.55
     pipeline_exposed: Annotated[Number, 0.3] = 1.0
     gradient_exposed: Annotated[Number, 0.5] = 0.4
     weight_exposed: Annotated[Number, 0.4] = 0.6
-    #: Slowdown of overlapped computation in FSDP: what the shorter of the two adds.
+    #: Slowdown of overlapped computation in FSDP: share of the transfer that is added to it.
     overlap_slowdown: Annotated[Number, 0.5] = 0.25
     #: Bytes per gradient that FSDP reduces.
     reduce_bytes: Annotated[Number, 0.2] = 3.5
@@ -83,20 +85,20 @@ class Constants:
     routing_imbalance: Annotated[Number, 0.5] = 0.4
     #: Share of the choices that a capacity of one keeps.
     capacity_kept: Annotated[Number, 0.06] = 0.9
-    #: Launches and gaps of a layer's forward; what the host needs for an MoE block's (twice with 16
-    #: local experts) while the device computes, and the share of it that CUDA graphs, or dropping
-    #: tokens at capacity, leave; a step's.
+    #: Launches and gaps of a layer's forward; host time of an MoE block's forward (twice with 16
+    #: local experts), which runs while the device computes; the share of it that remains with CUDA
+    #: graphs, and with tokens dropped at capacity; fixed time of a step.
     layer_overhead_us: Annotated[Number, 0.6] = 80.0
     expert_overhead_us: Annotated[Number, 0.4] = 1000.0
     graph_overhead: Annotated[Number, 0.4] = 0.3
     capacity_overhead: Annotated[Number, 0.3] = 0.5
     step_overhead_ms: Annotated[Number, 0.8] = 40.0
-    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it:
-    #: of two stages, and of p stages 2/p of it.
+    #: Start-up time of every pipelined step with two stages, in microbatches of one stage, on
+    #: clusters that show it; p stages take 2/p of it.
     startup_microbatches: Annotated[Number, 0.5] = 6.0
 
 
-#: Constants that are shares of a number of the cluster file, at most 1 there.
+#: Constants that are shares of a number of the cluster file: at most 1 in that file.
 EFFICIENCIES = {
     "gemm_efficiency": "peak_flops.bfloat16",
     "gemm_efficiency_8bit": "peak_flops.float8",
@@ -108,8 +110,8 @@ EFFICIENCIES = {
 }
 
 
-#: What a software stack may set for itself, and how far (of the logarithm); one of its clusters
-#: deviates from it by a share of that. The few fitted scalars of a cluster.
+#: Constants that are fitted per software stack, with the standard deviation of the logarithm. A
+#: cluster deviates from its stack by :data:`CLUSTER_SHARE` of that.
 OWN: dict[str, float] = {
     "gemm_efficiency": 0.08,
     "gemm_efficiency_8bit": 0.12,
@@ -125,9 +127,10 @@ OWN: dict[str, float] = {
     "layer_overhead_us": 0.4,
     "expert_overhead_us": 0.25,
 }
-#: A cluster's own deviation from its stack, over the width of that of the stack.
+#: Standard deviation of a cluster around its stack, over that of the stack.
 CLUSTER_SHARE = 0.75
-#: What changes between releases of one stack: kernels, and how the host is kept out of the way.
+#: Constants that change between releases of a stack (kernels and host overhead), with the standard
+#: deviation of the logarithm.
 RELEASE: dict[str, float] = {
     "gemm_efficiency": 0.05,
     "gemm_efficiency_8bit": 0.05,
@@ -144,28 +147,27 @@ SPREADS: FloatArray = np.array([
 ])  # fmt: skip
 
 
-#: A cluster that is not known gets the mean deviation of its relatives, drawn towards none as if
-#: one more cluster had none.
+#: Weight of a zero deviation in the mean over an unknown cluster's relatives, in clusters.
 _PULL = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Shared constants, deviations of clusters ("stack/device" -> name -> factor), and how
-    software stacks allocate memory (stack, or "stack/device" -> settings)."""
+    """Shared constants, deviations of clusters ("stack/device" -> name -> factor), and memory
+    allocation of software stacks (stack, or "stack/device" -> settings)."""
 
     shared: Mapping[str, float]
-    #: Deviations of a software stack on whatever device, for devices it was not seen on; and of
-    #: its releases ("stack release") from the stack.
+    #: Deviations of a software stack, used for devices without runs of this stack; and of its
+    #: releases ("stack release") from the stack.
     stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     releases: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     allocations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
-    #: Corrections of clusters that have runs of their own.
+    #: Corrections of clusters that have own runs.
     own: Mapping[str, OwnRuns] = field(default_factory=dict[str, OwnRuns])
 
     def constants(self, cluster: str, release: str = "") -> Constants:
-        """The constants of a cluster, known or not, with a release of its software."""
+        """The constants of a cluster, calibrated or not, with a release of its software."""
         values = dict(self.shared)
         for factors in (self.deviations(cluster), self.release_factors(release)):
             for name, factor in factors.items():
@@ -173,8 +175,8 @@ class Calibration:
         return Constants(**values)
 
     def release_factors(self, release: str) -> dict[str, float]:
-        """Factors of a release ("stack 26.02"); one that is not known has those of the last known
-        one before it, or of the first."""
+        """Factors of a release ("stack 26.02"). An unknown release has the factors of the last
+        known release before it, or else of the first one."""
         if release in self.releases or not release:
             return dict(self.releases.get(release, {}))
         stack = stack_of(release, " ")
@@ -196,15 +198,15 @@ class Calibration:
             for key in self.clusters
             if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
         ]
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for name in OWN:
             logs = [math.log(self.clusters[key].get(name, 1.0)) for key in relatives]
             if logs:
-                found[name] = math.exp(sum(logs) / (len(logs) + _PULL))
-        return found
+                factors[name] = math.exp(sum(logs) / (len(logs) + _PULL))
+        return factors
 
     def allocation(self, cluster: str) -> Allocation:
-        """Memory habits of the software of a cluster."""
+        """Memory allocation of the software of a cluster."""
         stack = stack_of(cluster)
         settings = {**self.allocations.get(stack, {}), **self.allocations.get(cluster, {})}
         return Allocation(**cast("dict[str, Any]", settings))
@@ -216,7 +218,7 @@ def stack_of(cluster: str, mark: str = "/") -> str:
 
 
 def release_years(release: str) -> float:
-    """The time of a release by year, month and patch ("stack 26.02.01"); 0 where none is named."""
+    """The date of a release in years, from year, month and patch ("stack 26.02.01"); 0 without."""
     year, month, patch, *_ = (*map(int, re.findall(r"\d+", release.rpartition(" ")[2])), 0, 0, 0)
     return year + month / 12 + patch / 52
 
@@ -229,13 +231,13 @@ def _generation(device: str) -> str:
 
 @cache
 def shipped_calibration() -> Calibration:
-    """The constants that were fitted to published runs and are part of the package."""
+    """The packaged constants, which were fitted to published runs."""
     table = read_preset_table("published", "calibration")
     return read_calibration(table, "the packaged calibration")
 
 
 def prior_calibration() -> Calibration:
-    """Nothing fitted: the priors of every constant."""
+    """A calibration without any fit: the priors of all constants."""
     return Calibration(shared=dict(zip(NAMES, (float(value) for value in PRIORS), strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Models, layouts and hardware as columns of numbers, one row each: what the formulas read."""
+"""Models, layouts and hardware as columns of numbers, one row each: inputs of the formulas."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from moemesh.schedule.step import PipelineStep
 
 Kernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
 
-#: Columns hold numbers only: kernels by their place in this list.
+#: Attention kernels; columns hold the index in this list, because they hold numbers only.
 KERNELS: tuple[Kernel, ...] = ("flash", "first_flash", "fused", "eager", "masked")
 FLASH, FIRST_FLASH, FUSED, EAGER, MASKED = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Habits of a training framework that no layout names. Defaults are those of a recent Megatron.
+    """Properties of a training framework that are not part of a layout. Defaults are those of a
+    recent Megatron.
 
-    `kernel` of the attention core: "masked" is the fused softmax of 2021 with all scores written.
+    `kernel` is the attention core's: "masked" is the fused softmax of 2021, which writes all
+    scores.
     """
 
     kernel: Kernel = "flash"
@@ -37,18 +39,18 @@ class Software:
     #: Hopper (35 % of its peak where FlashAttention-3 reaches 75 %, arXiv:2407.08608).
     native_kernel: bool = True
     fused_norm: bool = True
-    #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers
-    #: (for whoever describes a run: the cut itself stands in its layout).
+    #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers.
+    #: Only for descriptions of runs: the cut itself is in the layout.
     balanced_stages: bool = False
     #: Stage borders send 1/tp of the activation from each tensor rank.
     scatter_gather: bool = True
-    #: A token crosses to a node once, whatever number of its experts live there.
+    #: A token is sent to each node once, even to a node with several of its experts.
     deduplicated: bool = False
-    #: The expert exchange runs beside another microbatch's computation.
+    #: The expert exchange overlaps with another microbatch's computation.
     overlapped_exchange: bool = False
-    #: Tensor-parallel traffic runs beside the products that need it, in pieces.
+    #: Tensor-parallel traffic is sent in pieces and overlaps with the products that need it.
     overlapped_tensor: bool = False
-    #: Experts are chosen by the router itself; otherwise a benchmark forces an even load.
+    #: The router chooses the experts; otherwise a benchmark forces an even load.
     natural_routing: bool = False
     #: Choices beyond capacity are dropped.
     token_drop: bool = False
@@ -60,24 +62,24 @@ class Software:
     adapters: bool = False
     #: Attention and MLP read the same norm and end in one reduction (parallel block).
     parallel_block: bool = False
-    #: Window of every layer in tokens where the run changed the model; 0: as the model says.
+    #: Window of every layer in tokens, if the run changed the model's; 0: the model's windows.
     window: int = 0
-    #: Gathers and reduces weights unit by unit (FSDP), also where only gradients are sharded.
+    #: Weights are gathered and reduced unit by unit (FSDP), even if only gradients are sharded.
     fsdp: bool = False
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
-    #: Share of the layers that is computed again without the layout saying so.
+    #: Share of the layers that is recomputed, in addition to the layout's recomputation.
     recomputed_share: float = 0.0
 
 
 def column(of: str | Callable[[Any], Any]) -> Any:
-    """A column that is an attribute of another name, or what a function makes of its source."""
+    """A column that is read from an attribute of another name, or computed by a function."""
     return field(metadata={"of": of})
 
 
 def mixer_factor(shape: ModelShape) -> float:
-    """Products of the mixers of a counted model over those of attention by its sizes, on average
-    over layers; at least 0."""
+    """Ratio of the products of a counted model's mixers to those of attention with its sizes,
+    averaged over layers; at least 0."""
     if not shape.counted:
         return 1.0
     mixers = sum(
@@ -89,7 +91,7 @@ def mixer_factor(shape: ModelShape) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelColumns:
-    """Sizes of models; 0 where a model has none of a thing."""
+    """Sizes of models; 0 for parts that a model lacks."""
 
     layers: Number = column(lambda shape: shape.num_layers + shape.num_mtp_layers)
     hidden: Number = column("hidden_size")
@@ -100,16 +102,16 @@ class ModelColumns:
     query_dim: Number = column("query_head_dim")
     value_dim: Number = column("value_head_dim")
     nope_dim: Number = column(lambda shape: shape.qk_nope_head_dim or shape.head_dim)
-    #: 1 for latent attention, its ranks and the width of the shared rotary key.
+    #: 1 for latent attention.
     latent: Number = column(lambda shape: shape.attention == "mla")
-    #: Products of a mean layer over those of its attention by the sizes above; 1 unless counted.
+    #: Ratio of the mixers' products to those of attention (:func:`mixer_factor`).
     mixer_factor: Number = column(lambda shape: mixer_factor(shape))
     query_rank: Number = column("q_lora_rank")
     query_inner: Number = column(lambda shape: shape.q_lora_rank or shape.hidden_size)
     kv_rank: Number = column("kv_lora_rank")
     rotary_dim: Number = column("qk_rotary_head_dim")
     mlp_width: Number = column("intermediate_size")
-    #: 3 with a gate, else 2.
+    #: Matrices of an MLP: 3 with a gate, else 2.
     mlp_matrices: Number = column(lambda shape: 2 + shape.gated)
     moe_layers: Number = column(
         lambda shape: shape.num_moe_layers + shape.is_moe * shape.num_mtp_layers
@@ -122,17 +124,17 @@ class ModelColumns:
     #: Window in tokens and the share of layers that have one.
     window: Number = column(lambda shape: max(shape.windows, default=0))
     window_share: Number = column(lambda shape: sum(map(bool, shape.windows)) / shape.num_layers)
-    #: Router groups and how many of them a token may use (1 and 1: no limit).
+    #: Router groups, and the number of them that a token may use (1 and 1: no limit).
     groups: Number = column("router_groups")
     groups_kept: Number = column("router_groups_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankColumns:
-    """The work of one pipeline rank for a microbatch, and what must have ended before it starts.
+    """The work of one pipeline rank for a microbatch, and the work that precedes it.
 
-    Layers by kind, its part of embedding and head, and the messages that it sends; of the stages
-    in front of its first one the layers and how many there are.
+    The rank's layers by kind, its shares of embedding and head, and the messages that it sends;
+    then the layers and the number of the stages before its first stage.
     """
 
     dense: Number
@@ -147,19 +149,20 @@ class RankColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutColumns(Software):
-    """Degrees, batch and software of layouts, as numbers: made of a :class:`_LayoutRow`, else of
-    the field of this name that the software or the layout has."""
+    """Degrees, batch and software of layouts, as numbers. A column is computed from a
+    :class:`_LayoutRow`, or is the field of this name of the software or the layout."""
 
     tp: Number
     pp: Number
-    #: 1 where weight gradients may follow everything else; where steps do not wait for their end.
+    #: 1 if weight gradients may be deferred to the end of the step.
     splits_backward: Number = column(lambda row: row.stages.step.splits_backward)
+    #: 1 if a step starts before the previous one has drained.
     is_stream: Number = column(lambda row: row.stages.step.is_stream)
-    #: Microbatches that enter at the first stage, over all (half with two pipes).
+    #: Share of the microbatches that enter at the first stage (half with two pipes).
     pipe_share: Number = column(lambda row: row.stages.step.share)
     #: First, last and heaviest inner pipeline rank.
     ranks: tuple[RankColumns, ...] = column("ranks")
-    #: Number of the last stage, and its layers by kind.
+    #: Index of the last stage, and its layers by kind.
     last_stage: Number = column(lambda row: row.stages.last)
     last_dense: Number = column(lambda row: row.stages.layers[-1][0])
     last_routed: Number = column(lambda row: row.stages.layers[-1][1])
@@ -168,7 +171,7 @@ class LayoutColumns(Software):
     ep: Number
     etp: Number
     sequence_parallel: Number
-    #: 1 where attention leaves its block by an all-to-all.
+    #: 1 if the exit of attention is an all-to-all.
     all_to_all_exit: Number = column(lambda row: row.layout.attention_exit == "all_to_all")
     zero: Number
     zero_group: Number
@@ -176,21 +179,23 @@ class LayoutColumns(Software):
     servers: Number
     microbatch: Number
     microbatches: Number
-    #: Pieces of a sequence that pass the pipeline one after the other.
+    #: Slices of a sequence that pass the pipeline one after the other.
     slices: Number = column(lambda row: row.stages.step.slices)
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
     precision: Number = column(lambda row: precision_of(row.layout))
-    #: 1 where that is computed again in the backward; the share of layers that are as a whole.
-    again_full: Number = column(
-        lambda row: 1.0 if row.again("full") else row.traits.recomputed_share
+    #: Share of the layers that are recomputed as a whole; for the other parts, 1 if recomputed.
+    recompute_full: Number = column(
+        lambda row: 1.0 if row.recomputes("full") else row.traits.recomputed_share
     )
-    again_attention: Number = column(lambda row: row.again("attention"))
-    again_norm: Number = column(lambda row: row.again("norm", "activation", "operators", "mla_up"))
-    again_moe: Number = column(lambda row: row.again("moe"))
-    again_experts: Number = column(lambda row: row.again("experts"))
-    again_shared: Number = column(lambda row: row.again("shared_expert"))
-    #: Place among :data:`KERNELS`.
+    recompute_attention: Number = column(lambda row: row.recomputes("attention"))
+    recompute_norm: Number = column(
+        lambda row: row.recomputes("norm", "activation", "operators", "mla_up")
+    )
+    recompute_moe: Number = column(lambda row: row.recomputes("moe"))
+    recompute_experts: Number = column(lambda row: row.recomputes("experts"))
+    recompute_shared: Number = column(lambda row: row.recomputes("shared_expert"))
+    #: Index in :data:`KERNELS`.
     kernel: Number = column("kernel")
     fused_norm: Number = column(lambda row: row.traits.fused_norm and row.layout.fused_norm)
     fsdp: Number = column(lambda row: row.traits.fsdp or row.layout.zero == 3)
@@ -212,37 +217,40 @@ T = TypeVar("T")
 
 
 def stacked(rows: Sequence[T]) -> T:
-    """One object whose fields are arrays, from one object a row; tuples of such objects too."""
+    """One object whose fields are arrays, from one object per row. Fields that are tuples of such
+    objects are stacked likewise."""
     kind: Any = type(rows[0])
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for item in fields(kind):
         values = [getattr(row, item.name) for row in rows]
         if isinstance(values[0], tuple):
-            found[item.name] = tuple(stacked(part) for part in zip(*values, strict=True))
+            columns[item.name] = tuple(stacked(part) for part in zip(*values, strict=True))
         else:
-            found[item.name] = np.array(values, dtype=np.float64)
-    return kind(**found)
+            columns[item.name] = np.array(values, dtype=np.float64)
+    return kind(**columns)
 
 
 def picked(columns: T, rows: NDArray[np.int64]) -> T:
-    """Some rows of an object of :func:`stacked`."""
+    """The given rows of an object of :func:`stacked`."""
     source: Any = columns
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in fields(source):
         value: Any = getattr(source, item.name)
         is_column = isinstance(value, np.ndarray)
-        found[item.name] = value[rows] if is_column else tuple(picked(one, rows) for one in value)
-    return type(source)(**found)
+        values[item.name] = (
+            value[rows] if is_column else tuple(picked(part, rows) for part in value)
+        )
+    return type(source)(**values)
 
 
 def _row_of(kind: type[T], source: Any) -> T:
-    """The columns of one source; a truth is 1 or 0."""
-    found: dict[str, Any] = {}
+    """The columns of one source; booleans are 1 or 0."""
+    values: dict[str, Any] = {}
     for item in fields(cast("Any", kind)):
         of = item.metadata.get("of", item.name)
         value = getattr(source, of) if isinstance(of, str) else of(source)
-        found[item.name] = int(value) if isinstance(value, bool) else value
-    return kind(**found)
+        values[item.name] = int(value) if isinstance(value, bool) else value
+    return kind(**values)
 
 
 def model_row(shape: ModelShape) -> ModelColumns:
@@ -260,7 +268,7 @@ def precision_of(layout: PlannedLayout) -> int:
 
 @dataclass(frozen=True)
 class _LayoutRow:
-    """A layout of a model, and what runs it."""
+    """A layout of a model, with the software and the stages that run it."""
 
     layout: PlannedLayout
     traits: Software
@@ -269,15 +277,15 @@ class _LayoutRow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traits if hasattr(self.traits, name) else self.layout, name)
 
-    def again(self, *parts: str) -> bool:
-        """Whether one of `parts` is computed again."""
+    def recomputes(self, *parts: str) -> bool:
+        """Whether the layout recomputes one of `parts`."""
         return not self.layout.recompute.isdisjoint(parts)
 
     @property
     def kernel(self) -> int:
-        own = self.layout.attention_kernel
-        is_own = self.traits.kernel == "flash" and own != "flash"
-        return KERNELS.index(own if is_own else self.traits.kernel)
+        kernel = self.layout.attention_kernel
+        is_override = self.traits.kernel == "flash" and kernel != "flash"
+        return KERNELS.index(kernel if is_override else self.traits.kernel)
 
     @property
     def ranks(self) -> tuple[RankColumns, ...]:
@@ -294,38 +302,37 @@ def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> La
 def _rank_columns(
     shape: ModelShape, step: PipelineStep, sizes: tuple[int, ...]
 ) -> tuple[RankColumns, ...]:
-    """The first and last rank, and of those between the heaviest (of equal ones the last)."""
+    """The first rank, the last rank and the heaviest inner rank (the last one among equals)."""
     stages = Stages(shape, step, sizes)
-    weigh = layer_matmul(shape, False), layer_matmul(shape, True)
-    found = [rank_row(stages, rank) for rank in range(step.ranks)]
+    dense, routed = layer_matmul(shape, False), layer_matmul(shape, True)
+    rows = [rank_row(stages, rank) for rank in range(step.ranks)]
 
     def load(rank: int) -> tuple[float, int]:
-        one = found[rank]
-        return one.dense * weigh[0] + one.routed * weigh[1], rank
+        return rows[rank].dense * dense + rows[rank].routed * routed, rank
 
     inner = max(range(1, step.ranks - 1), key=load, default=0)
-    return found[0], found[-1], found[inner]
+    return rows[0], rows[-1], rows[inner]
 
 
 def rank_row(stages: Stages, rank: int) -> RankColumns:
     """The work of one rank."""
-    step, own = stages.step, stages.step.stages_of(rank)
-    before = min(own)
-    ahead = [stages.layers[stage] for stage in range(before)]
+    step, numbers = stages.step, stages.step.stages_of(rank)
+    first = min(numbers)
+    before = [stages.layers[stage] for stage in range(first)]
     return RankColumns(
-        dense=step.share * sum(stages.layers[stage][0] for stage in own),
-        routed=step.share * sum(stages.layers[stage][1] for stage in own),
-        embedding=step.share * (0 in own),
-        head=step.share * (stages.last in own),
+        dense=step.share * sum(stages.layers[stage][0] for stage in numbers),
+        routed=step.share * sum(stages.layers[stage][1] for stage in numbers),
+        embedding=step.share * (0 in numbers),
+        head=step.share * (stages.last in numbers),
         sends=step.share * step.messages_of(rank),
-        dense_before=sum(dense for dense, _ in ahead),
-        routed_before=sum(routed for _, routed in ahead),
-        stages_before=before,
+        dense_before=sum(dense for dense, _ in before),
+        routed_before=sum(routed for _, routed in before),
+        stages_before=first,
     )
 
 
 def hardware_row(device: Accelerator, precision: int = 0) -> HardwareColumns:
-    """One device, its peak that of the precision (0, 1, 2: 16, 8, 4 bit)."""
+    """One device with its peak at `precision` (0, 1, 2: 16, 8, 4 bit)."""
     return HardwareColumns(
         peak_16bit=device.peak_flops[0],
         peak=device.peak_flops[precision],

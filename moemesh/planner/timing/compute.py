@@ -4,11 +4,11 @@ A product of [M, K] and [K, N] does 2 M N K operations at
 
     peak x best efficiency / ((1 + r 64/M) (1 + n 64/N) (1 + n 64/K))
 
-so that each of the three sides saturates by itself; r grows with peak over HBM bandwidth, because
-few rows leave a product bound by reading its weights (the roofline: M = peak / bandwidth rows are
-where both sides are equal). A grouped product has the real rows of one expert as its M. Everything
-between products is priced by its bytes over HBM bandwidth, each layer has a fixed cost for kernels
-that are too short to hide their launch, and an attention core that writes its scores pays for them.
+so that each of the three sides saturates by itself. r grows with peak over HBM bandwidth, because
+a product with few rows is bound by reading its weights (the roofline is balanced at M = peak /
+bandwidth rows). The M of a grouped product is the number of rows of one expert. Everything between
+products takes its bytes over HBM bandwidth, each layer has a fixed cost for kernels that are too
+short to hide their launch, and an attention core that writes its scores takes time for their bytes.
 The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flash core.
 """
 
@@ -33,7 +33,7 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.links import Links, known, visited_nodes
 
-#: The side length in units of which products lose efficiency, and the device the loss is told for.
+#: Side length in units of which products lose efficiency, and peak of the device of that constant.
 _TILE = 64
 _REFERENCE_PEAK = 312e12
 _MASKED_EFFICIENCY = 0.6
@@ -51,13 +51,12 @@ class PricedStep:
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a microbatch (of a slice, where there are slices) before tp cuts them:
-        u = b s / c."""
+        """Tokens of a microbatch, or of a slice of it, before tp cuts them: u = b s / c."""
         return self.layout.microbatch * self.layout.seq_len / self.layout.cp / self.layout.slices
 
     @property
     def passes(self) -> Number:
-        """Number of times that a stage runs so many tokens in one step."""
+        """Number of forwards of `tokens` that a stage runs in one step."""
         return self.layout.microbatches * self.layout.slices
 
     @property
@@ -72,13 +71,13 @@ class PricedStep:
 
     @cached_property
     def accumulate(self) -> Number:
-        """Bytes a weight for the sum of gradients over microbatches."""
+        """Bytes per weight for accumulating gradients over microbatches."""
         is_none = (self.layout.fsdp == 1) | (self.layout.adapters == 1)
         return where(is_none, 0.0, self.constants.accumulate_bytes)
 
     @property
     def routed_rows(self) -> Number:
-        """Rows at the experts of one rank, on the most loaded one: EP divides nothing here."""
+        """Rows at the experts of the most loaded rank; the number does not depend on ep."""
         rows = self.tokens / self.layout.tp * self.model.top_k * self.layout.etp
         return rows * self.load * self.kept_choices
 
@@ -89,13 +88,13 @@ class PricedStep:
 
     @property
     def kept_choices(self) -> Number:
-        """Share of the choices that capacity leaves."""
+        """Share of the choices that are kept at capacity."""
         return where(self.layout.token_drop == 1, self.constants.capacity_kept, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
-    """Forward seconds of one block of one layer, and the weights of it that a rank holds."""
+    """Forward seconds of one block of one layer, and the number of its weights on a rank."""
 
     products: Number
     core: Number
@@ -104,7 +103,7 @@ class BlockTime:
 
 
 def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
-    """A product in the layout's precision."""
+    """Seconds of a product in the layout's precision."""
     constants, layout = work.constants, work.layout
     efficiency = where(
         layout.precision == 2,
@@ -128,31 +127,31 @@ def _product(
 
 
 def mlp_seconds(work: PricedStep, rows: Number, width: Number) -> Number:
-    """The products of an MLP of `width`: (gate and) up in one, and down."""
+    """Seconds of the products of an MLP of `width`: (gate and) up in one, and down."""
     model = work.model
     first = product_seconds(work, rows, (model.mlp_matrices - 1) * width, model.hidden)
     return first + product_seconds(work, rows, model.hidden, width)
 
 
 def quantize_bytes(work: PricedStep) -> Number:
-    """Bytes per number and product of making 8- or 4-bit copies."""
+    """Bytes per number and product for quantizing to 8 or 4 bit."""
     scales = where(work.layout.block_scales == 1, work.constants.block_scale_traffic, 1)
     return where(work.layout.precision > 0, work.constants.quantize_bytes * scales, 0)
 
 
 def attended(work: PricedStep) -> Number:
-    """Keys that a query is really multiplied with: half the sequence where the kernel skips the
-    upper triangle, all of it where the scores are written, at most the window."""
+    """Mean number of keys that a query is multiplied with: half the sequence if the kernel skips
+    the upper triangle, all of it if the scores are written, at most the window."""
     layout, model = work.layout, work.model
     half = layout.seq_len / 2
     share = where(model.window > 0, model.window_share, 0)
-    seen = share * minimum(maximum(model.window, 1), half) + (1 - share) * half
-    seen = where(layout.window > 0, minimum(seen, 0.75 * layout.window), seen)
-    return where(layout.kernel >= FUSED, layout.seq_len, seen)
+    keys = share * minimum(maximum(model.window, 1), half) + (1 - share) * half
+    keys = where(layout.window > 0, minimum(keys, 0.75 * layout.window), keys)
+    return where(layout.kernel >= FUSED, layout.seq_len, keys)
 
 
 def core_seconds(work: PricedStep) -> Number:
-    """Forward of the attention core of one layer."""
+    """Forward seconds of the attention core of one layer."""
     model, layout, constants = work.model, work.layout, work.constants
     size = (model.query_dim + model.value_dim) / 2
     operations = 4 * work.tokens * attended(work) * model.heads * size / layout.tp
@@ -181,7 +180,7 @@ def core_seconds(work: PricedStep) -> Number:
 
 
 def core_backward_factor(work: PricedStep) -> Number:
-    """Backward over forward of the core."""
+    """Ratio of backward to forward seconds of the core."""
     return where(work.layout.kernel >= FUSED, 2.0, work.constants.attention_backward)
 
 
@@ -219,7 +218,7 @@ def attention_block(work: PricedStep) -> BlockTime:
 
 
 def mlp_block(work: PricedStep) -> BlockTime:
-    """A dense MLP; zero where the model has none."""
+    """A dense MLP; zero if the model has none."""
     model, layout, constants = work.model, work.layout, work.constants
     u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
     products = mlp_seconds(work, u, width)
@@ -234,9 +233,9 @@ def mlp_block(work: PricedStep) -> BlockTime:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTime:
-    """Forward seconds of the expert block of one layer, its weights apart by who replicates them.
+    """Forward seconds of the expert block of one layer, and its weights by replication.
 
-    `overhead` is time that launches and waiting for counts take whatever the sizes are.
+    `overhead` is the time of launches and of waiting for counts, which is independent of sizes.
     """
 
     products: Number
@@ -248,7 +247,7 @@ class ExpertTime:
 
 
 def expert_block(work: PricedStep) -> ExpertTime:
-    """Router, grouped products, shared experts, (un)permutation; zero where a model has none."""
+    """Router, grouped products, shared experts, (un)permutation; zero without experts."""
     model, layout, constants = work.model, work.layout, work.constants
     u, t, hidden = work.tokens, layout.tp, model.hidden
     has = where(model.experts > 0, 1, 0)
@@ -265,9 +264,9 @@ def expert_block(work: PricedStep) -> ExpertTime:
         + (10 + quantized) * (rows * width + u * shared_width)
         + 16 * u / t * model.experts
     )
-    kept = where(layout.graphs == 1, constants.graph_overhead, 1)
-    kept = kept * where(layout.token_drop == 1, constants.capacity_overhead, 1)
-    overhead = constants.expert_overhead_us * 1e-6 * (1 + local / 16) * kept
+    remaining = where(layout.graphs == 1, constants.graph_overhead, 1)
+    remaining = remaining * where(layout.token_drop == 1, constants.capacity_overhead, 1)
+    overhead = constants.expert_overhead_us * 1e-6 * (1 + local / 16) * remaining
     return ExpertTime(
         products=has * (grouped + router),
         shared_products=has * where(shared_width > 0, shared, 0),
@@ -280,14 +279,14 @@ def expert_block(work: PricedStep) -> ExpertTime:
 
 @dataclass(frozen=True, kw_only=True)
 class EndTime:
-    """Seconds per microbatch at the two ends of the model, forward and backward; the weight
-    gradients that are in them."""
+    """Seconds per microbatch of embedding and head, forward and backward, of the head's forward and
+    of its weight gradient."""
 
     embedding: Number
     head: Number
     head_forward: Number
     head_weight_gradient: Number
-    #: Weights of the table (or of the head) on a rank.
+    #: Number of weights of the table (or of the head) on a rank.
     weights: Number
 
 
@@ -316,7 +315,7 @@ ACTIVATION_BYTES = 2
 
 
 class LayerTransfers(NamedTuple):
-    """Seconds of the transfers of one layer's forward (one all-reduce, one exchange, ...)."""
+    """Seconds of each transfer of one layer's forward (one all-reduce, one exchange, ...)."""
 
     tensor: Number
     context: Number
@@ -325,9 +324,9 @@ class LayerTransfers(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """One layer: forward and backward seconds, what is computed again in the backward with them;
-    `weight_gradient` is the part of the backward that may be put off, `waiting` the part of both in
-    which the device waits for the host."""
+    """Forward and backward seconds of one layer. The backward includes recomputation;
+    `weight_gradient` is the part of it that may be deferred. `waiting` is the part of both in which
+    the device waits for the host."""
 
     forward: Number
     backward: Number
@@ -336,7 +335,7 @@ class LayerTime(NamedTuple):
 
 
 def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
-    """One all-reduce (or gather and scatter), one context exchange, one dispatch, one ETP pair."""
+    """Seconds of one all-reduce (or gather and scatter), context exchange, dispatch, ETP pair."""
     model, layout, constants = work.model, work.layout, work.constants
     t, c, u = layout.tp, layout.cp, work.tokens
     size = work.hardware.node_size
@@ -354,7 +353,7 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     nodes = maximum(layout.ep * layout.etp / size, 1)
 
     def copies(places: Number) -> Number:
-        """Places of a token's experts: every choice is sent, or every place once."""
+        """Copies of a token sent to other places: one for every choice, or one for every place."""
         visited = visited_nodes(model.experts, model.top_k, places, model.groups, model.groups_kept)
         sent = where(layout.deduplicated == 1, visited, model.top_k * work.kept_choices)
         return sent * (places - 1) / places
@@ -381,11 +380,11 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
 
 
 def _attention_share(work: PricedStep) -> Number:
-    """Tensor-parallel traffic of a layer, over that of two blocks which the stream enters whole.
+    """Ratio of a layer's tensor-parallel traffic to that of two blocks with the stream as input.
 
-    A layer enters and leaves two blocks, each a collective of (t-1)/t u h. Into latent attention go
-    its latents, r_q + r_kv + d_r wide in place of h; its exit, where it is an all-to-all, moves
-    A/(h t) of one (A the attention's width).
+    Both blocks have an entry and an exit, each a collective of (t-1)/t u h. The input of latent
+    attention are its latents, of width r_q + r_kv + d_r instead of h. An all-to-all exit moves
+    A/(h t) of a collective (A is the attention's width).
     """
     model, layout = work.model, work.layout
     latent = model.query_inner + model.kv_rank + model.rotary_dim
@@ -395,15 +394,15 @@ def _attention_share(work: PricedStep) -> Number:
     return (2 + entry + where(layout.all_to_all_exit == 1, moved, 1)) / 4
 
 
-#: How sharply the longer of device and host wins: 1 adds them up, infinity is the maximum.
+#: Exponent of the soft maximum of device and host time: 1 is their sum, infinity the maximum.
 _SHARPNESS = 2
 
 
 def longer(device: Number, host: Number) -> Number:
-    """Seconds of a device and of the host that feeds it: the longer of both, softly.
+    """Soft maximum of the seconds of a device and of the host that feeds it.
 
-    An MoE layer of few tokens takes as long as its launches and the exchange of counts; one with
-    many hides them. Measured on one device with 1, 4 and 8 sequences a microbatch.
+    An MoE layer with few tokens takes as long as its launches and the exchange of counts; one with
+    many tokens hides them. Measured on one device with 1, 4 and 8 sequences a microbatch.
     """
     return (device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS)
 
@@ -415,15 +414,15 @@ def _block_time(
     backward: Number,
     extra: Number = 0.0,
 ) -> LayerTime:
-    """A block with its transfers, `forward` and `backward`, and what selective recomputation runs
-    again: its norms and activations, and `extra`."""
+    """A block with the seconds of its transfers, `forward` and `backward`, and of selective
+    recomputation: its norms and activations, and `extra`."""
     layout, products = work.layout, block.products
     summed = block.weights * work.accumulate / work.hbm
     later = where(layout.adapters == 1, 0, products) + summed
-    again = layout.again_norm * block.elementwise / 2 + extra
+    recomputed = layout.recompute_norm * block.elementwise / 2 + extra
     back = products + later + core_backward_factor(work) * block.core + 2 * block.elementwise
     ahead = products + block.core + block.elementwise + forward
-    return LayerTime(ahead, back + backward + again, later)
+    return LayerTime(ahead, back + backward + recomputed, later)
 
 
 def layer_times(
@@ -433,10 +432,10 @@ def layer_times(
     experts: ExpertTime,
     transfers: LayerTransfers,
 ) -> tuple[LayerTime, LayerTime]:
-    """A dense layer and one with experts."""
+    """Times of a dense layer and of a layer with experts."""
     model, layout, constants = work.model, work.layout, work.constants
     fixed = constants.layer_overhead_us * 1e-6
-    # With sequence parallelism a block gathers its input again.
+    # With sequence parallelism the backward re-gathers the input of a block.
     tensor = transfers.tensor
     back = tensor * (1 + layout.sequence_parallel * constants.sequence_parallel_regather)
     first = _block_time(
@@ -444,7 +443,7 @@ def layer_times(
         attention,
         tensor + transfers.context + fixed,
         back + 2 * transfers.context + 2 * fixed,
-        where(layout.kernel >= FUSED, layout.again_attention * attention.core, 0),
+        where(layout.kernel >= FUSED, layout.recompute_attention * attention.core, 0),
     )
     alone = layout.parallel_block == 1
     dense = _block_time(work, mlp, where(alone, 0, tensor), where(alone, 0, back))
@@ -456,18 +455,19 @@ def layer_times(
         elementwise=experts.elementwise,
         weights=experts.expert_weights + experts.shared_weights,
     )
-    again = layout.again_moe * (block.products + block.elementwise + moved)
-    again = again + layout.again_shared * experts.shared_products
+    recomputed = layout.recompute_moe * (block.products + block.elementwise + moved)
+    recomputed = recomputed + layout.recompute_shared * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
     first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.products
-    again = again + layout.again_experts * first_products
-    routed = _block_time(work, block, moved, moved, again)
-    found: list[LayerTime] = []
+    recomputed = recomputed + layout.recompute_experts * first_products
+    routed = _block_time(work, block, moved, moved, recomputed)
+    layers: list[LayerTime] = []
     for second in (dense, routed):
-        ahead = first.forward + second.forward
-        behind = first.backward + second.backward + layout.again_full * ahead
-        found.append(LayerTime(ahead, behind, first.weight_gradient + second.weight_gradient))
-    whole = longer(found[1].forward, experts.overhead)
-    behind = longer(found[1].backward, (2 + layout.again_full) * experts.overhead)
-    waiting = whole + behind - found[1].forward - found[1].backward
-    return found[0], LayerTime(whole, behind, found[1].weight_gradient, waiting)
+        forward = first.forward + second.forward
+        backward = first.backward + second.backward + layout.recompute_full * forward
+        layers.append(LayerTime(forward, backward, first.weight_gradient + second.weight_gradient))
+    dense_layer, routed_layer = layers
+    forward = longer(routed_layer.forward, experts.overhead)
+    backward = longer(routed_layer.backward, (2 + layout.recompute_full) * experts.overhead)
+    waiting = forward + backward - routed_layer.forward - routed_layer.backward
+    return dense_layer, LayerTime(forward, backward, routed_layer.weight_gradient, waiting)

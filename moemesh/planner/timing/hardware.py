@@ -1,4 +1,4 @@
-"""Accelerators and the nodes they come in: data-sheet numbers, the priors of every prediction."""
+"""Accelerators and their nodes: data-sheet numbers, the basis of every prediction."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     )
 }
 
-#: What a description may call a device, the more particular names first.
+#: (text in a description, device), more specific texts first.
 _NAMES: tuple[tuple[str, str], ...] = (
     ("GB300", "GB300"), ("GB200", "GB200"), ("B300", "B300"), ("B200", "B200"),
     ("H800", "H800-80G"), ("H200", "H200-141G"), ("H100", "H100-80G"), ("H20", "H20-96G"),
@@ -81,25 +81,25 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 
 def accelerator_of(text: str) -> Accelerator | None:
-    """The device and network that a free description names ("A100-80G 4x100G RoCE per node").
+    """The device and network of a free description ("A100-80G 4x100G RoCE per node").
 
-    Understands the device, ``NVL<n>`` nodes, NVLink given in brackets both ways ("(400GB/s)"), and
-    network rates in Gb/s for several cards ("8x200G") or a whole node ("1600G", "200G HDR").
-    None when it names no device we know.
+    Reads the device, ``NVL<n>`` nodes, bidirectional NVLink in brackets ("(400GB/s)"), and network
+    rates in Gb/s for several cards ("8x200G") or a whole node ("1600G", "200G HDR"). None for an
+    unknown device.
     """
     folded = text.upper()
     key = next((key for name, key in _NAMES if name in folded), None)
     if key is None:
         return None
-    found = ACCELERATORS[key]
+    device = ACCELERATORS[key]
     if both_ways := re.search(r"\((\d+)GB/S\)", folded):
-        found = replace(found, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
+        device = replace(device, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
     if memory := re.search(r"-(\d+)G\b", folded):
-        found = replace(found, memory_bytes=int(memory.group(1)) * GIB)
+        device = replace(device, memory_bytes=int(memory.group(1)) * GIB)
     if rate := re.search(r"(\d+\.\d+)TB/S", folded):
-        found = replace(found, memory_bandwidth=float(rate.group(1)) * 1e12)
+        device = replace(device, memory_bandwidth=float(rate.group(1)) * 1e12)
     if node := re.search(r"NVL(\d+)", folded):
-        found = replace(found, node_size=int(node.group(1)))
+        device = replace(device, node_size=int(node.group(1)))
     if cards := re.search(r"(\d+)X(\d+)GB/S", folded):
         per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
     elif cards := re.search(r"(\d+)X(\d+)G\b", folded):
@@ -107,12 +107,12 @@ def accelerator_of(text: str) -> Accelerator | None:
     elif whole := re.search(r"\b(\d{4}|\d{3}(?=G HDR))G\b", folded):
         per_node = float(whole.group(1)) * 1e9 / 8
     else:
-        return found
-    return replace(found, inter_node_bandwidth=per_node / found.node_size)
+        return device
+    return replace(device, inter_node_bandwidth=per_node / device.node_size)
 
 
 def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
-    """The same numbers from a Cluster description."""
+    """The accelerator of a Cluster, with the cluster's numbers."""
     peaks = cluster.peak_flops
     half = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
     eight = peaks.get("float8") or half

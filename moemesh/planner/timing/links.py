@@ -1,4 +1,4 @@
-"""Links of a workload: closed forms by the shape of a group, measured collectives where known.
+"""Link times of a workload: closed forms by the shape of a group, or measured collectives.
 
 | transfer of the time model | measured operation | bytes | group |
 |---|---|---|---|
@@ -10,9 +10,9 @@
 | gradients, weights | all-reduce, or reduce-scatter and all-gather | 4 Psi, 2 Psi | dp_cp, edp |
 | stage to stage | send | u h w, / t where cut | 2 ranks |
 
-A group is looked up by its ranks and by how many of them share a node. What was not measured keeps
-its closed form: α and β of the cluster, by the shape of the group. So do units of FSDP and ZeRO
-inside groups of its own.
+A group is looked up by its number of ranks and by the number of them that share a node. Collectives
+without a measurement keep the closed form: α and β of the cluster, by the shape of the group. So do
+units of FSDP, and ZeRO inside smaller groups.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from moemesh.planner.timing.columns import HardwareColumns
 
 # Bandwidth by the shape of a group, nodes that a token visits, tables of measured links.
 #
-# What NCCL reaches is not affine in the size: a measured table (:class:`LinkTable`) replaces closed
-# forms wherever there is one.
+# NCCL's time is not affine in the size: a measured table (:class:`LinkTable`) replaces closed forms
+# wherever one is given.
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
-    """The ranks of a group that share a node, when its members are `stride` ranks apart."""
+    """Number of ranks of a group that share a node, if its members are `stride` ranks apart."""
     fitting: Number = floor(node_size / stride + 1e-9)
     return minimum(maximum(fitting, 1), ranks)
 
@@ -42,11 +42,12 @@ def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number
 def visited_nodes(
     experts: Number, per_token: Number, nodes: Number, groups: Number, kept: Number
 ) -> Number:
-    """Nodes (or ranks) that a token visits when its experts come from `kept` of `groups` groups.
+    """Expected number of nodes (or ranks) that a token visits, with experts from `kept` of `groups`
+    groups.
 
-    With n = nodes kept/groups of them within reach, n (1 - C(E' - E/N, k) / C(E', k)) of the
-    E' = E kept/groups experts; without a limit (kept = groups) all are. DeepSeek-V3 on 8 nodes: 4.
-    The product form of the binomials serves arrays and sizes that do not divide.
+    The token can reach n = nodes kept/groups nodes with E' = E kept/groups experts, and visits
+    n (1 - C(E' - E/N, k) / C(E', k)) of them. Without a limit, kept = groups. DeepSeek-V3 on 8
+    nodes: 4. The product form of the binomials accepts arrays and sizes that do not divide.
     """
     share = where((groups > 1) & (kept > 0), minimum(kept / maximum(groups, 1), 1), 1)
     reach, experts = maximum(nodes * share, 1), experts * share
@@ -59,10 +60,10 @@ def visited_nodes(
 
 
 class LinkTable:
-    """Measured collectives, interpolated in log size; what lies outside follows the last slope.
+    """Measured collectives, interpolated in log size and extrapolated with the last slope.
 
-    A group that was not measured has no entry: the caller falls back to the closed form. Of several
-    times of one size the median counts.
+    A group without measurements has no entry: the caller falls back to the closed form. Several
+    times of one size are replaced by their median.
     """
 
     def __init__(self, curves: Iterable[LinkCurve] = ()) -> None:
@@ -85,31 +86,31 @@ class LinkTable:
     def column(
         self, operation: LinkOperation, ranks: Number, members: Number, num_bytes: Number
     ) -> FloatArray:
-        """Interpolated seconds of groups of this shape; nan where there is no measured time."""
+        """Interpolated seconds of groups of this shape; nan for a shape without measurements."""
         columns = np.broadcast_arrays(ranks, members, num_bytes)
         groups, shares, sizes = (np.asarray(column, dtype=np.float64) for column in columns)
-        found = np.full(sizes.shape, np.nan)
+        times = np.full(sizes.shape, np.nan)
         for (measured, size, share), curve in self._curves.items():
             if measured != operation:
                 continue
             rows = (groups == size) & (shares == share) & (sizes > 0)
             if rows.any():
-                # Between measured sizes a power of the size; below all of them latency alone, above
-                # all of them the last slope, at least that of bandwidth.
+                # A power of the size between measured sizes, constant (latency) below the smallest,
+                # the last slope above the largest, which is at least that of bandwidth.
                 known, seconds = curve
                 logs = np.log(sizes[rows])
                 slope = 1.0
                 if len(known) > 1:
                     slope = max(float((seconds[-1] - seconds[-2]) / (known[-1] - known[-2])), 1.0)
-                found[rows] = np.exp(
+                times[rows] = np.exp(
                     np.interp(logs, known, seconds) + slope * np.maximum(logs - known[-1], 0.0)
                 )
-        return found
+        return times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Rates in bytes per second of one device, the seconds of a hop, and what was measured."""
+    """Rates of one device in bytes per second, latency of a hop in seconds, and measurements."""
 
     intra: Number
     inter: Number
@@ -122,7 +123,7 @@ class Links:
     def of(
         cls, hardware: HardwareColumns, constants: Constants, table: LinkTable | None = None
     ) -> Links:
-        """The links of a device, by its data sheet and the calibrated constants."""
+        """The links of a device, from its data sheet and the calibrated constants."""
         return cls(
             intra=hardware.intra * constants.intra_node_efficiency,
             inter=hardware.inter * constants.inter_node_efficiency,
@@ -133,16 +134,16 @@ class Links:
         )
 
     def network(self, nodes: Number) -> Number:
-        """Bandwidth of one device's network card among so many nodes: it falls with their number
-        to the power of `contention`."""
+        """Bandwidth of one device's network card in a group on `nodes` nodes: it falls with their
+        number to the power of `contention`."""
         return self.inter / nodes**self.contention
 
     def bandwidth(self, ranks: Number, stride: Number) -> Number:
         """Useful bandwidth of a group whose members are `stride` ranks apart: NVLink inside a node,
         else min(NVLink, members per node x NIC).
 
-        Rings of all members leave a node over as many network cards as the group has members there:
-        8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100.
+        A group uses one network card of a node for each of its members there: 8, 4, 2 and 1 members
+        a node reached 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100.
         """
         members = members_per_node(ranks, stride, self.node_size)
         nodes: Number = maximum(ranks / members, 1)
@@ -152,18 +153,18 @@ class Links:
     def measured(
         self, operation: LinkOperation, ranks: Number, stride: Number, num_bytes: Number
     ) -> Number:
-        """The table's seconds of one collective, nan where it has no answer."""
+        """The table's seconds of one collective; nan without a measurement."""
         if not len(self.table):
             return np.nan
         members = members_per_node(ranks, stride, self.node_size)
         return self.table.column(operation, ranks, members, num_bytes)
 
     def measured_pair(self, ranks: Number, stride: Number, num_bytes: Number) -> Number:
-        """An all-gather and a reduce-scatter of one tensor."""
+        """The table's seconds of an all-gather and a reduce-scatter of one tensor."""
         gathered = self.measured("all_gather", ranks, stride, num_bytes)
         return gathered + self.measured("reduce_scatter", ranks, stride, num_bytes)
 
 
 def known(measured: Number, closed: Number) -> Number:
-    """The measured seconds where there are any; where nothing is sent the closed form says 0."""
+    """The measured seconds, or the closed form where they are nan or where it is 0 (no bytes)."""
     return where((closed > 0) & ~np.isnan(measured), measured, closed)

@@ -1,4 +1,4 @@
-"""Seconds and peak bytes of layouts on one cluster, and the memory that they leave free."""
+"""Seconds and peak bytes of layouts on one cluster."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
 
 
 def with_headroom(cluster: Cluster, headroom: str | float | None) -> Cluster:
-    """The cluster whose jobs leave `headroom` of every device's memory free: a share ("10%", 0.1)
-    or a size ("6GiB"). None keeps the share that was calibrated. Raises ConfigError."""
+    """The cluster with `headroom` of every device's memory left free: a share ("10%", 0.1) or a
+    size ("6GiB"). None keeps the calibrated share. Raises ConfigError."""
     if headroom is None:
         return cluster
     share = _share(str(headroom), cluster.memory_bytes)
@@ -55,25 +55,25 @@ def with_headroom(cluster: Cluster, headroom: str | float | None) -> Cluster:
 
 
 def _share(text: str, memory_bytes: int) -> float | None:
-    """The part of the memory; None for what is neither a share nor a size."""
-    found = _FORM.fullmatch(text.strip())
-    if found is None:
+    """Share of the memory; None if the text is neither a share nor a size."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
         return None
-    number, unit = float(found[1]), (found[2] or "").lower()
+    number, unit = float(match[1]), (match[2] or "").lower()
     if unit == "%" or not unit:
         return number * _MEMORY_UNITS.get(unit, 1.0)
     return number * _MEMORY_UNITS[unit] / memory_bytes
 
 
-#: The software stack whose calibration an unnamed cluster gets.
+#: Software stack whose calibration is used for the user's clusters.
 DEFAULT_STACK = "megatron"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """Everything known of a cluster: its device, the constants of its time, the habits of its
-    memory, measured links, its own runs. `usable_share` is the part of a device's memory that a
-    job gets."""
+    """Inputs of predictions for a cluster: its device, constants of time, memory allocation,
+    measured links and own runs. `usable_share` is the share of a device's memory that a job may
+    use."""
 
     device: Accelerator
     constants: Constants
@@ -86,7 +86,7 @@ class Pricing:
         return self.allocation.usable_share
 
     def allocation_of(self, layout: PlannedLayout) -> Allocation:
-        """The layout knows its states better than a stack's habits do."""
+        """The cluster's allocation with the layout's bytes of gradients and optimizer states."""
         return replace(
             self.allocation,
             gradient_bytes=layout.gradient_bytes,
@@ -94,13 +94,13 @@ class Pricing:
         )
 
     def memory(self, shape: ModelShape, layout: PlannedLayout) -> PeakMemory:
-        """The worst rank's peak."""
+        """Peak memory of the worst rank."""
         return peak_memory(shape, layout, self.allocation_of(layout))
 
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
         model, row = model_row(shape), layout_row(shape, layout, software_of(layout))
-        found = step_time(
+        parts = step_time(
             model,
             row,
             hardware_row(self.device, precision_of(layout)),
@@ -109,47 +109,47 @@ class Pricing:
             stages=[Stages.of(shape, layout)],
         ).row(0)
         if not self.own.runs:
-            return found
+            return parts
         factor = exp(float(self.own.correction(model, row)))
-        return {name: seconds * factor for name, seconds in found.items()}
+        return {name: seconds * factor for name, seconds in parts.items()}
 
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
-        """What the cluster's own runs say of a layout; "" where it has none."""
-        return self.own.told(model_row(shape), layout_row(shape, layout, software_of(layout)))
+        """Line on the correction of a layout by the cluster's own runs; "" without runs."""
+        return self.own.describe(model_row(shape), layout_row(shape, layout, software_of(layout)))
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
     ) -> tuple[PeakMemory, dict[str, float]]:
-        """(worst rank's peak, seconds of a step by part)."""
+        """(peak memory of the worst rank, seconds of a step by part)."""
         return self.memory(shape, layout), self.seconds(shape, layout)
 
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
-        """Seconds of a step that the layouts of `columns` take at least."""
+        """Lower bound of the seconds of a step, for every layout of `columns`."""
         model, hardware = model_row(shape), hardware_row(self.device, precision)
         total = step_seconds(model, columns, hardware, self.constants, table=self.table)
         return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
 
     def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:
-        """Seconds that no layout of so many devices undercuts."""
+        """Lower bound of the seconds of a step, for all layouts with the columns' devices."""
         hardware = hardware_row(self.device, precision)
-        found = float(compute_floor(model_row(shape), columns, hardware, self.constants))
-        return found * exp(self.own.least)
+        floor = float(compute_floor(model_row(shape), columns, hardware, self.constants))
+        return floor * exp(self.own.least)
 
 
 def software_of(layout: PlannedLayout) -> Software:
-    """The habits of `moemesh train` under a layout."""
+    """Software properties of `moemesh train` with a layout."""
     return Software(
         fsdp=layout.zero >= 2,
         deduplicated=layout.dispatcher == "hierarchical",
-        # tests/device/test_overlap.py shows that chunks and blocks hide as much as is assumed.
+        # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
         overlapped_exchange=layout.dispatch_chunks > 1 or layout.schedule.startswith("dualpipe"),
         adapters=layout.adapters,
     )
 
 
 def pricing(cluster: Cluster) -> Pricing:
-    """Constants that the cluster names win over those that ship for its device. Raises ConfigError
-    for names that the time model lacks, and for efficiencies above 1."""
+    """The pricing of a cluster; its own constants override the shipped ones of its device. Raises
+    ConfigError for unknown constants, and for efficiencies above 1."""
     problems: list[Problem] = []
     for name, value in cluster.constants.items():
         if name not in NAMES:
@@ -168,7 +168,7 @@ def pricing(cluster: Cluster) -> Pricing:
     key = f"{DEFAULT_STACK}/{device.name}"
     allocation = calibrated.allocation(key)
     if not device.generation:
-        # Nothing is known of the libraries of such a device (a CPU, say).
+        # The calibration has no data on the libraries of other devices, such as CPUs.
         allocation = replace(allocation, workspace_bytes=0.0, usable_share=1.0)
     if cluster.usable_share is not None:
         allocation = replace(allocation, usable_share=cluster.usable_share)

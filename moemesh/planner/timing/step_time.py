@@ -3,15 +3,15 @@
     step  = pipeline + exposed gradient traffic + optimizer + fixed
 
     pipeline = m x busiest rank + waiting
-    rank     = its layers x (forward + backward + what is computed again) + its end of the model
+    rank     = its layers x (forward + backward + recomputation) + its end of the model
                + its messages
 
-How long a pipeline waits is a fact of its schedule: given the stages of every row, the answer of
-:func:`moemesh.schedule.step.duration` (the simulator's) for their times of forward, input gradient
-and weight gradient. A search over millions of rows asks for less, a bound of it in columns: the
-longest of three kinds of paths that every schedule has,
+The waiting time depends on the schedule. If the stages of every row are given, it is simulated
+(:func:`moemesh.schedule.step.duration`) with their times of forward, input gradient and weight
+gradient. A search over millions of rows uses a lower bound in columns: the longest of three kinds
+of paths that every schedule has,
 
-    forwards before a rank, all it runs, and (where backwards are whole) the backwards after it
+    forwards before a rank, all its work, and (with whole backwards) the backwards after it
     forwards to the last stage, that stage's forwards and input gradients, input gradients back
     one microbatch alone
 
@@ -68,21 +68,21 @@ OPTIMIZER_BYTES = 30
 #: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
 _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
-#: Less than any transfer takes.
+#: Seconds below those of any transfer.
 _NO_TIME = 1e-12
-#: How much less a transfer suffers from computation than computation from it.
+#: Slowdown of a transfer by computation, as a share of the slowdown of computation by a transfer.
 _TRANSFER_SHARE = 0.25
 
 
 def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
-    """Seconds of one unit whose transfer runs beside its computation; `slowdown` is κ.
+    """Seconds of one unit whose transfer overlaps with its computation; `slowdown` is κ.
 
         T = max(compute + κ transfer, transfer + κ/4 compute)
 
     Overlap is never free: published slowdowns of kernels that share a device with a transfer are 2
-    to 15 %, and more where the transfer's kernels take multiprocessors. A transfer slows the
-    computation beside it by κ of its own length; computation slows a transfer far less, which
-    remains when the transfer is the longer one. κ = 0 is perfect overlap.
+    to 15 %, and more if the transfer's kernels take multiprocessors. A transfer lengthens the
+    overlapped computation by κ of its own time; computation slows a transfer far less, which counts
+    if the transfer is longer. κ = 0 is perfect overlap.
     """
     bound_by_compute = compute + slowdown * transfer
     bound_by_transfer = transfer + slowdown * _TRANSFER_SHARE * compute
@@ -90,7 +90,7 @@ def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
 
 
 def replicas(work: PricedStep) -> tuple[Number, Number]:
-    """N of dense and of expert weights."""
+    """Number of replicas N of dense and of expert weights."""
     layout = work.layout
     dense = layout.dp * layout.cp
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
@@ -99,7 +99,8 @@ def replicas(work: PricedStep) -> tuple[Number, Number]:
 def _moved(
     work: PricedStep, links: Links, dense: Number, expert: Number
 ) -> tuple[Number, tuple[Number, Number]]:
-    """Seconds a byte in which all replicas gather or scatter so many weights, and the rates."""
+    """Seconds per byte for all replicas to gather or scatter `dense` and `expert` weights, and the
+    two rates in bytes per second."""
     layout, (n_dense, n_expert) = work.layout, replicas(work)
     dense_rate = links.bandwidth(n_dense, layout.tp)
     expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
@@ -110,9 +111,10 @@ def _moved(
 def sharded_unit(
     work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
 ) -> LayerTime:
-    """A layer as an FSDP unit: gathers beside the forward, gathers and reduces beside the backward.
+    """A layer as an FSDP unit: gathers overlap with the forward, gathers and reduces with the
+    backward.
 
-    ZeRO-2 as FSDP keeps what the first microbatch gathered.
+    ZeRO-2 as FSDP keeps the weights that the first microbatch gathered.
     """
     layout, constants = work.layout, work.constants
     n_dense, _ = replicas(work)
@@ -121,11 +123,11 @@ def sharded_unit(
     gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
     reduce = where(n_dense > 1, moved * constants.reduce_bytes + hops, 0)
     keeps = layout.zero == 2
-    ahead = gather * where(keeps, 1 / layout.microbatches, 1)
-    behind = reduce + where(keeps, 0, gather)
+    in_forward = gather * where(keeps, 1 / layout.microbatches, 1)
+    in_backward = reduce + where(keeps, 0, gather)
     kappa = constants.overlap_slowdown
-    forward = overlapped(layer.forward, ahead, kappa)
-    backward = overlapped(layer.backward, behind, kappa)
+    forward = overlapped(layer.forward, in_forward, kappa)
+    backward = overlapped(layer.backward, in_backward, kappa)
     units = layout.fsdp == 1
     return LayerTime(
         where(units, forward, layer.forward),
@@ -138,7 +140,7 @@ def sharded_unit(
 def rank_weights(
     work: PricedStep, dense_layer: Number, routed_layer: Number, experts: ExpertTime, ends: EndTime
 ) -> tuple[Number, Number]:
-    """(dense, expert) weights of one rank; with two pipes it holds those of two stages."""
+    """(dense, expert) weights of one rank; with two pipes a rank holds two stages."""
     model, layout = work.model, work.layout
     pipes = 1 / layout.pipe_share
     dense = (model.layers - model.moe_layers) * dense_layer + model.moe_layers * routed_layer
@@ -150,8 +152,8 @@ def rank_weights(
 
 
 def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
-    """The sum of the gradients that a rank owns with the other holder of its stages (two pipes),
-    behind all other sums and with nothing beside it."""
+    """Seconds of summing the gradients that a rank owns with the other holder of its stages (two
+    pipes). The sum follows all others and is not overlapped."""
     layout = work.layout
     # The outermost pair is the farthest apart.
     stride = layout.tp * layout.cp * layout.dp * maximum(layout.pp - 1, 1)
@@ -163,8 +165,8 @@ def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number
 def data_seconds(
     work: PricedStep, links: Links, dense: Number, expert: Number, backward: Number
 ) -> Number:
-    """Exposed gradient reduction and weight gathering of replicas that are not FSDP units;
-    `backward` are the seconds of one microbatch's, beside which the reduction begins."""
+    """Exposed seconds of gradient reduction and weight gathering of replicas without FSDP.
+    `backward` are the seconds of one microbatch's backward, with which the reduction overlaps."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
     moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert)
@@ -172,10 +174,10 @@ def data_seconds(
     reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
     gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
     if len(links.table):
-        found = _measured(work, links, dense, expert)
-        reduced = where(layout.zero_group == 0, known(found[0], reduced), reduced)
-        gathered = where(layout.zero_group == 0, known(found[1], gathered), gathered)
-    # Shards inside a group: scatter and gather stay there, shards are summed across groups.
+        by_table = _measured(work, links, dense, expert)
+        reduced = where(layout.zero_group == 0, known(by_table[0], reduced), reduced)
+        gathered = where(layout.zero_group == 0, known(by_table[1], gathered), gathered)
+    # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
     group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
     group = minimum(maximum(group, 1), n_dense)
     outside = maximum(n_dense / group, 1)
@@ -200,7 +202,7 @@ def data_seconds(
 def _measured(
     work: PricedStep, links: Links, dense: Number, expert: Number
 ) -> tuple[Number, Number]:
-    """Seconds in which gradients are reduced and weights gathered, by the table of links."""
+    """Seconds of reducing gradients and of gathering weights, from the table of links."""
     layout = work.layout
     reduced: Number = 0.0
     gathered: Number = 0.0
@@ -216,30 +218,30 @@ def _measured(
 
 
 def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
-    """Weights of a rank whose sums of gradients and optimizer states it keeps."""
+    """Number of weights whose summed gradients and optimizer states a rank keeps."""
     layout = work.layout
     n_dense, n_expert = replicas(work)
     group = where(layout.zero_group > 0, maximum(layout.zero_group / layout.tp, 1), n_dense)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
     served = layout.parameter_server == 1
-    alone = where(served, minimum(layout.servers, n_dense), 1)
-    own = dense / where(sharded, minimum(group, n_dense), alone)
-    alone = where(served, minimum(layout.servers, n_expert), 1)
-    return own + expert / where(sharded, n_expert, alone)
+    dense_servers = where(served, minimum(layout.servers, n_dense), 1)
+    expert_servers = where(served, minimum(layout.servers, n_expert), 1)
+    owned_dense = dense / where(sharded, minimum(group, n_dense), dense_servers)
+    return owned_dense + expert / where(sharded, n_expert, expert_servers)
 
 
-#: Share of a step that may be the rounding of its sums.
+#: Largest share of a step that is attributed to rounding of sums.
 _ROUNDING = 1e-11
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step, and what they consist of (on the busiest pipeline rank).
+    """Seconds of one step, and its parts on the busiest pipeline rank.
 
-    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels, the
-    gradient accumulation and what selective recomputation runs again, `launches` fixed costs,
-    `head` the head with its loss; `tensor`, `context`, `experts`, `pipeline`, `data` exposed
-    transfers by axis; `bubble` waiting for other pipeline ranks.
+    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels,
+    gradient accumulation and selective recomputation, `launches` fixed costs, `head` the head with
+    its loss; `tensor`, `context`, `experts`, `pipeline`, `data` exposed transfers by axis; `bubble`
+    waiting for other pipeline ranks.
     """
 
     total: Number
@@ -272,11 +274,10 @@ def step_time(
     table: LinkTable | None = None,
     stages: Sequence[Stages] | None = None,
 ) -> StepTime:
-    """The time of one step of every row; transfers by `table` where it knows them.
+    """The time of one step of every row; `table` overrides the closed forms of transfers.
 
-    With `stages`, those of each row, waiting is what the schedule's simulation says. Without, it is
-    a lower bound, and so is the total. Raises ValueError for `stages` of a schedule that cannot be
-    made.
+    With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
+    the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
     """
     return _in_parts(*_timed(model, layout, hardware, constants, table, stages))
 
@@ -289,7 +290,7 @@ def step_seconds(
     *,
     table: LinkTable | None = None,
 ) -> Number:
-    """A lower bound of the time of one step of every row, without its parts."""
+    """Lower bound of the seconds of one step of every row, without its parts."""
     return _timed(model, layout, hardware, constants, table, None)[-1]["total"]
 
 
@@ -308,8 +309,8 @@ def _timed(
     LayerTransfers,
     dict[str, Number],
 ]:
-    """(work, passes, busiest rank or which of the layout's ranks it is, blocks, transfers) of every
-    row, and what a step consists of on the outside."""
+    """(work, passes, busiest rank or its index in `LayoutColumns.ranks`, blocks, transfers) of
+    every row, and the seconds of the step's total, bubble, data parallelism and optimizer."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
@@ -342,7 +343,7 @@ def _timed(
     data = data_seconds(work, links, *weights, backward) + mirror_seconds(work, links, *weights)
     optimizer = where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm)
     busy, waiting = work.passes * busiest, waiting + startup
-    # A span that is summed in another order than the work in it is no waiting.
+    # Differences between sums in another order are rounding, not waiting.
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
     outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
@@ -350,8 +351,8 @@ def _timed(
 
 
 class _PassTimes(NamedTuple):
-    """Seconds of one pass (a microbatch, or a slice of it) through a layer of either kind, at the
-    ends, and of one message between stages."""
+    """Seconds of one pass (a microbatch, or a slice of it) through a layer of either kind, through
+    embedding and head, and of one message between stages."""
 
     dense: LayerTime
     routed: LayerTime
@@ -365,18 +366,18 @@ class _PassTimes(NamedTuple):
         return dense * self.dense.backward + routed * self.routed.backward
 
     def later(self, dense: Number, routed: Number) -> Number:
-        """Weight gradients."""
+        """Seconds of weight gradients, which may be deferred."""
         return dense * self.dense.weight_gradient + routed * self.routed.weight_gradient
 
     def busy(self, rank: RankColumns) -> Number:
-        """Everything that a rank does for one pass, sending included."""
+        """Seconds of a rank's work for one pass, sending included."""
         layers = self.forward(rank.dense, rank.routed) + self.backward(rank.dense, rank.routed)
         ends = rank.embedding * self.ends.embedding + rank.head * self.ends.head
         return layers + ends + rank.sends * self.message
 
 
 def _message(work: PricedStep, links: Links) -> Number:
-    """Exposed seconds of one message of a stage to the next."""
+    """Exposed seconds of one message from a stage to the next."""
     layout, constants = work.layout, work.constants
     cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
     size = work.tokens * work.model.hidden * ACTIVATION_BYTES / cut
@@ -384,14 +385,14 @@ def _message(work: PricedStep, links: Links) -> Number:
     rate = where(near, links.intra, links.inter)
     closed = size / rate * constants.pipeline_exposed + links.latency
     if len(links.table):
-        once = links.table.column("send", 2, where(near, 2, 1), size) * constants.pipeline_exposed
-        closed = known(once, closed)
+        sent = links.table.column("send", 2, where(near, 2, 1), size) * constants.pipeline_exposed
+        closed = known(sent, closed)
     return where(layout.pp > 1, closed, 0.0)
 
 
 def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]:
-    """(which of the first, last and heaviest inner rank is busiest, its seconds for one pass,
-    seconds that it waits at least)."""
+    """(index of the busiest of the first, last and heaviest inner rank, its seconds for one pass,
+    lower bound of its waiting seconds)."""
     layout, model, ends = work.layout, work.model, times.ends
     each = [times.busy(rank) for rank in layout.ranks]
     place, busiest = 0, each[0]
@@ -404,16 +405,16 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]
         before = rank.dense_before, rank.routed_before
         embedded = where(rank.stages_before > 0, ends.embedding, 0)
         there = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
-        own = passes * busy - where(rank.sends > 0, times.message, 0)
-        path = there + own
+        busy_seconds = passes * busy - where(rank.sends > 0, times.message, 0)
+        path = there + busy_seconds
         if not np.all(split == 1):
-            # The first message of the way back is among those that the rank itself sends.
+            # The first message of the backward is among those that the rank itself sends.
             back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
             path = path + where(split == 1, 0, back)
         longest = maximum(longest, path)
     num_dense = model.layers - model.moe_layers
     early = num_dense - layout.last_dense, model.moe_layers - layout.last_routed
-    # Both halves of a V meet on one rank, without a message.
+    # Both halves of a V have their middle stages on one rank: no message between them.
     messages = maximum(layout.last_stage - 1, 0) * times.message
     there = times.forward(*early) + ends.embedding / 2 + messages
     input_gradients = times.backward(*early) - times.later(*early)
@@ -432,7 +433,7 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]
 def _simulated(
     work: PricedStep, times: _PassTimes, stages: Sequence[Stages]
 ) -> tuple[RankColumns, Number]:
-    """(busiest rank, seconds that it waits) of every row, by its schedule."""
+    """(busiest rank, its waiting seconds) of every row, simulated with its schedule."""
     flat = np.broadcast_arrays(
         *times.dense[:3], *times.routed[:3],
         times.ends.embedding, times.ends.head, times.ends.head_forward,
@@ -441,10 +442,10 @@ def _simulated(
     columns = np.stack([np.ravel(column) for column in flat], axis=1)
     ranks: list[RankColumns] = []
     waiting: list[float] = []
-    for one, numbers in zip(stages, columns.tolist(), strict=True):
-        found = duration(one.step, *_stage_times(one, numbers), numbers[-1])
-        waiting.append(max(found.makespan - found.busy, 0.0))
-        ranks.append(rank_row(one, found.rank))
+    for cut, numbers in zip(stages, columns.tolist(), strict=True):
+        span = duration(cut.step, *_stage_times(cut, numbers), numbers[-1])
+        waiting.append(max(span.makespan - span.busy, 0.0))
+        ranks.append(rank_row(cut, span.rank))
     if np.ndim(flat[0]) == 0:
         return ranks[0], waiting[0]
     return stacked(ranks), np.array(waiting)
@@ -481,11 +482,11 @@ def _in_parts(
     transfers: LayerTransfers,
     outside: dict[str, Number],
 ) -> StepTime:
-    """The step in parts, those of the rank that is busiest."""
+    """The step with its parts on the busiest rank."""
     attention, mlp, experts = blocks
     layout, constants, passes = work.layout, work.constants, work.passes
     if not isinstance(rank, RankColumns):
-        first, last, inner = (vars(one) for one in layout.ranks)
+        first, last, inner = map(vars, layout.ranks)
         rank = RankColumns(
             **{
                 name: where(rank == 2, inner[name], where(rank == 1, last[name], first[name]))
@@ -494,32 +495,32 @@ def _in_parts(
         )
     dense, routed = rank.dense, rank.routed
     both = dense + routed
-    again = layout.again_full
+    recomputed = layout.recompute_full
     products = both * attention.products + dense * mlp.products
     products = products + routed * (experts.products + experts.shared_products)
     moved = both * attention.elementwise + dense * mlp.elementwise
     moved = moved + routed * experts.elementwise
     weights = both * attention.weights + dense * mlp.weights
     weights = weights + routed * (experts.expert_weights + experts.shared_weights)
-    core = 1 + core_backward_factor(work) + again
+    core = 1 + core_backward_factor(work) + recomputed
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
     halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
     parts: dict[str, Number] = {
-        "compute": passes * (where(layout.adapters == 1, 2, 3) + again) * products,
+        "compute": passes * (where(layout.adapters == 1, 2, 3) + recomputed) * products,
         "attention": passes * both * core * attention.core,
-        "elementwise": passes * ((3 + again) * moved + weights * work.accumulate / work.hbm),
+        "elementwise": passes * ((3 + recomputed) * moved + weights * work.accumulate / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
-        "tensor": passes * (2 + again) * halves * transfers.tensor,
+        "tensor": passes * (2 + recomputed) * halves * transfers.tensor,
         "context": passes * both * 3 * transfers.context,
-        "experts": passes * routed * exchanged * (1 + again / 2),
+        "experts": passes * routed * exchanged * (1 + recomputed / 2),
         "pipeline": passes * rank.sends * times.message,
     }
     rest = passes * times.busy(rank)
     for seconds in parts.values():
         rest = rest - seconds
-    # Of an FSDP unit the rest is waiting for its weights.
+    # The rest of an FSDP unit is waiting for its weights.
     is_units = layout.fsdp == 1
     parts["elementwise"] = parts["elementwise"] + where(is_units, 0, rest)
     parts["launches"] = parts["launches"] + constants.step_overhead_ms * 1e-3
@@ -530,8 +531,9 @@ def _in_parts(
 def compute_floor(
     model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
 ) -> Number:
-    """Seconds that no layout of so many devices undercuts: the step's operations, nothing computed
-    twice, at the best efficiency of the widest products, spread evenly over all devices."""
+    """Lower bound of the seconds of all layouts with the same number of devices: the step's
+    operations without recomputation, at the best efficiency of the widest products, spread evenly
+    over devices."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     best = maximum(
         where(layout.precision == 2, constants.gemm_efficiency_4bit, 0),

@@ -1,8 +1,9 @@
 """Ledger entries of an MoE layer's dispatcher and replicas, for one microbatch and chunk.
 
 Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
-in fp8: H + 4 ceil(H / 128)). What a rank sends is asked of a :class:`Routing`; what it receives is
-what the others send it. Rows take the hops of :data:`moemesh.sharding.dispatchers.HOPS`.
+in fp8: H + 4 ceil(H / 128)). A :class:`Routing` returns the rows that a rank sends; the rows that
+it receives follow from those of its peers. Rows take the hops of
+:data:`moemesh.sharding.dispatchers.HOPS`.
 
 | dispatcher | plan |
 |---|---|
@@ -11,7 +12,8 @@ what the others send it. Rows take the hops of :data:`moemesh.sharding.dispatche
 | hierarchical | per hop: counts of all chunks, ids |
 | low_latency | headers of fixed size |
 
-Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows in full precision.
+Weights (4 or 8 bytes a row) take the same hops as rows. The backward has the pair of each
+collective, with rows in full precision.
 """
 
 from __future__ import annotations
@@ -39,21 +41,19 @@ from moemesh.sharding.dispatchers import (
     visit_probability,
 )
 
-# Token counts per expert and rank, expected or chosen: traffic that depends on them follows.
+# Token counts per expert and rank, expected or chosen, which determine the traffic.
 #
-# Uniform routing chooses k of E experts with equal probability. A token then has an expert in a
-# given part of n of them with probability 1 - C(E - n, k) / C(E, k), so it visits N times that of N
-# nodes, n = E/N.
+# Uniform routing chooses k of E experts with equal probability. A token then has an expert among n
+# given ones with probability p(n) = 1 - C(E - n, k) / C(E, k), so it visits N p(E/N) of N nodes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """Rows that the tokens of one rank (or of one chunk of them) ask for.
+    """Rows that one rank sends for its tokens, or for one chunk of them.
 
     `by_expert`: tokens of each expert; `rows`: (token, expert) pairs by ep index; `visits`: tokens
-    with at least one expert there;
-    `node_visits`: tokens with at least one expert in each part of the ep axis that shares a node;
-    `slots`: experts that a token can have (K).
+    with at least one expert at each ep index; `node_visits`: tokens with at least one expert in
+    each part of the ep axis that shares a node; `slots`: most experts of a token (K).
     """
 
     tokens: float
@@ -69,7 +69,7 @@ Choices = Sequence[Sequence[int]]
 
 
 def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> SentRows:
-    """Rows that tokens with these `choices` ask for; `slots` where there is no token."""
+    """Rows that tokens with these `choices` send; `slots` is used if `choices` is empty."""
     per_rank = num_experts // layout.ep
     starts = [index * per_rank for index in range(layout.ep)]
     by_expert = [0] * num_experts
@@ -93,13 +93,13 @@ def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: 
     )
 
 
-#: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are
-#: numbered by microbatch and, where sequences are cut, inside it by slice.
+#: (rank, forward of the step, layer, its tokens, chunk, chunks) -> rows that the rank sends.
+#: Forwards are numbered by microbatch and, if sequences are cut, by slice inside it.
 Routing = Callable[[int, int, int, int, int, int], SentRows]
 
 
 def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
-    """The expected counts when every expert is as likely as another."""
+    """Expected counts if all experts are equally likely."""
     experts, k = model.num_experts, model.experts_per_token
     in_rank = visit_probability(experts, k, experts // layout.ep)
     in_node = visit_probability(experts, k, experts // layout.ep_rail)
@@ -119,8 +119,8 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
 
 
 def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -> int:
-    """The most rows of one expert from `tokens` of a rank, which may take up what all ranks of
-    their sequences have in common; `tokens` where nothing is dropped."""
+    """The most rows of one expert from `tokens` of a rank; `tokens` without a capacity. A rank may
+    use up the capacity that it shares with the other ranks of its sequences."""
     if not model.capacity_factor:
         return tokens
     exact = Fraction(model.capacity_factor).limit_denominator(10_000)
@@ -132,13 +132,12 @@ def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -
 def crowded_routing(
     model: ModelConfig, layout: Layout, ep: int, seq_len: int, share: float = 1.0
 ) -> Routing:
-    """The counts when a `share` of all tokens choose as many experts of the ranks with index `ep`
-    as they can, and capacity lets through as many of them as it may. With all tokens no routing
-    sends more rows there."""
+    """Counts if a `share` of all tokens choose the experts of ep index `ep` with all their slots,
+    up to capacity. ``share = 1`` is the routing that sends the most rows there."""
     experts, k = model.num_experts, model.experts_per_token
     first = ep * (experts // layout.ep)
     chosen = [(first + number) % experts for number in range(k)]
-    one = count_choices([chosen], experts, layout, slots=k)
+    token = count_choices([chosen], experts, layout, slots=k)
 
     @cache
     def sent(tokens: int, chunk: int, chunks: int) -> SentRows:
@@ -147,10 +146,10 @@ def crowded_routing(
         kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
         return SentRows(
             tokens=count,
-            by_expert=tuple(kept * number for number in one.by_expert),
-            rows=tuple(kept * number for number in one.rows),
-            visits=tuple(crowd * number for number in one.visits),
-            node_visits=tuple(crowd * number for number in one.node_visits),
+            by_expert=tuple(kept * number for number in token.by_expert),
+            rows=tuple(kept * number for number in token.rows),
+            visits=tuple(crowd * number for number in token.visits),
+            node_visits=tuple(crowd * number for number in token.node_visits),
             slots=k,
         )
 
@@ -166,7 +165,7 @@ _INT64, _INT32 = 8, 4
 
 class CountedExchange(NamedTuple):
     """One collective of a dispatch: rows of `width` bytes to and from each member of the axis, or
-    (of a gather, or a scatter of sums) those of each member."""
+    each member's rows in a gather or a reduce-scatter."""
 
     axis: str
     op: str
@@ -177,7 +176,7 @@ class CountedExchange(NamedTuple):
 
     @property
     def amounts(self) -> list[list[float]]:
-        """Bytes, as :meth:`LedgerLines.enter` takes them."""
+        """Bytes, as arguments of :meth:`LedgerLines.enter`."""
         return [[rows * self.width for rows in side] for side in self.rows]
 
 
@@ -190,19 +189,19 @@ class DispatchTraffic:
     plan: Plan
     #: Bytes of a number of the model.
     element: int
-    #: Tokens that a rank has room for.
+    #: Maximum number of tokens of a rank.
     max_tokens: int
-    #: Rows that a rank asks for.
+    #: Rows that a rank sends.
     sent_by: Callable[[int], SentRows]
-    #: Chunks whose counts are exchanged with those of this one (all_to_all and hierarchical);
-    #: 0: they have gone with those of another.
+    #: Number of chunks whose counts this exchange carries (all_to_all and hierarchical); 0 if
+    #: another chunk's exchange carries them.
     counts: int = 1
-    #: Up to so many rows all_gather sums densely, whatever visits (on an accelerator).
+    #: Number of rows up to which all_gather always sums densely (on an accelerator).
     spare_rows: int = 0
 
     def __post_init__(self) -> None:
         model, plan = self.model, self.plan
-        #: Bytes of a row in the backward and the combine; and as it is dispatched.
+        #: Bytes of a row in the backward and the combine, and of a dispatched row.
         self.plain: float = model.hidden_size * self.element
         self.coded = packed_bytes(model.hidden_size) if plan.payload == "fp8" else self.plain
         #: Row slots of low_latency per pair of ranks.
@@ -211,7 +210,7 @@ class DispatchTraffic:
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[CountedExchange]:
-        """Everything of one chunk, in the order of the table that shows it."""
+        """All collectives of one chunk, in the order in which `moemesh dispatch` prints them."""
         plan, lines, name = self.plan, self.lines, self.plan.dispatcher
         if plan.ep * plan.etp == 1:
             return
@@ -227,7 +226,7 @@ class DispatchTraffic:
         elif name not in HOPS:
             name = "all_to_all"
         hops = HOPS[name]
-        # A row that stands for a token has the ids and weights of all its slots.
+        # A row that represents a token carries the ids and weights of all its slots.
         peers = lines.members("ep" if name == "hierarchical" else "ep_etp")
         slots = max(self.sent_by(peer).slots for peer in peers)
         yield from self._plan_messages(name, hops, slots)
@@ -249,8 +248,8 @@ class DispatchTraffic:
             elif not exact:
                 is_dense = True
                 if hop.axis == "ep_etp":
-                    # Every lane of an ep index holds a shard of each of its experts: visits count
-                    # per rank.
+                    # Every lane of an ep index holds a shard of each of its experts: a visit counts
+                    # once for each rank.
                     tokens = sum(item.tokens for item in sent)
                     visited = plan.etp * sum(sum(item.visits) for item in sent)
                     is_dense = tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
@@ -258,14 +257,14 @@ class DispatchTraffic:
                     yield self._travel(hop, "forward", caller, self.plain, home=True)
                     yield self._travel(hop, "backward", caller, self.plain)
                 else:
-                    out = [item.visits[lines.here["ep"]] for item in sent]
-                    mine = self.sent_by(lines.rank).visits
-                    both = out, [mine[place // plan.etp] for place in range(len(sent))]
+                    out = [item.visits[lines.coordinates["ep"]] for item in sent]
+                    visits = self.sent_by(lines.rank).visits
+                    both = out, [visits[place // plan.etp] for place in range(len(sent))]
                     uneven = "ep_etp", "all_to_all"
                     yield CountedExchange(*uneven, "forward", caller, both, self.plain)
                     yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
         if exact:
-            # Every (token, expert) row by itself: sums over etp, then over ep.
+            # Each (token, expert) row is returned on its own: sums over etp, then over ep.
             home = HOPS["all_to_all"][::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
@@ -276,7 +275,7 @@ class DispatchTraffic:
     def _plan_messages(
         self, name: str, hops: tuple[HopRows, ...], slots: int
     ) -> Iterator[CountedExchange]:
-        """Messages that say which rows come."""
+        """Messages that announce the rows: counts and ids."""
         plan, counts = self.plan, ("forward", _COUNTS)
         if name == "all_gather":
             each = [1.0] * plan.ep * plan.etp
@@ -284,9 +283,9 @@ class DispatchTraffic:
             yield self._travel(hops[0], *counts, slots * _INT64)
         if name not in ("all_to_all", "hierarchical"):
             return
-        # Rows to each expert of a rank, those in its spare slots too; or tokens to a node, tokens
-        # and pairs to each rank there (two counts in a number), then tokens and pairs, of the node
-        # and of others; then rows and pairs.
+        # Counts per hop. ep: rows of each expert of a rank, spare slots included. ep_rail: tokens
+        # of a node, then tokens and pairs (packed into one number) of each rank of it. ep_node:
+        # tokens and pairs from the own node and from others. etp: rows, or rows and pairs.
         local = plan.spare_slots * (plan.ep > 1) + self.model.num_experts // plan.ep
         numbers = {"ep": local, "ep_rail": 1 + self.lines.layout.ep_node, "ep_node": 2}
         numbers["etp"] = local * plan.ep if name == "all_to_all" else 2
@@ -302,40 +301,40 @@ class DispatchTraffic:
     def _travel(
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
     ) -> CountedExchange:
-        """Rows of `width` bytes towards the experts, or `home` from them."""
+        """Rows of `width` bytes to the experts, or back from them (`home`)."""
         there, back = ("all_gather", "reduce_scatter") if hop.is_gathered else ("all_to_all",) * 2
         rows = self._rows(hop)[::-1] if home else self._rows(hop)
         return CountedExchange(hop.axis, back if home else there, phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
-        """Rows to and from each member of the hop's axis; where they are gathered, of each."""
+        """Rows to and from each member of the hop's axis; each member's rows if it is a gather."""
         lines, sent_by = self.lines, self.sent_by
-        own = sent_by(lines.rank)
+        sent = sent_by(lines.rank)
         match hop.axis:
             case "ep":
-                out = [float(self._slots)] * self.plan.ep if hop.rows == "slots" else [*own.rows]
+                out = [float(self._slots)] * self.plan.ep if hop.rows == "slots" else [*sent.rows]
                 return out, self._arriving(hop, lines.rank)
             case "etp":
                 return ([sum(self._arriving(hop, lane)) for lane in lines.members("etp")],)
             case "ep_rail":
-                rail, at = lines.members("ep_rail"), lines.here["ep_rail"]
-                return [*own.node_visits], [sent_by(peer).node_visits[at] for peer in rail]
+                rail, index = lines.members("ep_rail"), lines.coordinates["ep_rail"]
+                return [*sent.node_visits], [sent_by(peer).node_visits[index] for peer in rail]
             case "ep_node":
-                # A rank forwards inside its node what its rail has sent it.
+                # A rank forwards the rows of its rail inside its node.
                 def forwarded(rank: int, ep_index: int) -> float:
                     rail = lines.members("ep_rail", rank)
                     return sum(sent_by(peer).visits[ep_index] for peer in rail)
 
-                layout, here = lines.layout, lines.here
-                places = shard_range(layout.ep, layout.ep_rail, here["ep_rail"])
+                layout, at = lines.layout, lines.coordinates
+                places = shard_range(layout.ep, layout.ep_rail, at["ep_rail"])
                 node = lines.members("ep_node")
                 out = [forwarded(lines.rank, place) for place in places]
-                return out, [forwarded(peer, here["ep"]) for peer in node]
+                return out, [forwarded(peer, at["ep"]) for peer in node]
             case _:
                 return ([sent_by(peer).tokens for peer in lines.members("ep_etp")],)
 
     def _arriving(self, hop: HopRows, rank: int) -> list[float]:
-        """Rows that each ep index has sent to `rank`."""
+        """Rows that `rank` has received from each ep index."""
         if hop.rows == "slots":
             return [float(self._slots)] * self.plan.ep
         at, group = self.lines.layout.coordinates(rank)["ep"], self.lines.members("ep", rank)
@@ -344,7 +343,7 @@ class DispatchTraffic:
         return [self.sent_by(peer).rows[at] for peer in group]
 
 
-# Traffic that transient replicas add to a MoE layer: shared counts, weights, rerouted rows.
+# Traffic that transient replicas add to an MoE layer: counts of all ranks, weights, rerouted rows.
 #
 # Legend: P ranks of ep, X ranks of etp, E experts, W numbers of one expert's local shard, w bytes.
 #
@@ -352,16 +351,16 @@ class DispatchTraffic:
 # |---|---|---|
 # | counts of every rank | all-gather over ep_etp, all chunks at once | 8 E a rank and chunk |
 # | weights of replicas, their gradients back | all-to-all over ep | w W a replica |
-# | rows | as all_to_all, to the places that the quotas name | |
+# | rows | as all_to_all, to the places of the quotas | |
 #
-# Which replicas there are, and which tokens go to them, is decided by :mod:`moemesh.balance` from
-# the counts alone, here as in a run. Where the ranks' loads are even (within 2 %), as under uniform
-# routing, there are none.
+# :mod:`moemesh.balance` chooses the replicas and their tokens from the counts alone, both in a
+# prediction and in a run. Even loads of ranks (within 2 %), as under uniform routing, get none.
 
 
-#: Rows that a shadow costs, times the width of an expert (`moemesh.parallel.expert.replicas`).
+#: Cost of a shadow in rows, per channel of an expert's width (`moemesh.parallel.expert.replicas`).
 _SHADOW_ROWS = 3 * 2 / 4
-#: Busiest rank over the mean up to which no replica is made: 51 / 50.
+#: Largest ratio of the busiest rank's load to the mean without replicas: 51 / 50, as
+#: (denominator, numerator).
 _EVEN = (50, 51)
 
 
@@ -374,53 +373,54 @@ def replicated(
     times: int,
 ) -> Callable[[int], SentRows]:
     """Enter the weights of replicas for one chunk of tokens of one layer, in the ep_etp group of
-    `lines`, whose ranks ask for the rows `routed`. Returns the rows that a rank sends then: by the
-    rank of their place instead of their home."""
-    experts, here = model.num_experts, lines.here["ep"]
+    `lines`, whose ranks send the rows `routed` without replicas. Returns the rows that a rank sends
+    with them, by the rank of their place instead of their home."""
+    experts, ep_index = model.num_experts, lines.coordinates["ep"]
     table = np.array([routed(peer).by_expert for peer in lines.members("ep_etp")], dtype=np.int64)
     #: [P, X, E] tokens of every rank of the group; [P, E] of all lanes of an ep index.
     counts = table.reshape(plan.ep, plan.etp, experts)
-    asked_for = counts.sum(axis=1)
+    requested = counts.sum(axis=1)
     home = np.arange(experts, dtype=np.int64) // (experts // plan.ep)
-    # Small tables, and no compiler to wait for.
+    # The tables are small: compilation would take longer than plain loops.
     with plain_loops():
-        quotas = plan_quotas(asked_for, home, 0)
+        quotas = plan_quotas(requested, home, 0)
         tokens = quotas.rank_tokens
         is_even = int(tokens.max()) * len(tokens) * _EVEN[0] <= int(tokens.sum()) * _EVEN[1]
         if not is_even and plan.spare_policy == "quota":
-            quotas = plan_quotas(asked_for, home, plan.spare_slots)
+            quotas = plan_quotas(requested, home, plan.spare_slots)
         elif not is_even:
             cost, most = _SHADOW_ROWS * model.expert_intermediate_size, plan.spare_slots
-            quotas = shadow_experts(asked_for, home, shadow_rows=cost, max_shadows=most)
+            quotas = shadow_experts(requested, home, shadow_rows=cost, max_shadows=most)
         #: [P, places] tokens that all lanes of a rank send to each place.
-        assigned = assign_tokens(quotas, asked_for, ranks_per_node=lines.layout.ep_node)
+        assigned = assign_tokens(quotas, requested, ranks_per_node=lines.layout.ep_node)
     if quotas.num_replicas:
         width = model.expert_intermediate_size // plan.etp
         numbers = 3 * width * model.hidden_size
         if model.expert_bias:
-            numbers += 2 * width + shard_sizes(model.hidden_size, plan.etp)[lines.here["etp"]]
+            numbers += (
+                2 * width + shard_sizes(model.hidden_size, plan.etp)[lines.coordinates["etp"]]
+            )
         size, spare = numbers * element, quotas.spare_expert
         filled = spare >= 0
-        own = filled & (quotas.home[spare] == here)
-        out = [float(count * size) for count in own.sum(axis=1)]
-        wanted = quotas.home[spare[here][filled[here]]]
+        is_local = filled & (quotas.home[spare] == ep_index)
+        out = [float(count * size) for count in is_local.sum(axis=1)]
+        wanted = quotas.home[spare[ep_index][filled[ep_index]]]
         into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
         lines.paired("ep", "all_to_all", "moe.replicas", out, into, times=times)
 
     @cache
     def sent(rank: int) -> SentRows:
         ep, lane = (lines.layout.coordinates(rank)[axis] for axis in ("ep", "etp"))
-        # A rank's tokens of an expert are cut into runs, one a place, and its lanes share them in
-        # order: lane by lane, each from where the one before has ended.
-        found = np.zeros(plan.ep, np.int64)
+        # An ep index's tokens of an expert are ordered by lane and cut into runs, one per place.
+        rows = np.zeros(plan.ep, np.int64)
         for expert in range(experts):
             first = int(counts[ep, :lane, expert].sum())
             last = first + int(counts[ep, lane, expert])
             start = 0
             for place in np.flatnonzero(quotas.place_expert == expert):
                 stop = start + int(assigned[ep, place])
-                found[quotas.place_rank[place]] += max(min(stop, last) - max(start, first), 0)
+                rows[quotas.place_rank[place]] += max(min(stop, last) - max(start, first), 0)
                 start = stop
-        return replace(routed(rank), rows=tuple(float(count) for count in found))
+        return replace(routed(rank), rows=tuple(float(count) for count in rows))
 
     return sent

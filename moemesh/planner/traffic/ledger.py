@@ -1,8 +1,8 @@
-"""The predicted ledger of a training step: what our own library enters, per rank, to the byte.
+"""The predicted ledger of a training step of our own library, per rank, to the byte.
 
 It follows the same contracts as the code that communicates (tables in `parallel/tensor`,
 `tensor/vocabulary`, `expert/*`, `recompute`, `data`): every collective with axis, phase, count and
-bytes. Only what depends on the routing needs an input: the choices of a run make the ledger exact,
+bytes. Traffic of experts depends on the routing: the choices of a run make the ledger exact,
 without them uniform routing gives expected bytes, rounded once per line.
 
 Per forward of T tokens (a microbatch, or a slice of it), N = tp, w bytes an element (closed forms,
@@ -19,15 +19,15 @@ bytes one rank sends):
 | exit all_to_all | all-to-all (N-1)/N^2 T a d_v w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
 | context parallelism | see `_Step._context` | |
-| extra prediction layers | embedding, a layer and the head once more, each | |
+| extra prediction layers | embedding, a layer and the head for each | |
 | experts | see `dispatch_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
 | one auxiliary loss of all layers | 8 (2 E + 1) a scope to the next stage | the same |
 
-Units before the first one that trains have no backward: nothing of that column, and nothing once
-more. Full recomputation enters once more, as "recompute", what enters a block and what is
-dispatched; not what only leaves a layer. Where AMPNet runs a stage again with the weights of now,
-everything of the forward happens twice. What a step does once is in `_Step._end`.
+Units before the first one that trains have neither a backward nor a recomputation. Full
+recomputation repeats, as phase "recompute", the collectives at the entry of a block and of the
+dispatch, but not those at the exit of a layer. If AMPNet recomputes a stage with the newest
+weights, everything in the forward happens twice. Collectives of a whole step are in `_Step._end`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ from moemesh.sharding.context import context_sizes, head_share
 from moemesh.sharding.dispatchers import spare_rows
 from moemesh.trace.ledger import Ledger
 
-#: Callers that a forward enters, in all layers alike.
+#: Callers of context parallelism in a forward, the same in all layers.
 CONTEXT_CALLERS = ("context.keys", "context.heads", "context.positions")
 
 
 _INT64, _FLOAT64 = 8, 8
 
 
-#: Of a layer that is computed again, what is sent again; shared experts leave their block, too.
-_AGAIN = (
+#: Callers whose collectives full recomputation of a layer repeats. The exit of shared experts is
+#: repeated, too (`_Step._stage`).
+_RECOMPUTED = (
     "attention.enter", "attention.norm", "attention.leave", "mlp.enter", "moe.dispatch",
     "moe.dispatch.weights", "moe.replicas",
 )  # fmt: skip
@@ -81,11 +82,11 @@ def predict_ledger(
     tuning: Tuning = FULL,
     on_accelerator: bool = False,
 ) -> Ledger:
-    """The ledger of `rank` after one training step (no evaluation, no checkpoint).
+    """The ledger of `rank` after one training step, without evaluation and checkpoints.
 
-    Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform;
-    `tuning`: what trains; `on_accelerator`: not on a CPU. Raises ValueError when the plan's
-    schedule cannot be made. See also `volumes`, and
+    For an asynchronous schedule the step is a stream of one step until it has drained. `routing`
+    None is uniform routing; `tuning` selects the parameters that train; `on_accelerator` is False
+    on a CPU. Raises ValueError if the plan's schedule is impossible. See also `volumes`, and
     :func:`moemesh.planner.layout_sources.exact_plan`.
     """
     step = _Step(
@@ -101,7 +102,7 @@ def predict_ledger(
 
 @dataclass(kw_only=True, eq=False)
 class _Step(RankStep):
-    """The lines of one rank."""
+    """Ledger lines of one rank."""
 
     on_accelerator: bool
 
@@ -113,19 +114,19 @@ class _Step(RankStep):
         self.is_uniform = self.given_routing is None
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
-        again: tuple[str, ...] = ()
+        recomputed: tuple[str, ...] = ()
         if self.is_full:
-            again = (*_AGAIN, *CONTEXT_CALLERS)
+            recomputed = (*_RECOMPUTED, *CONTEXT_CALLERS)
         elif plan.recompute == "selective" and plan.recompute_attention:
-            # The core of attention: not what only leaves it.
-            again = tuple(name for name in CONTEXT_CALLERS if name != "context.positions")
-        #: What forwards and backwards enter, and what a step enters once.
-        self.lines = LedgerLines(self.layout, self.rank, forwards=1 + twice, recomputed=again)
+            # The core of attention, without the collectives at its exit.
+            recomputed = tuple(name for name in CONTEXT_CALLERS if name != "context.positions")
+        #: Lines of forwards and backwards, and lines of a whole step.
+        self.lines = LedgerLines(self.layout, self.rank, forwards=1 + twice, recomputed=recomputed)
         self.once = LedgerLines(self.layout, self.rank)
-        self.at = self.here["pp"]
-        #: The ranks that share sequences.
+        self.at = self.coordinates["pp"]
+        #: Axis of the ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
-        #: Losses of extra prediction layers, beside the main and the auxiliary one.
+        #: Number of losses of extra prediction layers.
         self.ahead = len(model.mtp_layers)
 
     def ledger(self) -> Ledger:
@@ -134,8 +135,8 @@ class _Step(RankStep):
             first = schedule.first_sample[pipe]
             for index in range(slices * schedule.num_microbatches[pipe]):
                 self._stage(stage, slices * first + index)
-        # Between the stages: the residual stream's own rows, and their gradients; the same of the
-        # sums for one auxiliary loss of all layers, a tensor and a message of their own.
+        # Messages between stages: the rank's rows of the residual stream and their gradients. The
+        # sums for one auxiliary loss of all layers are a separate message.
         width = self.model.hidden_size * self.w
         joint = (2 * self.model.num_experts + 1) * _FLOAT64
         for message in messages(schedule).values():
@@ -179,9 +180,9 @@ class _Step(RankStep):
                     self._boundary(tokens, "all_gather", "mlp.enter", mlps)
                     self._boundary(tokens, "reduce_scatter", "mlp.leave", mlps)
                 if shared and self.is_full:
-                    # It lies before the routed experts, whose inputs the backward wants.
-                    again = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
-                    self.lines.enter(*again, times=shared)
+                    # Shared experts run before the routed experts, whose inputs are recomputed.
+                    leave = "tp", "reduce_scatter", "recompute", "mlp.leave", self._blocks(tokens)
+                    self.lines.enter(*leave, times=shared)
                 if routed and model.has_aux_loss and not model.has_joint_aux_loss:
                     self._balance(forward, len(routed))
                 if routed:
@@ -190,7 +191,7 @@ class _Step(RankStep):
                     self._experts(forward, layer, len(routed) if self.is_uniform else 1)
         if stage < self.schedule.num_stages - 1:
             return
-        # The head, and around every extra prediction layer the embedding and the head again.
+        # The head; every extra prediction layer has an embedding and a head, too.
         with self.lines.backward(placement.has_backward("embedding")):
             if self.ahead:
                 self._boundary(tokens, "reduce_scatter", "embedding", self.ahead)
@@ -228,27 +229,27 @@ class _Step(RankStep):
         else:
             width = model.num_heads // self.plan.tp * model.value_head_dim
             out = self._blocks(tokens, width)
-            into = [out[self.here["tp"]]] * self.plan.tp
+            into = [out[self.coordinates["tp"]]] * self.plan.tp
             lines.paired("tp", "all_to_all", caller, out, into, times=times)
 
     # Ledger entries of context parallelism: keys and values of positions that other ranks hold.
     #
-    # c ranks, rank i with S_i positions; of a layer, per sequence and on a tensor rank: N query
+    # c ranks, rank i with S_i positions. Bytes per layer and sequence on a tensor rank: N query
     # heads, M key/value heads, d_k and d_v numbers a head, w bytes an element, W of a sum (at
     # least 4).
     #
     # | plan.context | forward | backward |
     # |---|---|---|
     # | ring | c-1 messages S_j M (d_k + d_v) w, sent and received | the same; c-1 with W for w |
-    # | all_gather | S_i M (d_k + d_v) w gathered | gathered again, gradients scattered |
-    # | all_to_all | heads for positions, positions for heads | the same, the other way |
+    # | all_gather | S_i M (d_k + d_v) w gathered | re-gathered, gradients scattered |
+    # | all_to_all | heads for positions, positions for heads | the same in reverse |
     #
-    # Keys of latent attention are those behind their projection up: one for each query head.
+    # Keys of latent attention are those after the up projection: one for each query head.
 
     def _context(self, sequences: int, times: int) -> None:
-        """One attention of so many sequences."""
+        """Enter the attention of `sequences` sequences, `times` times."""
         plan, model, lines, element = self.plan, self.model, self.lines, self.w
-        ranks, index = plan.cp, self.here["cp"]
+        ranks, index = plan.cp, self.coordinates["cp"]
         sizes = context_sizes(self.placement.seq_len, ranks)
         num_heads = model.num_heads // plan.tp
         kv_heads = num_heads if model.attention == "mla" else model.num_kv_heads // plan.tp
@@ -259,11 +260,11 @@ class _Step(RankStep):
             case "ring":
                 keys, gradients = ("context.keys", element), ("context.gradients", self.wide)
                 for hop in range(ranks - 1):
-                    # Gradients set out one rank behind the owner of their block.
+                    # Gradients start one rank after the owner of their block.
                     ways = (0, "forward", keys), (0, "backward", keys), (1, "backward", gradients)
-                    for behind, phase, (caller, width) in ways:
+                    for lag, phase, (caller, width) in ways:
                         for place, sends in ((index - hop, True), (index - hop - 1, False)):
-                            size = numbers[(place - behind) % ranks] * width
+                            size = numbers[(place - lag) % ranks] * width
                             lines.message("cp", size, phase, caller, times, sends=sends)
             case "all_gather":
                 blocks = [float(number * element) for number in numbers]
@@ -271,24 +272,24 @@ class _Step(RankStep):
                 lines.enter("cp", "all_gather", "backward", "context.keys", blocks, times=times)
             case "all_to_all":
                 shares = [head_share(num_heads, kv_heads, ranks, rank) for rank in range(ranks)]
-                width, own = sequences * element, sizes[index]
-                # Bytes a position of what each rank attends with, and of what comes of it.
+                width, size = sequences * element, sizes[index]
+                # Bytes per position of each rank's queries, keys and values, and of its outputs.
                 heads = [
                     width * (len(share.queries) * model.query_head_dim + len(share.keys) * pair)
                     for share in shares
                 ]
                 out = width * len(shares[index].queries) * model.value_head_dim
-                for caller, there, here in (
-                    ("heads", [own * size for size in heads], [n * heads[index] for n in sizes]),
-                    ("positions", [size * out for size in sizes], [own * out] * ranks),
+                for caller, sent, received in (
+                    ("heads", [size * head for head in heads], [n * heads[index] for n in sizes]),
+                    ("positions", [n * out for n in sizes], [size * out] * ranks),
                 ):
-                    both = list(map(float, there)), list(map(float, here))
+                    both = list(map(float, sent)), list(map(float, received))
                     lines.paired("cp", "all_to_all", f"context.{caller}", *both, times=times)
 
     def _choices(self, forward: int, times: int) -> None:
-        """Gathers of whole sequences for choices that compare tokens."""
+        """Enter gathers of whole sequences for router choices that compare tokens."""
         model, lines = self.model, self.lines
-        # Bytes a token of every gather: ids, scores, choices.
+        # Bytes per token of every gather: ids, scores, choices.
         widths: list[int] = []
         if model.router_selection != "token_choice":
             widths += [_INT64, model.num_experts * self.wide]
@@ -308,7 +309,8 @@ class _Step(RankStep):
             lines.enter("stage", "all_reduce", "forward", "moe.choose", 1, _INT64, times=times)
 
     def _balance(self, forward: int, times: int = 1) -> None:
-        """Sum the experts' counts in each scope, for auxiliary losses; behind the last slice."""
+        """Enter sums of the experts' counts in each scope, for auxiliary losses; after the last
+        slice."""
         if (forward + 1) % self.schedule.num_slices == 0:
             axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
             counts = self.scopes(forward) * self.model.num_experts, _INT64
@@ -342,43 +344,43 @@ class _Step(RankStep):
                 counts=counts,
                 spare_rows=self.spare_rows,
             )
-            for one in traffic.exchanges():
-                lines.enter(*one[:4], *one.amounts, times=times)
+            for exchange in traffic.exchanges():
+                lines.enter(*exchange[:4], *exchange.amounts, times=times)
 
     # Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
     #
-    # Three ways for a step to end (D extra prediction layers, s numbers of the gradient norm, one a
-    # logical tensor and one an expert of a stack):
+    # A step ends in one of three ways (D extra prediction layers; s numbers of the gradient norm,
+    # one per logical tensor and one per expert of a stack):
     #
     # | way | sums |
     # |---|---|
     # | validation before the optimizer | losses, loads over stage and pp; s squares, world |
-    # | validation behind it | one vector of 3 + D + loads + s over stage, then along pp and back |
+    # | validation after it | one vector of 3 + D + loads + s over stage, then along pp and back |
     # | a stream | s squares of its stage for every update; one report a step over the world |
     #
-    # Buckets of gradients are the same in all, once an update; under ZeRO 2 and 3 behind every
-    # backward. Where states are sharded, weights are gathered behind the update, or (ZeRO 3) before
-    # their use. A step that is taken back (its norm was clipped behind an early update) runs its
-    # warm-up twice: that is not in it.
+    # Buckets of gradients are summed once an update in all of them; under ZeRO 2 and 3 after every
+    # backward. If states are sharded, weights are gathered after the update, or (ZeRO 3) before
+    # their use. The repeated warm-up of an undone step (clipped after an early update) is left out.
 
     def _end(self) -> None:
-        """Enter the end of a step in the way that the plan names."""
+        """Enter the end of a step, in the plan's way."""
         plan, model, placement, once = self.plan, self.model, self.placement, self.once
         is_stream = self.schedule.update is not None
         window = plan.num_update_microbatches if is_stream else plan.microbatches
         updates = plan.microbatches // window
-        # Loss-bearing tokens and auxiliary scopes of a step, or of an update window.
+        # Counts of loss-bearing tokens and auxiliary scopes of a step, or of an update window.
         scopes = window if model.aux_loss_scope == "global" else 1
         counts = "dp_cp", "all_reduce", "forward", "step.counts", 1 + self.ahead + scopes, _INT64
         once.enter(*counts, times=updates)
         self._gradients(updates)
         layers = len(model.routed_layers)
-        #: Tokens of each expert, of every MoE layer.
+        #: Number of loads: tokens of each expert of every MoE layer.
         loads = layers * model.num_experts
-        #: Tokens that every rank has computed: where replicas make them differ from the loads.
+        #: Number of token counts of ranks, which differ from the loads if experts have replicas.
         rank_tokens = layers * plan.ep if plan.spare_slots > 0 and plan.ep > 1 else 0
         held = placement.held(self.at) if is_stream else placement.tensors
-        squares = sum(one.shape[0] if one.is_expert else 1 for one in held if one.trains)
+        trained = (tensor for tensor in held if tensor.trains)
+        squares = sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in trained)
         neighbours = (self.at > 0) + (self.at < plan.pp - 1)
 
         def summed(axis: str, numbers: int, width: int, caller: str, times: int = 1) -> None:
@@ -387,24 +389,24 @@ class _Step(RankStep):
         if is_stream:
             summed("stage", squares, _FLOAT64, "gradient_norm", updates)
             stages = placement.stages(self.at)
-            here = {index for stage in stages for index in placement.layers_of(stage)}
-            if model.router_selection_bias and any(map(model.is_moe_layer, here)):
+            owned_layers = {index for stage in stages for index in placement.layers_of(stage)}
+            if model.router_selection_bias and any(map(model.is_moe_layer, owned_layers)):
                 summed("stage", loads, _INT64, "stream.loads", updates)
             summed("world", 5 + self.ahead + loads + layers, _FLOAT64, "step.report")
             if plan.schedule == "ampnet":
-                # A header of two numbers before every message and at the end of the stream, each
-                # way; and what the first rank of a stage tells the others to run.
+                # A header of two numbers before every message and at the end of the stream, in both
+                # directions; and the operations that the first rank of a stage broadcasts.
                 size, times = 2 * _INT64, (plan.microbatches + 1) * neighbours
                 for sends in (True, False):
                     once.message("world", size, "control", "pipeline", times, sends=sends)
-                told = 2 * plan.microbatches + 1
-                once.enter("stage", "broadcast", "control", "pipeline", size, times=told)
+                broadcasts = 2 * plan.microbatches + 1
+                once.enter("stage", "broadcast", "control", "pipeline", size, times=broadcasts)
         elif plan.optimizer_validation == "after":
             # A stop request, the losses, loads, choices dropped, squares: one vector.
             numbers = 3 + self.ahead + loads + layers + rank_tokens + squares
             summed("stage", numbers, _FLOAT64, "step.report")
             for sends in (True, False):
-                # The sum so far goes up the pipeline, the whole sum comes down.
+                # Partial sums are sent up the pipeline, the total is sent down.
                 size = numbers * _FLOAT64
                 once.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
         else:
@@ -417,36 +419,37 @@ class _Step(RankStep):
             summed("world", squares, _FLOAT64, "gradient_norm")
 
     def _gradients(self, times: int) -> None:
-        """Sums of gradients and, where their owners alone update, the weights that they send."""
+        """Enter sums of gradients and, if states are sharded, gathers of updated weights."""
         once, plan, placement = self.once, self.plan, self.placement
         backwards: Counter[int] | None = None
         if plan.data in ("zero2", "zero3"):
-            # Of each stage the operations behind which its gradients are summed over ranks.
+            # Stage -> number of operations that are followed by a sum of its gradients.
             ops = self.schedule.ops(self.at)
             backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))
         for bucket in data_buckets(placement, self.rank, self.w):
-            axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
+            axis, size, count = bucket.axis, bucket.gradient_bytes, bucket.numbers
             if not bucket.trains:
                 continue
             if plan.data == "replicate":
-                once.enter(axis, "all_reduce", "backward", "gradients", own, size, times=times)
+                once.enter(axis, "all_reduce", "backward", "gradients", count, size, times=times)
             else:
                 shared, copies = self.layout.sharding_axes(axis)
                 sizes, index = owned(placement, bucket, self.rank)
-                own = sizes[index]
+                count = sizes[index]
                 sums = times
                 if backwards is not None:
                     sums = sum(backwards[stage] for stage in bucket.stages)
                 gradients = [float(numbers * size) for numbers in sizes]
                 scattered = shared, "reduce_scatter", "backward", "gradients", gradients
                 once.enter(*scattered, times=sums)
-                once.enter(copies, "all_reduce", "backward", "gradients", own, size, times=times)
+                once.enter(copies, "all_reduce", "backward", "gradients", count, size, times=times)
                 if plan.data != "zero3":
                     weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
                     gathered = shared, "all_gather", "optimizer", "weights", weights
                     once.enter(*gathered, times=times)
             if bucket.mirrored:
-                once.enter("mirror", "all_reduce", "backward", "gradients", own, size, times=times)
+                mirror = "mirror", "all_reduce", "backward", "gradients", count, size
+                once.enter(*mirror, times=times)
         if plan.data == "zero3":
             gathers, _ = gathered_units(placement, self.rank, self.w)
             for (bucket, phase), count in gathers.items():

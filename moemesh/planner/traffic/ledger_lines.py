@@ -1,4 +1,4 @@
-"""A ledger under construction: predicted operations of one rank, times how often they happen."""
+"""A ledger under construction: predicted operations of one rank, with their counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moemesh.config.layout import Layout
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
-#: Operation of a forward -> that of its gradients.
+#: Collective of a forward -> collective of its gradients.
 _PAIRS = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -24,8 +24,8 @@ class LedgerLines:
     """Adds operations of one rank in closed form; expected bytes may be fractions until
     :meth:`ledger` rounds each sum once.
 
-    A forward that runs `forwards` times enters its lines as often; those of the callers in
-    `recomputed` are entered once more as "recompute".
+    Lines of a forward are entered `forwards` times; those of the callers in `recomputed` also as
+    phase "recompute".
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LedgerLines:
     ) -> None:
         self.layout, self.rank = layout, rank
         #: This rank's coordinates in all views.
-        self.here = layout.coordinates(rank)
+        self.coordinates = layout.coordinates(rank)
         self._forwards, self._recomputed = forwards, recomputed
         self._group_of = cache(layout.group_of)
         self._sums: dict[tuple[str, str, str, str], list[float]] = {}
@@ -41,24 +41,23 @@ class LedgerLines:
 
     @contextmanager
     def backward(self, exists: bool) -> Generator[None]:
-        """Inside, forwards have a backward only where `exists`: else nothing of a backward is
-        entered, nor what is computed again for it."""
+        """Context in which lines of backward and recomputation are dropped unless `exists`."""
         before, self._has_backward = self._has_backward, self._has_backward and exists
         yield
         self._has_backward = before
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks of `axis` around `rank` (this one by default), ascending."""
+        """Ranks of the `axis` group of `rank` (this one by default), ascending."""
         return self._group_of(axis, self.rank if rank is None else rank)
 
     def enter(
         self, axis: str, op: str, phase: str, caller: str, *amounts: Any, times: int = 1
     ) -> None:
-        """One collective, `times` times; nothing on an axis of one rank.
+        """Enter one collective, `times` times; no-op on an axis of one rank.
 
-        `amounts` are those of :mod:`moemesh.trace.wire`: elements and bytes of each (all_reduce),
-        bytes of each member's block (all_gather, reduce_scatter), bytes to and from each member
-        (all_to_all), bytes from the first member (broadcast).
+        `amounts` are arguments of :mod:`moemesh.trace.wire`: elements and bytes of each
+        (all_reduce), bytes of each member's block (all_gather, reduce_scatter), bytes to and from
+        each member (all_to_all), bytes from the first member (broadcast).
         """
         ranks = self.members(axis)
         if len(ranks) == 1:
@@ -70,7 +69,7 @@ class LedgerLines:
         self._add(axis, op, phase, caller, moved, times)
 
     def paired(self, axis: str, op: str, caller: str, *amounts: Any, times: int = 1) -> None:
-        """A collective of a forward, and that of its gradients, which take the way back."""
+        """Enter a collective of a forward and its pair in the backward, for the gradients."""
         self.enter(axis, op, "forward", caller, *amounts, times=times)
         back = reversed(amounts) if op == "all_to_all" else amounts
         self.enter(axis, _PAIRS[op], "backward", caller, *back, times=times)
@@ -78,7 +77,7 @@ class LedgerLines:
     def message(
         self, axis: str, size: float, phase: str, caller: str, times: int = 1, *, sends: bool
     ) -> None:
-        """A message, sent or received; nothing is sent when it is empty."""
+        """Enter a message, sent or received; no-op for an empty message."""
         if size and times:
             moved = (size, size, 0) if sends else (size, 0, size)
             self._add(axis, "send_receive", phase, caller, moved, times)
@@ -93,10 +92,10 @@ class LedgerLines:
             if caller in self._recomputed:
                 self._add(axis, op, "recompute", caller, moved, times)
             times *= self._forwards
-        found = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
-        found[0] += times
+        sums = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
+        sums[0] += times
         for place, value in enumerate(moved, start=1):
-            found[place] += value * times
+            sums[place] += value * times
 
     def ledger(self) -> Ledger:
         """The finished ledger."""
@@ -104,8 +103,8 @@ class LedgerLines:
 
 
 def ledger_of(lines: Iterable[tuple[Any, ...]]) -> Ledger:
-    """The ledger of lines of (axis, op, phase, caller, count, payload, sent, received bytes),
-    rounded."""
+    """The ledger of lines (axis, op, phase, caller, count, payload, sent, received bytes), with
+    rounded numbers."""
     ledger = Ledger()
     for axis, op, phase, caller, *numbers in lines:
         names = ("count", "payload_bytes", "wire_bytes", "received_bytes")

@@ -1,6 +1,6 @@
-"""The predicted memory of a run of our own library on a CPU, rank by rank, as its memory.json says.
+"""Predicted memory of a run of our own library on a CPU, per rank, in the form of memory.json.
 
-Model states are exact, activations near.
+Model states are exact, activations approximate.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from moemesh.trace.memory_profile import (
 
 # Model states: weights to snapshots.
 #
-# Every parameter's local shard times its bytes, or what the rank owns of it: of masters, moments
-# and snapshots where `plan.data` is not replicate, of gradients under zero2 and zero3, of weights
-# under zero3, which also gathers units of them. Of what does not train only the weights are there.
+# Every parameter's local shard times its bytes, or the part that the rank owns: of masters, moments
+# and snapshots unless `plan.data` is replicate, of gradients under zero2 and zero3, of weights
+# under zero3, which also gathers units of them. Frozen parameters have weights only.
 #
 # | state | bytes a number |
 # |---|---|
-# | weights | those of the run's dtype; routers never below fp32 |
+# | weights | bytes of the run's dtype; routers never below fp32 |
 # | gradients | 4; 8 in float64 |
-# | masters | 4 where a weight has 2 bytes, else the weight is its own master |
+# | masters | 4 if a weight has 2 bytes, else the weight is its own master |
 # | AdamW | two moments as wide as a gradient; SGD one with momentum, none without |
-# | weight versions | of a stream: those that its update rule keeps beside the newest, with biases |
-# | snapshots | of an update behind which the norm is validated: masters, moments, biases |
+# | weight versions | stream: older versions that its update rule keeps, with biases |
+# | snapshots | if the norm is validated after the update: masters, moments, biases |
 #
-# Versions are those of a stream long enough to need them. A rank takes a snapshot when it steps
-# before it knows the whole norm: not in the first steps of a run, nor where each is clipped.
+# Versions are counted for a stream long enough to need them. A rank takes a snapshot when it
+# updates before the whole norm is known: not in the first steps of a run, nor if every step is
+# clipped.
 
 
 #: Bytes of one number of a router's selection bias, in any run.
@@ -69,7 +70,7 @@ def predict_states(
     momentum: float = 0.0,
     rank: int = 0,
 ) -> MemoryProfile:
-    """The part of the model on `rank`, `element` bytes a weight, without activations; `momentum` is
+    """Model states of `rank`, without activations. `element` is the bytes of a weight, `momentum`
     that of SGD."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
@@ -88,17 +89,17 @@ def predict_states(
         if bucket.trains:
             wide = bucket.gradient_bytes
             gradients += len(share if plan.data in ("zero2", "zero3") else whole) * wide
-            # A weight as wide as its gradient is its own master, and copied as one.
+            # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
             updated += len(share) * wide
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.
-        here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
-        biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
+        layers = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
+        biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, layers))
     versions = 1
     if schedule.update is not None:
-        # A stream keeps older versions beside the newest.
+        # A stream keeps older versions of the weights.
         numbers = Numbers(
             ranks=schedule.num_ranks,
             microbatches=4 * schedule.num_ranks,
@@ -121,38 +122,38 @@ def predict_states(
     )
 
 
-# Activations: what is kept for the backward.
+# Activations: tensors kept for the backward.
 #
-# First what each part of a forward keeps, then a rank's operations in their order. A forward keeps,
-# a backward gives back from the last layer to the first: what its recomputation makes first comes
-# on top, and an input half keeps what its weight half will read.
+# First the kept tensors of each part of a forward, then a rank's operations in their order. A
+# forward keeps tensors, a backward frees them from the last layer to the first. Recomputed tensors
+# are added just before their backward, and an input half keeps the inputs of its weight half.
 
 
 class Saved(NamedTuple):
     """Bytes that one operation keeps from its forward to its backward.
 
-    `held` of them stay until the weight gradients of a split backward, which besides keep
-    `gradient` bytes from then on. `is_again`: kept by a computation that is done again in the
-    backward, just before it. `is_shared`: one storage for all layers of a forward. `working` bytes
-    exist only while the operation runs, forward or backward.
+    In a split backward `held` of them stay until the weight half, and the input half adds
+    `gradient` bytes. `is_recomputed` bytes are allocated by recomputation, just before the
+    backward. `is_shared`: one storage for all layers of a forward. `working` bytes exist only while
+    the operation runs, forward or backward.
     """
 
     kind: str
     size: float
     held: float = 0.0
     gradient: float = 0.0
-    is_again: bool = False
+    is_recomputed: bool = False
     is_shared: bool = False
     working: float = 0.0
 
 
 class SavedTensors(NamedTuple):
-    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `again`:
-    bytes of its input, which alone is kept where the layer is computed again as a whole (None:
-    never); `entry` of them are what its first operation keeps, too."""
+    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `input`:
+    bytes of its input, the only kept tensor if the layer is recomputed as a whole (None: it never
+    is); `entry`: the part of them that is also the first operation's kept tensor."""
 
     saved: list[Saved]
-    again: float | None = None
+    input: float | None = None
     entry: float = 0.0
 
 
@@ -160,68 +161,70 @@ _INT64, _FLOAT64 = 8, 8
 
 
 class LayerMemory(RankStep):
-    """The layers of one rank's stages, forward by forward: one `Saved` for each kept tensor.
+    """Layers of one rank's stages for each forward: one `Saved` for each kept tensor.
 
-    Each storage counts once, where it is kept first. Of a microbatch, a rank has `whole` tokens of
-    its sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers have w bytes,
-    W = max(w, 4) in norms, routers and sums. On a CPU a norm of few numbers, or of a view, is made
-    of several operations, which keep copies; CUDA's fused norm keeps only its input and the inverse
-    root. The positions that a dispatch plan itself holds are not counted.
+    Each storage is counted once, by the first operation that keeps it. A rank has `whole` tokens of
+    a microbatch's sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers
+    have w bytes, W = max(w, 4) in norms, routers and sums. On a CPU a norm of few numbers, or of a
+    view, consists of several operations, which keep copies; CUDA's fused norm keeps only its input
+    and the inverse root. The positions inside a dispatch plan are not counted.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         model, plan = self.model, self.plan
         self.is_selective = plan.recompute == "selective"
-        #: Heads of this rank.
+        #: Query heads and key/value heads of this rank.
         self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
-        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
+        # The fused kernels of a CPU need equal head sizes; kernels that merge blocks do not pad.
         pads = plan.cp == 1 or plan.context == "all_to_all"
         self.is_padded = model.value_head_dim < model.query_head_dim and pads
-        #: Whether what lies between the projections of attention is computed again.
-        self.is_again = self.is_selective and plan.recompute_attention
-        #: Heads for positions: the projections are sent, and what arrives is kept in their place.
+        #: The core of attention, between its projections, is recomputed.
+        self.recomputes_core = self.is_selective and plan.recompute_attention
+        #: Heads are exchanged for positions: received projections are kept instead of sent ones.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
 
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
-        """One forward on one stage: what has a backward."""
+        """Kept tensors of one forward on one stage, of all layers with a backward."""
         whole, local = self.placement.tokens(self.global_batch, self.rank, number)
-        length = self.placement.positions(self.here["cp"], number % len(self.placement.lengths))
-        found: list[SavedTensors] = []
-        kept = self.placement.has_backward
-        #: Token ids, and which of them are rows of other ranks.
+        length = self.placement.positions(
+            self.coordinates["cp"], number % len(self.placement.lengths)
+        )
+        parts: list[SavedTensors] = []
+        has_backward = self.placement.has_backward
+        #: Token ids, and the mask of those in other ranks' rows.
         ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
         norm, stream = self._norm(local), local * self.w * self.model.hidden_size
-        if stage == 0 and kept("embedding"):
-            found.append(SavedTensors([Saved("stream", ids)]))
-        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
+        if stage == 0 and has_backward("embedding"):
+            parts.append(SavedTensors([Saved("stream", ids)]))
+        layers = [i for i in self.placement.layers_of(stage) if has_backward(f"layers.{i}")]
         for layer in (index for index in layers if index < self.model.num_layers):
-            found.append(self._layer(number, layer, whole, local, length))
+            parts.append(self._layer(number, layer, whole, local, length))
         if stage < self.placement.schedule.num_stages - 1:
-            return found
-        # Input, a target and a log-sum-exp of each token.
+            return parts
+        # Per token: the input, a target and a log-sum-exp.
         size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
-        rows = len(shard_range(self.model.vocab_size, self.plan.tp, self.here["tp"]))
+        rows = len(shard_range(self.model.vocab_size, self.plan.tp, self.coordinates["tp"]))
         logits = Saved(LOGITS, 0.0, working=whole * self.w * logits_per_token(rows))
         kept_head = Saved("head", size, held=size, gradient=whole * self.wide)
         head = SavedTensors([norm, kept_head, logits])
-        if kept("head"):
-            found.append(head)
+        if has_backward("head"):
+            parts.append(head)
         for layer in (index for index in layers if index >= self.model.num_layers):
-            # Token ids, two norms, both halves; the stream is the input of the head's norm, too.
-            again = Saved("norms", -stream * (self.w == self.wide))
+            # Token ids, two norms, both halves. The stream was counted with the head's norm.
+            duplicate = Saved("norms", -stream * (self.w == self.wide))
             halves = Saved("head", 2 * stream, held=2 * stream, gradient=stream)
-            found.append(SavedTensors([Saved("head", ids), norm, again, norm, halves]))
-            found.append(self._layer(number, layer, whole, local, length))
-            found.append(head)
+            parts.append(SavedTensors([Saved("head", ids), norm, duplicate, norm, halves]))
+            parts.append(self._layer(number, layer, whole, local, length))
+            parts.append(head)
         if self.model.has_joint_aux_loss:
             size = self.scopes(number) * (_FLOAT64 * self.model.num_experts + _INT64)
-            found.append(SavedTensors([Saved("dispatch", size)]))
-        return found
+            parts.append(SavedTensors([Saved("dispatch", size)]))
+        return parts
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
         saved = [self._norm(local), *self._attention(number, whole, local, length)]
-        # Gradients of an attention block's narrow products, kept until those of weights.
+        # Gradients of the adapters' narrow products, kept until the weight gradients.
         if self.model.attention == "gqa":
             narrow = self._narrow(whole, "q_proj", "k_proj", "v_proj")
         else:
@@ -238,11 +241,11 @@ class LayerMemory(RankStep):
         else:
             saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
         stream = local * self.w * self.model.hidden_size
-        return SavedTensors(saved, again=stream, entry=stream * (self.w == self.wide))
+        return SavedTensors(saved, input=stream, entry=stream * (self.w == self.wide))
 
     def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
-        """An attention block without the norm in front of it; `length` of a sequence or slice."""
-        model, plan, w, again = self.model, self.plan, self.w, self.is_again
+        """An attention block without its norm; `length` is that of a sequence or slice."""
+        model, plan, w, recomputed = self.model, self.plan, self.w, self.recomputes_core
         if model.attention == "mla":
             yield from self._latent(whole, local)
         else:
@@ -250,13 +253,13 @@ class LayerMemory(RankStep):
         if whole:
             # Cosines and sines, converted once for all layers.
             tables = 2 * length * model.rotary_dim * w
-            yield Saved("attention", tables, is_again=again, is_shared=True)
+            yield Saved("attention", tables, is_recomputed=recomputed, is_shared=True)
         if self.swaps:
-            # Whole sequences: of a token the queries, keys, values and output of the heads that
-            # this rank of cp attends with, and their log-sum-exp.
+            # Whole sequences. Per token: queries, keys, values, outputs and log-sum-exp of the
+            # heads of this cp rank.
             heads = round(self.heads)
             kv_heads = heads if model.attention == "mla" else round(self.keys)
-            share = head_share(heads, kv_heads, plan.cp, self.here["cp"])
+            share = head_share(heads, kv_heads, plan.cp, self.coordinates["cp"])
             queries, keys = len(share.queries), len(share.keys)
             if not share.is_even(heads // kv_heads):
                 keys = queries
@@ -265,27 +268,27 @@ class LayerMemory(RankStep):
             core = (queries + keys) * w * (size + values) + queries * self.wide
             core *= self.sequences(number) * self.placement.seq_len
         else:
-            # The log-sum-exp, and outputs that are not the input of the last product.
+            # The log-sum-exp, and outputs that are copied for the last product.
             core = self.heads * self.wide
             if self.is_padded:
                 core += self.heads * w * model.query_head_dim
-            elif again:
-                # Computed again, the output lies beside the one that was kept.
+            elif recomputed:
+                # The recomputed output is a second tensor.
                 core += self.heads * w * model.value_head_dim
             core *= whole
-        yield Saved("attention", core, is_again=again)
+        yield Saved("attention", core, is_recomputed=recomputed)
         result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
         if plan.attention_exit == "all_to_all" and plan.tp > 1:
-            own = local * w * model.num_heads * model.value_head_dim
-            if not again and not self.is_padded:
+            all_heads = local * w * model.num_heads * model.value_head_dim
+            if not recomputed and not self.is_padded:
                 yield Saved("attention", result)
-            yield Saved("attention", own, held=own, gradient=local * w * hidden)
+            yield Saved("attention", all_heads, held=all_heads, gradient=local * w * hidden)
         else:
             yield Saved("attention", result, held=result, gradient=whole * w * hidden)
 
     def _grouped(self, whole: int) -> Iterator[Saved]:
-        """Grouped-query attention: the stream behind its norm; the projections; rotated queries and
-        keys, and what norms of them (of each head, or over all of them) and clipping copy."""
+        """Grouped-query attention: the stream after its norm; the projections; rotated queries and
+        keys, and copies made by their norms (of each head, or over all heads) and by clipping."""
         model, w, heads, keys = self.model, self.w, self.heads, self.keys
         size = model.head_dim
         entered = whole * w * model.hidden_size
@@ -293,10 +296,10 @@ class LayerMemory(RankStep):
         yield Saved("attention", entered, held=entered, gradient=projected)
         channels = 0.0 if self.swaps else heads + keys
         per_head = summed = 0.0
-        # Query heads of several groups are copied side by side; those of one are a view.
+        # Query heads of several groups are copied next to each other; those of one are a view.
         copied = heads if keys > 1 else 0.0
         if model.qk_norm and model.qk_norm_over == "head":
-            # In front of it a view of the projections, unless it is made wider.
+            # The norm's input is a view of the projections, unless it is converted to fp32.
             of_keys = self.wide * keys * (size * (1 + (w < self.wide)) + 1)
             of_queries = self.wide * (size * (heads + (heads if w < self.wide else copied)) + heads)
             if self._is_one_pass(whole * heads * size):
@@ -309,35 +312,35 @@ class LayerMemory(RankStep):
         elif model.qk_norm:
             channels += copied + heads + keys
             per_head = 2 * self.wide
-            # The sums, an input of the part that is computed again.
-            summed = 2 * self.wide * self.is_again
+            # The sums, an input of the recomputed part.
+            summed = 2 * self.wide * self.recomputes_core
             if w < self.wide:
                 summed += self.wide * size * (heads + keys)
             if model.clip_qkv:
                 channels += heads + 2 * keys
         elif model.clip_qkv:
             channels += copied + keys
-        # A view of them keeps the projections: values, or keys in front of their norm.
+        # The projections stay allocated if a view of them is kept: values, or keys before the norm.
         is_read = model.clip_qkv > 0 or (model.qk_norm and w == self.wide)
-        if self.swaps and not (is_read or self.is_again):
+        if self.swaps and not (is_read or self.recomputes_core):
             projected = 0.0
         yield Saved("attention", projected + whole * summed)
         core = whole * (w * size * channels + per_head)
-        yield Saved("attention", core, is_again=self.is_again)
+        yield Saved("attention", core, is_recomputed=self.recomputes_core)
 
     def _latent(self, whole: int, local: int) -> Iterator[Saved]:
-        """Latent attention: the stream, the latents behind and before their norms; queries, keys
-        and values of all heads, padded to one size where the kernel wants that."""
+        """Latent attention: the stream, the latents before and after their norms; queries, keys
+        and values of all heads, padded to one size if the kernel needs that."""
         model, w, wide, heads = self.model, self.w, self.wide, self.heads
         rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
         queries = whole * w * heads * model.query_head_dim
         expanded = whole * w * heads * (model.qk_nope_head_dim + model.v_head_dim)
         stream = local * w * model.hidden_size
         yield Saved("attention", stream, held=stream, gradient=local * w * (rank + latent + rotary))
-        for size, beside in ((latent, rotary), (rank, 0)):
+        for size, extra in ((latent, rotary), (rank, 0)):
             if size:
                 # Input, normalised copy and inverse root of a norm.
-                kept = wide * (2 * size + 1) + w * beside * (w == wide)
+                kept = wide * (2 * size + 1) + w * extra * (w == wide)
                 if self._is_one_pass(local * size):
                     kept = w * size
                 yield Saved("attention", local * kept)
@@ -347,12 +350,12 @@ class LayerMemory(RankStep):
         entered = whole * w * (rank + latent + rotary)
         yield Saved("attention", entered, held=entered, gradient=queries + expanded)
         values = whole * w * heads * model.query_head_dim if self.is_padded else expanded
-        if self.is_again:
+        if self.recomputes_core:
             yield Saved("attention", queries + expanded)
             values = values if self.is_padded else 0.0
         if self.swaps:
             return
-        yield Saved("attention", 2 * queries + values, is_again=self.is_again)
+        yield Saved("attention", 2 * queries + values, is_recomputed=self.recomputes_core)
 
     def _norm(self, rows: int) -> Saved:
         hidden = self.model.hidden_size
@@ -373,7 +376,7 @@ class LayerMemory(RankStep):
         if self.is_selective:
             yield Saved("mlp", 2 * inner, gradient=inner + hidden)
         else:
-            yield Saved("mlp", 2 * inner)  # gate and up; silu(gate) is computed once more
+            yield Saved("mlp", 2 * inner)  # gate and up; silu(gate) is recomputed
             yield Saved("mlp", inner, held=inner, gradient=hidden)
 
     def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
@@ -384,7 +387,7 @@ class LayerMemory(RankStep):
         entered = local * wide * model.hidden_size
         yield Saved("router", entered, held=entered, gradient=local * wide * experts)
         scores = wide * experts + (0 if model.router_score == "softmax" else wide)
-        # Choices, and what normalisation divides; where a choice may be none, which of them are.
+        # Choices, normalised weights and their sum, and a mask if a choice may be empty.
         weights = k * _INT64 + (k + 1) * wide * model.router_normalize
         if model.router_selection in ("expert_choice", "sinkhorn"):
             weights += k + model.router_normalize
@@ -393,7 +396,7 @@ class LayerMemory(RankStep):
             # The scope of each token, and its loss.
             is_shared = model.aux_loss_scope == "sequence"
             yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
-            # Frequencies and numbers of tokens of each scope.
+            # Frequencies and number of tokens of each scope.
             size = self.scopes(number) * (wide * experts + _INT64) * (not model.has_joint_aux_loss)
             if model.router_score != "softmax":
                 size += local * wide * experts
@@ -403,8 +406,8 @@ class LayerMemory(RankStep):
         source, rows, kept, picks = self._rows(number, layer)
         yield Saved("dispatch", picks)
         narrow = local * w * model.hidden_size
-        # The stream behind the norm is the router's input in fp32 at least, and where they are the
-        # same tensor that of the local experts and of the shared expert, too.
+        # The stream after the norm is the router's input, in fp32 at least. In the same precision
+        # it is also the input of the local experts and of the shared expert.
         is_shared_input = bool(model.shared_width) and (plan.tp == 1 or model.shared_gate)
         if w < wide and (alone or is_shared_input):
             kind = "mlp" if is_shared_input else "experts"
@@ -412,9 +415,9 @@ class LayerMemory(RankStep):
         if model.shared_width:
             yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
         if model.shared_gate:
-            # Both factors: the sigmoid, and what it multiplies.
+            # Both factors: the sigmoid, and the shared experts' output.
             yield Saved("mlp", local * w + narrow, gradient=local * w)
-        # The experts' rows; gate and up; a weight of each row.
+        # The experts' rows; gate and up; a weight per row.
         is_copied = not alone or plan.combine == "exact"
         copied = source * w * model.hidden_size if is_copied else 0.0
         width = w * model.expert_intermediate_size / plan.etp
@@ -424,26 +427,26 @@ class LayerMemory(RankStep):
         yield Saved("experts", copied + rows * wide + inner, held=copied, gradient=gradient)
 
     def _narrow(self, rows: float, *targets: str) -> float:
-        """Bytes of `rows` rows of one factor's width, for each of the adapters."""
+        """Bytes of `rows` rows of the adapters' rank, for each target with an adapter."""
         lora = self.model.lora
         return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
 
     def _rows(self, number: int, layer: int) -> tuple[float, ...]:
-        """Of this rank in one layer, over all chunks: rows of the experts' source, rows at the
-        experts, those of which gate and up are kept (as they are laid out for the products); bytes
-        of positions and weights of the dispatch."""
-        plan, here = self.plan, self.here["ep"]
+        """Sums over all chunks of this rank in one layer: rows in the source of the experts' rows,
+        rows at the experts, rows with kept gate and up (padded for the products), bytes of
+        positions and weights of the dispatch."""
+        plan, ep_index = self.plan, self.coordinates["ep"]
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
-        found: list[tuple[float, float, float, float]] = []
+        chunks: list[tuple[float, float, float, float]] = []
         wide, k = self.wide, self.model.experts_per_token
         for chunk in range(self.chunks):
             sent = self.sent_by(number, layer, chunk)
-            own = sent(self.rank)
+            local = sent(self.rank)
             peers = [sent(peer) for peer in self.placement.members("ep_etp", self.rank)]
-            source = total = sum(peer.rows[here] for peer in peers)
-            # Positions and weights that are kept where weights are picked and sorted.
-            weights, positions = own.tokens * k * wide, _INT64 * total
-            picks = weights + _INT64 * sum(own.rows) + wide * total + positions
+            source = total = sum(peer.rows[ep_index] for peer in peers)
+            # Positions and weights that are kept for picking and sorting weights.
+            weights, positions = local.tokens * k * wide, _INT64 * total
+            picks = weights + _INT64 * sum(local.rows) + wide * total + positions
             slots = slots_per_pair(self.max_tokens, k, self.model.num_experts, plan.ep)
             if plan.ep * plan.etp == 1 and plan.combine == "fast":
                 picks = weights + positions
@@ -451,7 +454,7 @@ class LayerMemory(RankStep):
                 source = sum(peer.tokens for peer in peers)
                 picks = source * k * wide + positions
             elif plan.dispatcher == "hierarchical":
-                source = sum(peer.visits[here] for peer in peers)
+                source = sum(peer.visits[ep_index] for peer in peers)
                 picks = source * k * wide + positions
             elif plan.dispatcher == "low_latency" and all(
                 count <= slots for peer in peers for count in peer.rows
@@ -459,16 +462,16 @@ class LayerMemory(RankStep):
                 source = slots * len(peers)
                 picks = weights + _INT64 * slots * plan.ep + wide * source + positions
             if plan.combine == "exact":
-                # Each expert's rows are padded, and all of them together.
-                experts = shard_range(self.model.num_experts, plan.ep, here)
+                # The rows of each expert are padded, and so is their total.
+                experts = shard_range(self.model.num_experts, plan.ep, ep_index)
                 rows = (sum(peer.by_expert[expert] for peer in peers) for expert in experts)
                 padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
                 source, kept = total, ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
             else:
-                # Rows above the bound are computed in blocks, and once more in the backward.
+                # Rows above the bound are computed in blocks, and recomputed in the backward.
                 kept = total if total <= most else 0.0
-            found.append((source, total, kept, picks))
-        return tuple(map(sum, zip(*found, strict=True)))
+            chunks.append((source, total, kept, picks))
+        return tuple(map(sum, zip(*chunks, strict=True)))
 
 
 def predict_activations(
@@ -479,9 +482,9 @@ def predict_activations(
     rank: int = 0,
     routing: Routing | None = None,
 ) -> dict[str, int]:
-    """Bytes by kind that `rank` keeps for its backward at the fullest moment of a step.
+    """Bytes by kind that `rank` keeps for its backward at the peak of a step.
 
-    `routing` None: uniform. Replicas of experts are priced as if there were none.
+    `routing` None is uniform routing. Replicas of experts are not counted.
     """
     memory = LayerMemory(
         placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
@@ -503,12 +506,12 @@ def predict_activations(
         add(saved.kind, saved.working)
         add(saved.kind, -saved.working)
 
-    # In a block the forward counts before anything is given back.
-    entries = schedule.orders[memory.here["pp"]]
+    # In an overlapped block the forward is counted before the backward frees tensors.
+    entries = schedule.orders[memory.coordinates["pp"]]
     orders = (sorted(entry, key=lambda op: op.kind != "F") for entry in entries)
     for op in chain.from_iterable(orders):
         layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
-        #: Kind of one storage for all layers -> the first layer that keeps it.
+        #: Kind of a shared storage -> index of the first layer that keeps it.
         first: dict[str, int] = {}
         for index, layer in enumerate(layers):
             for saved in layer.saved:
@@ -517,11 +520,11 @@ def predict_activations(
         if op.kind == "F":
             seen: set[str] = set()
             for layer in layers:
-                if is_full and layer.again is not None:
-                    add("stream", layer.again)
+                if is_full and layer.input is not None:
+                    add("stream", layer.input)
                     continue
                 for saved in layer.saved:
-                    if not saved.is_again and not (saved.is_shared and saved.kind in seen):
+                    if not saved.is_recomputed and not (saved.is_shared and saved.kind in seen):
                         add(saved.kind, saved.size)
                     work(saved)
                     if saved.is_shared:
@@ -535,23 +538,24 @@ def predict_activations(
             continue
         for index in reversed(range(len(layers))):
             layer = layers[index]
-            whole = layer.again if is_full else None
+            whole = layer.input if is_full else None
             if whole is not None:
-                # All of the layer is made again, beside the input that was kept.
+                # The whole layer is recomputed from its input, which stays allocated.
                 add(layer.saved[0].kind, -layer.entry)
                 for saved in layer.saved:
                     add(saved.kind, saved.size)
             made = whole is not None
             for saved in reversed(layer.saved):
                 work(saved)
-                if saved.is_again and not made:
+                if saved.is_recomputed and not made:
                     made = True
                     for other in layer.saved:
-                        if other.is_again:
+                        if other.is_recomputed:
                             add(other.kind, other.size)
                 if op.kind == "I":
                     add(DEFERRED, saved.gradient)
-                is_kept_on = saved.is_shared and not saved.is_again and index > first[saved.kind]
+                is_shared = saved.is_shared and not saved.is_recomputed
+                is_kept_on = is_shared and index > first[saved.kind]
                 if whole is not None or not is_kept_on:
                     add(saved.kind, (saved.held if op.kind == "I" else 0.0) - saved.size)
             if whole is not None:
@@ -575,12 +579,12 @@ def predict_memory(
 ) -> MemoryProfile:
     """The memory of `rank` in a training step; `peak` is the sum of the parts.
 
-    `momentum` is that of SGD; `routing` None: uniform; `tuning`: what trains. Raises ValueError
-    when the plan's schedule cannot be made.
+    `momentum` is that of SGD; `routing` None is uniform routing; `tuning` selects the parameters
+    that train. Raises ValueError if the plan's schedule is impossible.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
-    own = {"element": ELEMENT_BYTES[dtype], "rank": rank}
-    states = predict_states(placement, **own, optimizer=optimizer, momentum=momentum)
-    kinds = predict_activations(placement, **own, global_batch=global_batch, routing=routing)
+    shared = {"element": ELEMENT_BYTES[dtype], "rank": rank}
+    states = predict_states(placement, **shared, optimizer=optimizer, momentum=momentum)
+    kinds = predict_activations(placement, **shared, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)

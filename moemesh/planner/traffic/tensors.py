@@ -1,4 +1,4 @@
-"""Parameter tensors of each rank and stage, their buckets, and gathers of them under ZeRO-3."""
+"""Parameter tensors of each rank and stage, their buckets, and their gathers under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from moemesh.sharding.parameters import (
 )
 from moemesh.sharding.stages import cut_layers
 
-#: Of a number of a weight, by dtype of a run.
+#: Bytes per number of a weight, by dtype of a run.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class StagePlacement:
-    """Parameters that each pipeline rank holds, under the schedule that the plan names: of one
-    step, also where steps follow each other without a pause.
+    """Parameters that each pipeline rank holds, under the plan's schedule of one step (also for
+    schedules whose steps overlap).
 
-    `tuning` tells which of them train. Raises ValueError, with the numbers, when there is no such
-    schedule or cut.
+    `tuning` selects the parameters that train. Raises ValueError, with the numbers, for an
+    impossible schedule or cut.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class StagePlacement:
         self.model, self.plan, self.seq_len, self.tuning = model, plan, seq_len, tuning
         self.layout: Layout = plan.layout
         self.coordinates = cache(self.layout.coordinates)
-        #: The ranks of an axis around a rank.
+        #: (axis, rank) -> ranks of the rank's group, ascending.
         self.members = cache(self.layout.group_of)
         schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
-        #: At whose input the backward ends.
+        #: Unit at whose input the backward ends.
         self.first_trained_unit = first_unit(tuning, model, plan)
         ends_at = first_stage(self.first_trained_unit, self.layers)
         self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
@@ -59,10 +59,10 @@ class StagePlacement:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each slice of a sequence; the whole of it where a schedule does not cut it."""
+        """Tokens of each slice of a sequence; one slice if the schedule does not cut it."""
         if self.schedule.num_slices == 1:
             return (self.seq_len,)
-        # Frozen pydantic models are hashable, which their types do not say.
+        # Frozen pydantic models are hashable, but their types do not declare it.
         return slice_lengths(self.model, self.plan, self.seq_len)  # pyright: ignore[reportArgumentType]
 
     # Forwards of a step are numbered by microbatch and, inside it, by slice of the sequences.
@@ -77,8 +77,8 @@ class StagePlacement:
 
     def sequences(self, global_batch: int, dp: int, microbatch: int) -> int:
         """Sequences of one microbatch of one data-parallel rank."""
-        own = len(shard_range(global_batch, self.plan.dp, dp))
-        return len(shard_range(own, self.plan.microbatches, microbatch))
+        local_batch = len(shard_range(global_batch, self.plan.dp, dp))
+        return len(shard_range(local_batch, self.plan.microbatches, microbatch))
 
     def positions(self, cp: int, slice: int = 0) -> int:
         """Positions of a sequence that a context-parallel rank holds, in one slice of it."""
@@ -87,7 +87,7 @@ class StagePlacement:
         return context_sizes(self.seq_len, self.plan.cp)[cp]
 
     def stages(self, pp_rank: int) -> list[int]:
-        """The stages that a pipeline rank runs, of whatever pipe, each once."""
+        """The stages that a pipeline rank runs in any pipe, without duplicates."""
         return sorted({stage for _, stage in self.schedule.stages_of(pp_rank)})
 
     def layers_of(self, stage: int) -> list[int]:
@@ -100,7 +100,8 @@ class StagePlacement:
         return unit not in self._frozen_units
 
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank that use `tensor`; it holds (a slice of) what they use."""
+        """The stages of a pipeline rank that use `tensor`; a rank holds (a slice of) the tensors
+        that its stages use."""
         unit = tensor.unit
         users = {first_stage(unit, self.layers)}
         if unit == "embedding" and self.model.ends_share_a_table:
@@ -109,7 +110,7 @@ class StagePlacement:
 
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
-        return [found for found in self.tensors if self.users(found, pp_rank)]
+        return [tensor for tensor in self.tensors if self.users(tensor, pp_rank)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -122,14 +123,14 @@ class RankStep:
     #: Bytes of a number of the model.
     w: int
     rank: int
-    #: Rows that tokens ask for; None: uniform routing.
+    #: Rows that tokens send to experts; None: uniform routing.
     given_routing: Routing | None = None
 
     def __post_init__(self) -> None:
         self.model, self.plan = self.placement.model, self.placement.plan
         self.layout, self.schedule = self.placement.layout, self.placement.schedule
-        self.here = self.placement.coordinates(self.rank)
-        #: Bytes of a number that is at least fp32.
+        self.coordinates = self.placement.coordinates(self.rank)
+        #: Bytes of a number that has at least fp32.
         self.wide = max(self.w, 4)
         self.routing = self.given_routing or uniform_routing(self.model, self.layout)
         self.max_tokens = self.plan.tokens_per_rank(self.placement.seq_len, self.global_batch)
@@ -137,16 +138,16 @@ class RankStep:
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
 
     def sequences(self, forward: int) -> int:
-        """Sequences that this rank has a part of, in one forward."""
+        """Number of sequences of which this rank computes a part, in one forward."""
         microbatch = forward // self.schedule.num_slices
-        return self.placement.sequences(self.global_batch, self.here["dp"], microbatch)
+        return self.placement.sequences(self.global_batch, self.coordinates["dp"], microbatch)
 
     def scopes(self, forward: int) -> int:
-        """Scopes of the auxiliary losses in one forward."""
+        """Number of scopes of the auxiliary losses in one forward."""
         return self.sequences(forward) if self.model.aux_loss_scope == "sequence" else 1
 
     def sent_by(self, forward: int, layer: int, chunk: int) -> Callable[[int], SentRows]:
-        """Rows that the tokens of one chunk of a rank ask for."""
+        """Function rank -> rows that it sends for the tokens of one chunk."""
 
         @cache
         def sent(rank: int) -> SentRows:
@@ -157,15 +158,15 @@ class RankStep:
 
 
 def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets of one rank of a model whose weights have `element_bytes` a number."""
+    """Buckets of the parameters of one rank; weights have `element_bytes` per number."""
     layout, at = placement.layout, placement.coordinates(rank)
-    found: list[Member] = []
+    members: list[Member] = []
     for tensor in placement.held(at["pp"]):
         numbers = tensor.local_elements(layout, at)
         if not numbers:
             continue
         holders = sum(bool(placement.users(tensor, other)) for other in range(layout.pp))
-        found.append(
+        members.append(
             Member(
                 name=tensor.name,
                 unit=tensor.unit,
@@ -179,30 +180,29 @@ def data_buckets(placement: StagePlacement, rank: int, element_bytes: int) -> tu
         )
     plan = placement.plan
     is_exact = plan.combine == "exact"
-    return buckets(found, plan.data, same_ranks=None if is_exact else layout.same_ranks)
+    return buckets(members, plan.data, same_ranks=None if is_exact else layout.same_ranks)
 
 
 def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[int, ...], int]:
-    """How many numbers of `bucket` each of the ranks around `rank` owns that share it where states
-    are sharded, and which of these `rank` is."""
+    """(numbers of `bucket` that each rank of the sharding group owns, index of `rank` in it)."""
     plan, layout = placement.plan, placement.layout
     ranks = placement.members(layout.sharding_axes(bucket.axis)[0], rank)
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
     return sizes, ranks.index(rank)
 
 
-# Gathers of ZeRO-3, by walking the operations of a rank: which weights come when, and how many
-# are here at once.
+# Gathers of ZeRO-3, from a walk over the operations of a rank: their number, and the bytes of
+# gathered weights at the same time.
 #
-# It follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, the next one
-# with it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
+# It follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, together with
+# the next one, and freed after its last use, unless `plan.reshard` keeps it for the step.
 
 
 def gathered_units(
     placement: StagePlacement, rank: int, element_bytes: int
 ) -> tuple[Counter[tuple[Bucket, str]], int]:
-    """One step of one rank under ``plan.data = zero3``: (bucket, phase) -> how often its weights
-    are gathered; and the most bytes of weights that are here, or on their way, at once."""
+    """Gathers of one step of one rank under ``plan.data = zero3``: (bucket, phase) -> number of
+    gathers of its weights; and the peak bytes of weights that are gathered or in flight."""
     model, schedule = placement.model, placement.schedule
     pp_rank = placement.coordinates(rank)["pp"]
     units: dict[str, list[Bucket]] = {}
@@ -212,7 +212,8 @@ def gathered_units(
             units.setdefault(bucket.unit, []).append(bucket)
     if model.tied_embeddings:
         units["head"] = [*units.get("head", ()), *units.get("embedding", ())]
-    #: Stage -> the units that a forward reads, in their order; each extra prediction layer apart.
+    #: Stage -> sequences of units that a forward reads: the main one, then one for each extra
+    #: prediction layer.
     sequences: dict[int, list[list[str]]] = {}
     following: dict[tuple[str, str], set[str]] = {}
     for stage in placement.stages(pp_rank):
@@ -238,17 +239,18 @@ def gathered_units(
             # The backward of the embedding reads no weights.
             uses += [("backward", unit) for unit in reversed(reached) if unit != "embedding"]
     gathers: Counter[tuple[Bucket, str]] = Counter()
-    here: set[Bucket] = set()
+    gathered: set[Bucket] = set()
     most = 0
     for phase, unit in uses:
-        # The next unit is gathered ahead where it is always the same one.
-        then = following.get((phase, unit), set[str]())
-        own, near = units.get(unit, []), units.get(min(then), []) if len(then) == 1 else []
-        for bucket in (*own, *near):
-            if bucket not in here:
-                here.add(bucket)
+        # The next unit is prefetched if it is always the same one.
+        successors = following.get((phase, unit), set[str]())
+        used = units.get(unit, [])
+        prefetched = units.get(min(successors), []) if len(successors) == 1 else []
+        for bucket in (*used, *prefetched):
+            if bucket not in gathered:
+                gathered.add(bucket)
                 gathers[bucket, phase] += 1
-        most = max(most, sum(bucket.numbers * bucket.weight_bytes for bucket in here))
+        most = max(most, sum(bucket.numbers * bucket.weight_bytes for bucket in gathered))
         if placement.plan.reshard != "step":
-            here.difference_update(own)
+            gathered.difference_update(used)
     return gathers, most

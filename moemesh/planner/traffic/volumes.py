@@ -1,19 +1,19 @@
-"""Closed forms of every collective of one step: how often, how many bytes, among how many ranks.
+"""Closed forms of every collective of one step: number of events, bytes and ranks.
 
-For any layout that :class:`PlannedLayout` can say, also those of other trainers. One GPU of one
-pipeline rank; u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a
-gradient, N ranks that hold the same weights, Psi parameters of a rank. "wire" is what the GPU
-sends in one event (ring collectives, direct exchanges); "payload" the full tensor. Of a parameter
-server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
+They cover every :class:`PlannedLayout`, including those of other trainers, and count one GPU of one
+pipeline rank. u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a
+gradient, N ranks that hold the same weights, Psi parameters of a rank. "wire" bytes are sent by the
+GPU in one event (ring collectives, direct exchanges); "payload" is the full tensor. With parameter
+servers the GPU is one of them, which also receives (N-1)/S g Psi of gradients.
 
 | what | wire bytes of an event | events a step |
 |---|---|---|
 | TP | all-reduce 2 (t-1)/t u h w | 2 a block and microbatch; 3 with full recomputation |
 | TP + SP | all-gather or reduce-scatter (t-1)/t u h w | 4 a block and microbatch; 6 recomputed; |
-| | | 1 more where the input is gathered again |
+| | | 1 more if the input is re-gathered |
 | entry of MLA | the same, r_q + r_kv + d_r wide in place of h | as TP + SP |
 | exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
-| CP ring | (c-1)/c 2 s b h_kv w / t, backward again and with max(w, 4) | a layer, microbatch |
+| CP ring | (c-1)/c 2 s b h_kv w / t, backward with w and with max(w, 4) | a layer, microbatch |
 | CP all_gather | the same gathered forward and backward, dK and dV scattered | the same |
 | CP all_to_all | (c-1)/c u (q + r (k + v)), (c-1)/c u out, w / t; r copies of keys | 1 + 1 |
 | PP | u h w, / t with SP | 2 v m from an inner rank |
@@ -49,8 +49,8 @@ from moemesh.trace.ledger import Ledger
 
 
 class Volume(NamedTuple):
-    """Events of one kind: `events` a step, each of `wire_bytes` sent, `received_bytes` received and
-    `payload_bytes` in all, on an axis of `members` ranks."""
+    """Events of one kind: `events` per step, each with `wire_bytes` sent, `received_bytes` received
+    and a tensor of `payload_bytes`, on an axis of `members` ranks."""
 
     axis: str
     op: str
@@ -64,22 +64,22 @@ class Volume(NamedTuple):
 
 
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
-    """Every collective of one step of pipeline rank `rank`; nothing for axes of one rank."""
-    return _Volumes(shape, layout, rank).found
+    """Every collective of one step of pipeline rank `rank`, without axes of one rank."""
+    return _Volumes(shape, layout, rank).volumes
 
 
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
-    """The same as a ledger, bytes of all events together."""
+    """The volumes of a step as a ledger, with the bytes of all events together."""
     return ledger_of(
-        (*found[:5], *(found.events * size for size in found[5:8]))
-        for found in step_volumes(shape, layout, rank)
+        (*volume[:5], *(volume.events * size for size in volume[5:8]))
+        for volume in step_volumes(shape, layout, rank)
     )
 
 
 class _Volumes:
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         self.shape, self.layout, self.rank = shape, layout, rank
-        self.found: list[Volume] = []
+        self.volumes: list[Volume] = []
         self.content = Stages.of(shape, layout, microbatches=1).contents[rank]
         self.step = pipeline_step(layout, 1)
         ahead = shape.num_mtp_layers * self.content.has_head
@@ -102,11 +102,11 @@ class _Volumes:
             cut = layout.shard_messages
             cut = layout.sequence_parallel if cut is None else cut
             size = self.stream / (layout.tp if cut else 1)
-            mine, last = self.step.stages_of(rank), self.step.num_stages - 1
-            # Both chunks of a V may be neighbours on one rank: they hand over without a message.
-            near = mine if self.step.share == 1 else ()
-            forward = sum(stage < last and stage + 1 not in near for stage in mine)
-            backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
+            stages, last = self.step.stages_of(rank), self.step.num_stages - 1
+            # Both chunks of a V may be neighbours on one rank: no message between them.
+            near = stages if self.step.share == 1 else ()
+            forward = sum(stage < last and stage + 1 not in near for stage in stages)
+            backward = sum(stage > 0 and stage - 1 not in near for stage in stages)
             for phase, number in (("forward", forward), ("backward", backward)):
                 self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
         weights, width = rank_weights(shape, layout, rank), layout.gradient_bytes
@@ -141,7 +141,7 @@ class _Volumes:
         if op != "send_receive":
             # Collectives are rings, an all-reduce in two phases, or direct exchanges.
             sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
-        self.found.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
+        self.volumes.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
 
     def _tensor(self) -> None:
         layout, m = self.layout, self.m
@@ -149,7 +149,7 @@ class _Volumes:
         mlps = self.layers - self.moe + shared
         entering = self.stream
         if self.shape.attention == "mla":
-            # The latents, with the stream where queries are not compressed.
+            # The latents, and the stream if queries are not compressed.
             width = self.shape.q_lora_rank or self.shape.hidden_size
             width += self.shape.kv_lora_rank + self.shape.qk_rotary_head_dim
             entering = layout.tokens * width * layout.element_bytes
@@ -188,8 +188,8 @@ class _Volumes:
         self._enter("tp", back, "backward", leave, count, leaving)
         if layout.rebuild != "none":
             tensors = 2 if layout.rebuild == "input_and_gradient" else 1
-            again = "backward", f"{caller}.rebuild", count, tensors * self.stream
-            self._enter("tp", "all_gather", *again)
+            rebuilt = "backward", f"{caller}.rebuild", count, tensors * self.stream
+            self._enter("tp", "all_gather", *rebuilt)
 
     def _context(self) -> None:
         layout, shape, c = self.layout, self.shape, self.layout.cp
@@ -197,11 +197,12 @@ class _Volumes:
         keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
         count = self.layers * self.m
-        again = self.full or "attention" in layout.recompute
-        phases = ("forward", "recompute", "backward") if again else ("forward", "backward")
+        is_recomputed = self.full or "attention" in layout.recompute
+        recompute = ("recompute",) if is_recomputed else ()
+        phases = ("forward", *recompute, "backward")
         match layout.context:
             case "ring":
-                # In the backward gradients follow their keys and values, in fp32 at least.
+                # In the backward gradients travel with their keys and values, in fp32 at least.
                 hops, block = count * (c - 1), whole / c
                 for phase in phases:
                     self._enter("cp", "send_receive", phase, "context.keys", hops, block)
@@ -212,7 +213,7 @@ class _Volumes:
                     self._enter("cp", "all_gather", phase, "context.keys", count, whole)
                 self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole)
             case "all_to_all":
-                # Number of ranks that a key/value head goes to.
+                # `copies` is the mean number of ranks that receive a key/value head.
                 heads, copies = shape.num_heads // layout.tp, 1.0
                 kv_heads = max(shape.num_kv_heads // layout.tp, 1)
                 kv_heads = heads if shape.attention == "mla" else kv_heads
@@ -224,7 +225,7 @@ class _Volumes:
                     self._enter("cp", "all_to_all", phase, "context.heads", count, moved)
                 moved = layout.tokens * shape.output_width * width
                 for phase in phases:
-                    # The core of attention alone ends before its outputs leave.
+                    # Recomputing only the core of attention does not repeat the exchange after it.
                     if phase != "recompute" or self.full:
                         self._enter("cp", "all_to_all", phase, "context.positions", count, moved)
 
@@ -233,8 +234,8 @@ class _Volumes:
         count = self.moe * self.m
         plain = shape.hidden_size * layout.element_bytes
         coded = packed_bytes(shape.hidden_size) if layout.payload == "fp8" else plain
-        again = self.full or "moe" in layout.recompute
-        phases = ("forward", "recompute") if again else ("forward",)
+        is_recomputed = self.full or "moe" in layout.recompute
+        phases = ("forward", "recompute") if is_recomputed else ("forward",)
         mesh, tokens = layout.mesh, layout.tokens / layout.tp * layout.imbalance
         table = rows_moved(
             tokens=tokens,
@@ -247,10 +248,10 @@ class _Volumes:
         arriving = 0.0
         for axis, _, is_gathered in HOPS[name]:
             arriving = table[name].by_axis.get(axis, arriving)
-            # All lanes of an ep index gather the rows.
+            # Lanes of an ep index gather each other's rows.
             rows = arriving * layout.etp if is_gathered else arriving
             width = plain if axis == "etp" else coded
-            members = prod(mesh.dimensions(AXES[axis][0])[one] for one in AXES[axis][1])
+            members = prod(mesh.dimensions(AXES[axis][0])[dim] for dim in AXES[axis][1])
             there, back = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
             for phase in phases:
                 self._enter(axis, there, phase, "moe.dispatch", count, rows * width, members)
@@ -261,7 +262,8 @@ class _Volumes:
     def _sums(
         self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
     ) -> None:
-        """Gradients and weights of `psi` parameters of a rank, of which `share` train."""
+        """Enter sums of gradients and gathers of weights, for `psi` parameters of a rank with a
+        trained `share`."""
         layout = self.layout
         buckets = layers if layout.bucket_per_layer else 1
         if not psi or replicas == 1 or (not share and layout.zero < 3):
@@ -270,7 +272,7 @@ class _Volumes:
         if layout.zero < 3:
             weight *= share
         gradient, weight = gradient / buckets, weight / buckets
-        # ZeRO-2 keeps no place where gradients of several microbatches could add up unreduced.
+        # ZeRO-2 has no buffer for unreduced gradients of several microbatches.
         is_often = layout.reduce_every_microbatch or layout.zero >= 2
         sums = buckets * (layout.microbatches if is_often else 1)
         if layout.parameter_server:
@@ -278,7 +280,7 @@ class _Volumes:
             server = wire.parameter_server(gradient, weight, replicas, servers)
             push = gradient, server.push_sent, server.push_received, replicas
             pull = weight, server.pull_sent, server.pull_received, replicas
-            self.found += [
+            self.volumes += [
                 Volume(axis, "reduce_scatter", "backward", "gradients", sums, *push),
                 Volume(axis, "all_gather", "optimizer", "weights", buckets, *pull),
             ]
@@ -298,6 +300,6 @@ class _Volumes:
         self._enter(axis, "reduce_scatter", "backward", "gradients", sums, gradient, shards)
         if shards < replicas:
             # Shards inside a group are summed over the groups.
-            one, groups = gradient / shards, replicas // shards
+            shard, groups = gradient / shards, replicas // shards
             name = f"{axis}_groups"
-            self._enter(name, "all_reduce", "backward", "gradients", sums, one, groups)
+            self._enter(name, "all_reduce", "backward", "gradients", sums, shard, groups)
