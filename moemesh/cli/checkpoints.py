@@ -82,7 +82,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
             holding = RunFolder(run, has_run=True, checkpoints=folder)
             holding.lock(say=say)
         elif has_owner(folder):
-            holding = Claim.take(folder, uuid.uuid4().hex, say=say)
+            holding = Claim.take(folder, uuid.uuid4().hex, log=say)
     except RunFolderError as error:
         if not error.holder:
             raise
@@ -112,14 +112,14 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     """
     from moemesh.checkpoint.files import CheckpointError, written_at
     from moemesh.checkpoint.manifest import MANIFEST
-    from moemesh.checkpoint.retention import standing
+    from moemesh.checkpoint.retention import verified_state
     from moemesh.checkpoint.stored import read_manifest, unfinished
     from moemesh.trace.memory_profile import format_bytes
 
     found = find(place)
     rows: list[dict[str, Any]] = []
     for step in found.steps:
-        one = standing(found.folder, step, read_back=False)
+        one = verified_state(found.folder, step, read_back=False)
         row: dict[str, Any] = {"step": step, "verified": one.is_verified, "finite": one.is_finite}
         with suppress(CheckpointError, OSError):
             manifest = read_manifest(found.path(step))
@@ -177,7 +177,7 @@ def verify(
 
         moemesh checkpoint verify runs/tiny/step-100
     """
-    from moemesh.checkpoint.retention import Standing, nonfinite, remember
+    from moemesh.checkpoint.retention import VerifiedState, nonfinite, remember
     from moemesh.checkpoint.stored import examine, open_stored
     from moemesh.trace.memory_profile import format_bytes
 
@@ -191,7 +191,7 @@ def verify(
             names, size = nonfinite(stored), stored.num_bytes
             with suppress(OSError):  # a folder that is only read is verified all the same
                 digest = stored.manifest.digest
-                remember(found.folder, [Standing(step, digest, True, not names)])
+                remember(found.folder, [VerifiedState(step, digest, True, not names)])
         content.append(
             {
                 "step": step,

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: which of its tensors holds which of our factors, without torch.
+"""Adapters in PEFT's format: the mapping of its tensors to our factors, without torch.
 
 Legend: E experts, R rank, I inputs, O outputs.
 
@@ -6,9 +6,9 @@ A projection has ``<module>.lora_A.weight`` [R, I] and ``lora_B.weight`` [O, R].
 all experts of a layer are one parameter, and gate with up is one, too. PEFT adapts such a parameter
 (``target_parameters``) with A [E R, I], the experts one after the other, and B [O, R E], the
 experts of a rank side by side; the adapter of ``gate_up_proj`` lies under ``base_layer`` where
-``down_proj`` has one. Separate adapters of gate and up are then one of rank 2 R whose B is block
-diagonal, with twice the alpha. Where no module but stacks are adapted, all are "wide": of rank 2 R,
-the others with zeros behind their own, for PEFT warns of a ``rank_pattern`` that fits no module.
+``down_proj`` has one. Separate adapters of gate and up become one of rank 2 R whose B is block
+diagonal, with twice the alpha. If only stacks are adapted, all adapters have rank 2 R, padded with
+zeros, because PEFT warns of a ``rank_pattern`` that matches no module.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _NO_BIAS = ("bias", "none")
 
 
 class Adaptation(NamedTuple):
-    """One adapter of PEFT's, of the parts `parts` of our `weight` in the family `kind`, each of
-    which has an adapter of its own here, of rank `rank`. `module`: PEFT's name of what it adapts,
-    without the names of tensors; `wraps`: another adapter is around it."""
+    """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
+    part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, without
+    names of tensors; `wraps`: another adapter wraps it."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
@@ -72,33 +72,33 @@ class Adaptation(NamedTuple):
 
     @property
     def target(self) -> str:
-        """Its name in ``adapter_config.json``, in every layer."""
+        """Name in ``adapter_config.json``, the same for all layers."""
         block, leaf = self.module.split(".")[-2:]
         return f"{block}.{leaf}" if self.is_stack else leaf
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is that of all experts of a layer."""
+        """Whether it adapts all experts of a layer."""
         return self.weight.is_expert
 
     @property
     def total_rank(self) -> int:
-        """The rank of PEFT's adapter."""
+        """Rank of PEFT's adapter."""
         return self.rank * len(self.parts)
 
     def name(self, factor: str) -> str:
-        """The name of PEFT's tensor; `factor` is A or B."""
+        """Name of PEFT's tensor; `factor` is A or B."""
         module = self.module
         if self.is_stack:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
         return f"base_model.model.{module}.lora_{factor}.weight"
 
     def factor(self, part: TargetPart, factor: str) -> str:
-        """The name of our factor of a part."""
+        """Name of our factor of a part."""
         return f"{self.weight.name.rpartition('.')[0]}.{factor_name(part.target, factor)}"
 
     def shape(self, factor: str, rank: int) -> tuple[int, ...]:
-        """The shape of PEFT's tensor, at a rank of PEFT's."""
+        """Shape of PEFT's tensor at PEFT's `rank`."""
         experts = self.weight.shape[0] if self.is_stack else 1
         if factor == "A":
             return (rank * experts, self.weight.shape[-1])
@@ -108,7 +108,7 @@ class Adaptation(NamedTuple):
         """PEFT's tensor from our factors of all parts."""
         rank = self.total_rank
         if factor == "A":
-            import torch  # here alone: folders are checked before torch is imported
+            import torch  # late: folders are checked before torch is imported
 
             joined = torch.cat(list(factors), dim=1) if self.is_stack else factors[0]
             return joined.reshape(self.shape("A", rank))
@@ -123,9 +123,9 @@ class Adaptation(NamedTuple):
         return by_expert.permute(1, 2, 0).reshape(self.shape("B", rank))
 
     def load(self, factor: str, stored: Tensor) -> list[Tensor]:
-        """Our factors of all parts from PEFT's tensor. Where its A serves gate and up together,
-        both get it. Raises CheckpointError where it serves them in part, or has numbers behind
-        their rank."""
+        """Our factors of all parts from PEFT's tensor. An A shared by gate and up is returned for
+        both. Raises CheckpointError if it is shared in part, or if there are nonzero numbers
+        outside of a part's rank."""
         experts = self.weight.shape[0] if self.is_stack else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
         places = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
@@ -139,26 +139,26 @@ class Adaptation(NamedTuple):
         piece = self._piece(rank)
         by_expert = stored.contiguous()
         joined = piece.read(piece.box, lambda name, ranges: by_expert)
-        found: list[Tensor] = []
+        factors: list[Tensor] = []
         for part, start in zip(self.parts, places, strict=True):
-            own = _rows(joined, part) if self.is_stack else joined
-            outside = [own[..., :start], own[..., start + self.rank :]]
+            rows = _rows(joined, part) if self.is_stack else joined
+            outside = [rows[..., :start], rows[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
                 raise CheckpointError(f"{self.name('B')}: has other rows of A than its own")
-            found.append(own[..., start : start + self.rank])
-        return found
+            factors.append(rows[..., start : start + self.rank])
+        return factors
 
     def _piece(self, rank: int) -> TensorPiece:
-        """The place of a factor B of that rank, as if it were the weight."""
-        found = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
+        """Piece of a factor B of that rank, laid out like the weight."""
+        places = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
-            return found[0]
+            return places[0]
         every = parts_of(self.weight.name.rpartition(".")[2], self.weight.shape)
-        return found[every.index(self.parts[0])]
+        return places[every.index(self.parts[0])]
 
 
 def _rows(joined: Tensor, part: TargetPart) -> Tensor:
-    """The rows of a part, of a stack of experts."""
+    """The rows of a part in a stack of experts."""
     return joined if part.dim is None else joined.narrow(part.dim + 1, part.start, part.size)
 
 
@@ -168,8 +168,8 @@ def _is_transposed(piece: TensorPiece) -> bool:
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
-    """PEFT's adapters of `model`, a model of the family `kind`. Extra prediction layers are left
-    out: transformers has none."""
+    """PEFT's adapters of `model`, of the family `kind`, without extra prediction layers, which
+    transformers does not have."""
     lora = model.lora
     for weight in tensors(model, Plan()):
         owner, index, *rest = weight.name.split(".")
@@ -188,13 +188,13 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
 
 
 def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """``adapter_config.json``; `base` is the folder or name of the weights beside the adapters."""
+    """``adapter_config.json``; `base` is the folder or name of the base model."""
     lora, every = model.lora, list(adaptations(model, kind))
     stacks = {one.target for one in every if one.is_stack}
     modules, parameters = set[str](), set(stacks)
     for one in (one for one in every if not one.is_stack):
-        # Beside stacks PEFT takes the name of any other MLP for that of the experts, unless it is
-        # given as a parameter.
+        # With stacks PEFT matches any other MLP as if it were the experts', unless it is given as a
+        # parameter.
         if stacks and ".feed_forward." in one.weight.name:
             parameters.add(".".join(one.module.split(".")[-2:]) + ".weight")
         else:
@@ -206,8 +206,8 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
     if is_doubled and not modules:
         rank, alpha = double
     elif is_doubled:
-        # The first that matches counts. The second names a module, too: PEFT warns of a pattern
-        # that fits parameters alone.
+        # The first match counts. The second pattern names a module as well, because PEFT warns of
+        # a pattern that matches parameters only.
         module = min(modules)
         patterns = {module: (rank, alpha), rf".*\.{_FUSED}|{module}": double}
     return {
@@ -230,8 +230,9 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
 
 
 def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adaptation]:
-    """The adapters of `model`, which the folder `path` of PEFT's holds and no others, by its
-    adapter_config.json and header; no number is read. Raises CheckpointError."""
+    """The adapters of `model` in PEFT's folder `path`, checked by its adapter_config.json and
+    header; no number is read. Raises CheckpointError unless it holds these adapters and no
+    others."""
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
     given, written = read_json(path / CONFIG, _CONFIG_LIMIT), peft_config(model, kind, None)
@@ -239,7 +240,7 @@ def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adap
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
     expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-    if given.get("r") == written["r"]:  # as this package would have written it
+    if given.get("r") == written["r"]:  # the form that this package writes
         expected = {key: written[key] for key in expected}
     for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
         if given.get(key, False) != expected[key]:
@@ -264,25 +265,25 @@ def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adap
                 f"rank {lora.rank} and alpha {lora.alpha} of the rest"
             )
     file = path / WEIGHTS
-    found = {name: entry.shape for name, entry in read_header(file).items()}
+    shapes = {name: entry.shape for name, entry in read_header(file).items()}
     places = {one.name(factor): (one, factor) for one in adapted for factor in "AB"}
-    of_folder = sorted({match[1] for name in found if (match := _LEAF.search(name))})
+    of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
     advice = f"; the folder has adapters of {', '.join(of_folder)}"
-    if missing := [name for name in places if name not in found]:
+    if missing := [name for name in places if name not in shapes]:
         raise CheckpointError(
             f"{file}: {missing[0]} is missing ({len(missing)} such tensors), which "
             f"lora.targets asks for{advice}"
         )
-    if extra := [name for name in found if name not in places]:
+    if extra := [name for name in shapes if name not in places]:
         raise CheckpointError(
             f"{file}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
             f"of no target of lora.targets{advice}"
         )
     for name, (one, factor) in places.items():
         legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, given["r"])}
-        if found[name] not in legal:
+        if shapes[name] not in legal:
             raise CheckpointError(
-                f"{file}: {name} has shape {list(found[name])}, this model makes it "
+                f"{file}: {name} has shape {list(shapes[name])}, this model makes it "
                 f"{list(one.shape(factor, one.total_rank))}"
             )
     return adapted
