@@ -349,7 +349,7 @@ def written_at(path: Place) -> float:
 
 _Chunk = TypeVar("_Chunk")
 _Result = TypeVar("_Result")
-#: Chunks below this size in bytes are processed inline: a hand-over would take as long.
+#: Chunks below this size in bytes are processed inline: a hand-over would cost the same time.
 _SMALL = 256 << 10
 
 

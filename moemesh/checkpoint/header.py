@@ -15,7 +15,7 @@ from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
-_INTERRUPTED = "a download or a copy was probably interrupted: fetch the file again"
+_INTERRUPTED = "a download or a copy was probably interrupted: fetch the whole file"
 #: First bytes of a git-lfs pointer, the text in place of a large file that was not fetched.
 _POINTER = b"version "
 
@@ -49,8 +49,8 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
     length = int(struct.unpack("<Q", start)[0])
     if not 2 <= length <= HEADER_LIMIT:
         raise CheckpointError(
-            f"{path}: is no safetensors file: its first 8 bytes say that the header has {length} "
-            f"bytes, at most {HEADER_LIMIT} are read"
+            f"{path}: is not a safetensors file: by its first 8 bytes the header has {length} "
+            f"bytes, and at most {HEADER_LIMIT} are read"
         )
     if length > size - 8:
         raise CheckpointError(
@@ -83,7 +83,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         held = {name: one for name, one in entries.items() if one.num_bytes}
         after = [name for name, one in held.items() if one.start + one.num_bytes > size]
         cut = min(after, key=lambda name: entries[name].start)
-        more = f", {len(after) - 1} behind it missing" if len(after) > 1 else ""
+        more = f", {len(after) - 1} after it missing" if len(after) > 1 else ""
         raise CheckpointError(
             f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "
             f"{cut} is cut{more}; {_INTERRUPTED}"
@@ -97,5 +97,5 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
 
 def _size(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{number!r} is no size")
+        raise ValueError(f"{number!r} is not a size")
     return number

@@ -126,7 +126,7 @@ class Checkpoint(StoredCheckpoint):
                 )
             if shard.tensor.dtype != self.dtype(shard.name):
                 raise CheckpointError(
-                    f"{self.path}: {shard.name} is {self.entry(shard.name).dtype}, asked for as "
+                    f"{self.path}: {shard.name} is {self.entry(shard.name).dtype}, requested as "
                     f"{str(shard.tensor.dtype).removeprefix('torch.')}; dtypes are not cast on "
                     "loading"
                 )

@@ -131,7 +131,7 @@ class Manifest(_Strict):
         ):
             raise CheckpointError(f"{MANIFEST}: these are not the fields of format {self.format}")
         if unknown := sorted({*(self.nonfinite or ())} - {*self.tensors}):
-            raise CheckpointError(f"{MANIFEST}: nonfinite names {unknown[0]}, no tensor here")
+            raise CheckpointError(f"{MANIFEST}: nonfinite names {unknown[0]}, not a tensor here")
         used: set[tuple[str, str]] = set()
         for name, entry in self.tensors.items():
             check_cover(name, entry.shape, entry.slices)
@@ -191,7 +191,7 @@ def decode(raw: bytes) -> Manifest:
     # Compare the bytes too: an edit may parse to the same content.
     if raw != encode_json({**content, "digest": actual}):
         raise CheckpointError(
-            f"{MANIFEST}: it was written anew with the same content (other spaces or order, or a "
+            f"{MANIFEST}: it was rewritten with the same content (other spaces or order, or a "
             "doubled key): it was changed"
         )
     if content.get("format") not in READABLE:

@@ -84,8 +84,8 @@ class Claim:
             if body.get("held") and body.get("run") != run and not takeover:
                 # Wait for a heartbeat of the owner.
                 log(
-                    f"{folder} is that of another run ({describe_holder(body)}): waiting "
-                    f"{_OBSERVE_SECONDS:g} s for a sign of its life"
+                    f"{folder} belongs to another run ({describe_holder(body)}): waiting "
+                    f"{_OBSERVE_SECONDS:g} s for its heartbeat"
                 )
                 end = time.monotonic() + _OBSERVE_SECONDS
                 while time.monotonic() < end:

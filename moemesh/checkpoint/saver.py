@@ -314,7 +314,7 @@ class SaveJob:
                 files.remove_folder(folder)
                 self._num_failed = number + 1
             if pause is not None and not self.hurried.is_set():
-                saver.notes.append(f"{problem}; trying again in {pause:g} s")
+                saver.notes.append(f"{problem}; retrying in {pause:g} s")
                 self._last_progress = time.monotonic()
                 while time.monotonic() - self._last_progress < pause and not self.hurried.is_set():
                     self._pause()

@@ -145,7 +145,7 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
             if (entry["shape"], entry["dtype"]) != (shape, dtype):
                 raise CheckpointError(
-                    f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
+                    f"{name}: rank {rank} has {dtype} {shape}, another {entry['dtype']} "
                     f"{entry['shape']}"
                 )
             if 0 not in piece["shape"]:

@@ -79,7 +79,7 @@ def test_a_second_run_is_refused_while_the_first_lives(
         RunFolderError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"
     ):
         held(folder, "b", log=lines.append)
-    assert first.lost() is None and "a sign of its life" in lines[0]
+    assert first.lost() is None and "for its heartbeat" in lines[0]
     first.release()
     lines.clear()
     second = held(folder, "b", log=lines.append)

@@ -203,7 +203,7 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     owner._thread.join()
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.05)
     code, out, err = call("prune", place, "--keep", 1)
-    assert code == 0 and "step 1: deleted" in out and "sign of its life" in err
+    assert code == 0 and "step 1: deleted" in out and "for its heartbeat" in err
     # One that was only asleep commits nothing more; the next run waits for nobody.
     assert owner.lost() is not None
     Claim.take(place_of(place), "the next", say=pytest.fail).release()

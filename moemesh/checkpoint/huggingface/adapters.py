@@ -272,12 +272,12 @@ def check_adapter_folder(path: Path, model: ModelConfig, kind: str) -> list[Adap
     if missing := [name for name in places if name not in shapes]:
         raise CheckpointError(
             f"{file}: {missing[0]} is missing ({len(missing)} such tensors), which "
-            f"lora.targets asks for{advice}"
+            f"lora.targets requires{advice}"
         )
     if extra := [name for name in shapes if name not in places]:
         raise CheckpointError(
-            f"{file}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
-            f"of no target of lora.targets{advice}"
+            f"{file}: {extra[0]} does not belong to this model or to lora.targets "
+            f"({len(extra)} such tensors){advice}"
         )
     for name, (one, factor) in places.items():
         legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, given["r"])}

@@ -98,8 +98,8 @@ class FolderContents:
                     raise CheckpointError(f"{path / INDEX}: control characters in a name: {shown}")
                 if not isinstance(file, str) or not _FILE.fullmatch(file):
                     raise CheckpointError(
-                        f"{path / INDEX}: places {name} in {file!r}, which is no plain file name "
-                        "of the folder"
+                        f"{path / INDEX}: places {name} in {file!r}, which is not a plain file "
+                        "name of the folder"
                     )
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             file_path = plain_file(path, file)
@@ -141,7 +141,7 @@ class FolderContents:
         for stored, (_, dtype, shape, _) in self.stored.items():
             if is_fp8 and dtype == "float8_e4m3fn" and not stored.endswith(SCALE):
                 if len(shape) < 2:
-                    problems.append(f"{stored} {list(shape)} is in fp8 and no matrix")
+                    problems.append(f"{stored} {list(shape)} is in fp8 and not a matrix")
                     continue
                 packed = Packed(stored, shape, quantization.block)
                 blocks = zip(shape[-2:], quantization.block, strict=True)
@@ -157,7 +157,7 @@ class FolderContents:
                 name, (stack, rows, groups, _) = stored.removesuffix(BLOCKS), shape
                 packed = Packed(name, (stack, groups * GROUP, rows), None)
                 if name in self.stored:
-                    problems.append(f"{name} is there twice: as it is, and as {stored}")
+                    problems.append(f"{name} exists twice: under its name, and as {stored}")
                 needed, legal = shape[:-1], ("uint8",)
             else:
                 continue
@@ -182,7 +182,7 @@ class FolderContents:
         missing = [name for name in expected if name not in self.tensors]
         extra = [name for name in self.tensors if name not in expected and name not in known]
         surplus = [name for name in sorted(extra, key=layer_of) if layer_of(name) >= num_layers]
-        why = f"is behind the {num_layers} layers of config.json and of no prediction layer (MTP)"
+        why = f"is after the {num_layers} layers of config.json and not of a prediction layer (MTP)"
         extra = [name for name in extra if name not in surplus]
         lines = _listed("is missing", missing) + _listed("belongs to no part of the model", extra)
         lines += _listed(why, surplus)
