@@ -197,7 +197,7 @@ def _communication(evidence: Evidence) -> Judgement:
         changes.append((f"plan.tp={tp // 2}", f"plan.dp={2 * evidence.degree('dp')}"))
     if axis == "pp" and evidence.plan.get("schedule") == "1f1b":
         changes.append(("plan.schedule=zb_h1",))
-    return f"{text}.", "Send less over that axis, or hide it behind computation.", changes
+    return f"{text}.", "Send less over that axis, or overlap it with computation.", changes
 
 
 def _bubble(evidence: Evidence) -> Judgement:
@@ -246,7 +246,7 @@ def _memory(evidence: Evidence) -> Judgement:
         f"{_share(evidence, 'memory')}{peak}."
     )
     changes = [("plan.recompute=selective",), ("plan.recompute=none",)]
-    return text, "Compute less again where memory is left.", changes
+    return text, "Recompute less if memory is left.", changes
 
 
 def _compute(evidence: Evidence) -> Judgement:

@@ -143,5 +143,5 @@ def missing(run: Run, name: str) -> str:
     if (run.folder / name).is_file():
         return f"{name} could not be read."
     if state_of(run) == "running":
-        return f"{name} is written at the end of the run, which is at work."
+        return f"{name} is written at the end of the run, which is still running."
     return f"No {name}."

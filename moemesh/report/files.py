@@ -49,7 +49,7 @@ def check_target(path: Path, kind: str = "") -> None:
     """Raise UserError if `path` cannot be a file, or is a file that does not begin with `kind`
     (:func:`kind_of`), and so was not written by this verb."""
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise UserError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
         raise UserError(f"{path} cannot be written: it is a folder")
     if not kind or not path.is_file() or not path.stat().st_size:

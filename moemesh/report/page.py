@@ -38,10 +38,10 @@ _MAX_VALUE, _MAX_SHOWN = 300, 200
 #: Note on a run without a finished step, by state.
 NO_STEP: dict[State, str] = {
     "finished": "The run finished without a step.",
-    "running": "The run is at work and has finished no step so far.",
+    "running": "The run is still running and has not finished a step yet.",
     "stopped": "The run was stopped before its first step was finished.",
-    "interrupted": "The run ended before its first step was finished, without a word: it was "
-    "killed, or the machine went down; logs/ holds what its ranks wrote.",
+    "interrupted": "The run ended before its first step was finished, without a record: it was "
+    "killed, or the machine went down; logs/ holds the output of its ranks.",
     "failed": "The run failed before its first step was finished.",
 }
 
@@ -65,7 +65,7 @@ def document(run: Run) -> PageDocument:
     last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
     lines: list[str] = []
     if starts:
-        resumed = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
+        resumed = f", resumed {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
         lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{resumed}.")
     hosts = last.get("hosts")
     if isinstance(hosts, list):

@@ -36,7 +36,7 @@ def draw_meshes(layout: Layout, num_experts: int = 0) -> str:
             note = f": experts {experts[0]}-{experts[-1]}" if experts else ""
             names.append((f"{axis} {index}{note}", _colour(index, axis)))
         if size > len(svg.COLOURS):  # colours repeat
-            names.append((f"... {axis} {size - 1}, colours again", "#ffffff"))
+            names.append((f"... {axis} {size - 1}, colours repeat", "#ffffff"))
         drawn, used = svg.legend(names, left=0, top=height)
         parts.append(drawn)
         height += used + 6

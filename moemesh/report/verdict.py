@@ -75,7 +75,7 @@ def verdict(profile: Profile) -> list[str]:
         lines.append(f"waits       {shares}  (for other ranks, divided by axis as pauses are)")
     else:
         shares = _shares(by_axis, step * steps) or "none above 0.1 ms"
-        how = "with the profiler: pauses behind a collective, by its axis"
+        how = "with the profiler: pauses after a collective, by its axis"
         lines.append(f"waits       {shares}  ({how})")
     lines += _longest_operations(profile, steps)
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:

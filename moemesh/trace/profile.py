@@ -36,7 +36,8 @@ def offset_of(reference: Readings, other: Readings) -> Offset:
     the remaining interval. Raises ValueError without a barrier.
     """
     if not reference or len(reference) != len(other):
-        raise ValueError(f"{len(reference)} and {len(other)} exchanges: one at least, and as many")
+        counts = f"{len(reference)} and {len(other)}"
+        raise ValueError(f"{counts} barriers: both ranks need the same number, at least 1")
     low = max(begin - end for (_, end), (begin, _) in zip(reference, other, strict=True))
     high = min(end - begin for (begin, _), (_, end) in zip(reference, other, strict=True))
     return Offset((low + high) / 2, max((high - low) / 2, 0.0))

@@ -290,7 +290,7 @@ class Run(Shown):
         folder = Path(folder)
         if not folder.is_dir():
             near = "" if folder.exists() else f" ({nearest_path(folder)})"
-            raise RunError(f"{folder} is no folder{near}")
+            raise RunError(f"{folder} is not a folder{near}")
         if not any((folder / name).is_file() for name in FILES):
             raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
         reader = _Reader(folder)

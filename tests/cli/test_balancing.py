@@ -104,7 +104,7 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[4].split()[:3] == ["0", "1.851", "1.169"]
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())
-    with pytest.raises(UserError, match="cannot be written: there is no folder"):
+    with pytest.raises(UserError, match="cannot be written: the folder"):
         command(path, capsys, **SIZES, svg=tmp_path / "no" / "a.svg")
 
 
