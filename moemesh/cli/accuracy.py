@@ -60,7 +60,7 @@ class ValidateRequest:
 
 @app.command("validate", short_help="Predict a table of measured runs.")
 def validate_runs(request: ValidateRequest) -> None:
-    """Predict every row of a table of measured runs, and say how far off it is.
+    """Predict every row of a table of measured runs, and print the errors.
 
     Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
 
@@ -166,8 +166,8 @@ class CalibrateRequest:
 
 @app.command(short_help="Fit a cluster to measured runs.")
 def calibrate(request: CalibrateRequest) -> None:
-    """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
-    they cannot say of layouts like those that ran.
+    """Fit a cluster to measured runs and write its Cluster file: its few constants, and the
+    limits of their predictions.
 
     Examples:
 
@@ -197,7 +197,7 @@ def calibrate(request: CalibrateRequest) -> None:
     machine = None
     if folders:
         if wanted is None:
-            raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
+            raise UserError("run folders do not record their cluster: give --cluster NAME or FILE")
         machine, wanted = load_cluster(wanted), None
         read += [run_of_folder(path, machine) for path in folders]
     if request.shared:
@@ -256,7 +256,7 @@ def report(validation: "Validation") -> str:
     if fit := validation.fit:
         lines.append(
             f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
-            f"{fit.wrongly_fits:.1%} said to fit but ran out of memory"
+            f"{fit.wrongly_fits:.1%} predicted to fit but ran out of memory"
         )
     if chosen := validation.selection:
         lines.append(

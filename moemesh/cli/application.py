@@ -147,7 +147,7 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
 
         message, code = str(error), USER_ERROR
         if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
-            message = "a path begins with ~, and nobody has that home directory: write it in full"
+            message = "a path begins with ~ and the name of an unknown user: write it in full"
         elif (
             isinstance(error, OSError)
             and error.filename

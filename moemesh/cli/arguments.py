@@ -272,7 +272,7 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     """The most likely replacement of an unknown option: a similar option, a key for --set, or a
     note on other verbs with this option."""
     if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
-        return "--nodes N: the description of a cluster says how many devices a node has"
+        return "--nodes N: the devices of a node are in the description of the cluster"
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
     from moemesh.config.suggest import alias_hint, aliases, spelled_hint
 

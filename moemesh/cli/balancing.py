@@ -190,7 +190,7 @@ def place(settings: BalanceSettings) -> Placed:
     if previous is not None and previous.shape[-1] != replicas:
         raise BalanceError(
             f"{settings.previous} has {previous.shape[-1]} slots a layer, "
-            f"and --replicas says {replicas}"
+            f"and --replicas is {replicas}"
         )
     small = loads.shape[0] * replicas <= FEW_SLOTS and settings.effort in ("fast", "quality")
     with plain_loops() if small else nullcontext():

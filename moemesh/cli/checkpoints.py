@@ -56,8 +56,8 @@ def find(text: str) -> CheckpointPlace:
             if (folder / place.name).is_dir():
                 return CheckpointPlace(folder, [int(match[1])])
         steps = next(filter(None, map(candidates, folders)), [])
-        others = f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
-        raise CheckpointError(f"{place}: there is no such checkpoint{others}")
+        others = f"; it has the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
+        raise CheckpointError(f"{place}: this checkpoint does not exist{others}")
     for folder in folders:
         if steps := candidates(folder):
             return CheckpointPlace(folder, steps)
@@ -87,7 +87,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
             raise
         raise CheckpointError(
             f"{folder} is in use by a run ({error.holder}), which deletes old checkpoints by "
-            "itself, as train.checkpoints_kept says: prune when it has ended, or stop it first"
+            "itself (train.checkpoints_kept): prune when it has ended, or stop it first"
         ) from error
 
     def check() -> None:
@@ -242,7 +242,7 @@ def prune(
     """Keep the newest verified checkpoints with finite numbers, delete the older ones.
 
     A checkpoint that is not verified is read back first; the last verified checkpoint is never
-    deleted. A folder in which a run is at work is refused. Example:
+    deleted. The folder of an active run is refused. Example:
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
     """
@@ -298,7 +298,7 @@ def diff(
     all_lines: Annotated[bool, "Print every tensor.", {"names": ("--all",)}] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by logical names, whatever layouts wrote them.
+    """Compare two checkpoints by logical names, independent of their layouts.
 
     largest: the largest absolute difference of two numbers; relative: over the largest magnitude
     in A. Exit code 1 where anything differs. Example:

@@ -15,7 +15,7 @@ def config_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
     origin: Annotated[
-        bool, "Say where each value came from.", {"names": ("--origin/--no-origin",)}
+        bool, "Print the source of each value.", {"names": ("--origin/--no-origin",)}
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -103,8 +103,8 @@ def config_diff(
 ) -> None:
     """Print the keys in which two resolved configurations differ, with where each value is from.
 
-    The word behind a key says what the difference means for a run that goes on: free, layout (the
-    same result), training (another course) or model (refused). Example:
+    The word after a key is the effect of the difference on a resumed run: free, layout (the same
+    result), training (another course) or model (refused). Example:
 
         moemesh config diff runs/first second.toml
     """

@@ -57,9 +57,9 @@ class TokenizeRequest:
 @app.command(short_help="Tokenize text once, for many runs.")
 def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
-    conversations OUT.mask.bin, which says what carries loss.
+    conversations OUT.mask.bin, which marks tokens that carry loss.
 
-    The same command goes on where it was interrupted. Example:
+    The same command resumes after an interruption. Example:
 
         moemesh tokenize corpus/ tokens/corpus --tokenizer ./Qwen3-30B-A3B
         moemesh train --set data.path=tokens/corpus.idx --set model.path=./Qwen3-30B-A3B
@@ -191,9 +191,9 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
     on_terminal = sys.stdout.isatty()
     marked = not all(one.learned.all() for one in shown)
     borders = (
-        "attention stays inside a document, where positions begin anew"
+        "attention stays inside a document, where positions restart"
         if samples.masks_documents
-        else "attention and positions go on across documents"
+        else "attention and positions continue across documents"
     )
     look = "green" if on_terminal else f"{_OPEN} {_CLOSE}"
     loss = f"targets that carry loss are in {look}" if marked else "all targets carry loss"

@@ -65,11 +65,12 @@ def report(
     typer.echo(str(path))
 
 
-@app.command(short_help="Say what bounds a run, or why it failed.")
+@app.command(short_help="Explain what bounds a run, or why it failed.")
 def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) -> None:
-    """Say in one paragraph how a run stands, what bounds its speed or why it failed, and the
-    command to run next; below, on a line each: failures it survived, skipped steps, alarms, losses,
-    time, speed, memory. The cluster is train.cluster, if no other is named. Examples:
+    """Explain in one paragraph the state of a run, what bounds its speed or why it failed, and
+    print the command to run next; below, on a line each: failures it survived, skipped steps,
+    alarms, losses, time, speed, memory. The cluster is train.cluster, if no other is named.
+    Examples:
 
         moemesh explain runs/first
 
@@ -155,14 +156,14 @@ def profile(
 def watch(
     run: RunFolder,
     every: Annotated[
-        float | None, "Seconds between looks; default 2, in a pipe 30.", {"min": 0.1}
+        float | None, "Seconds between updates; default 2, in a pipe 30.", {"min": 0.1}
     ] = None,
     wait: Annotated[float, "Seconds to wait for a run to begin.", {"min": 0.0}] = 60.0,
 ) -> None:
     """Show a run from the files of its folder, here or on a shared disk, until it has ended.
 
-    On a terminal a panel is drawn again and again; elsewhere lines follow one another. Nothing is
-    written, and the run does not notice. Exit code 1: the run has failed, or is gone. Example:
+    On a terminal a panel is redrawn; elsewhere lines are printed. Nothing is written, and the run
+    is not affected. Exit code 1: the run has failed, or is gone. Example:
 
         moemesh watch runs/first
     """
@@ -172,7 +173,7 @@ def watch(
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is a file: watch takes the folder of a run")
     if not run.parent.is_dir() and not run.parent.parent.is_dir():  # `train` makes one folder
-        raise UserError(f"{run}: there is no folder {run.parent}, so no run can begin in it")
+        raise UserError(f"{run}: the folder {run.parent} must exist before a run begins in it")
     watched = Watched(run)
     until = time.monotonic() + wait
     if not watched.is_run and wait:

@@ -70,7 +70,7 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     ranks = sorted(set(request.rank or ()))
     if ranks and ranks[-1] >= held.world_size:
         raise typer.BadParameter(
-            f"there is no rank {ranks[-1]}: the plan has {held.world_size}, from 0"
+            f"rank {ranks[-1]} does not exist: the plan has {held.world_size}, from 0"
         )
     if request.svg is not None:
         from moemesh.report.files import write_texts

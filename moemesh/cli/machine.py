@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moemesh.config.cluster import Cluster
 
 
-@app.command(short_help="Check this machine for what stands in the way of a run.")
+@app.command(short_help="Check this machine for obstacles to a run.")
 def doctor(
     out: Annotated[Path, "Folder that runs will be written to.", "DIR"] = Path("runs"),
     as_json: AsJson = False,
@@ -72,7 +72,7 @@ def bench_links(
     from moemesh.report.files import write_texts
 
     if out is not None and not out.parent.is_dir():
-        raise BenchError(f"--out {out}: there is no folder {out.parent}")
+        raise BenchError(f"--out {out}: the folder {out.parent} does not exist")
     result = links.run(settings, found)
     if result is not None and out is not None:
         write_texts([(out, cluster_file(result, name))])
@@ -167,7 +167,7 @@ def init(request: ClusterFileRequest) -> None:
     if request.links is not None:
         cluster, heading = _measured(request.links, name)
         if request.nodes or request.gpus_per_node:
-            raise typer.BadParameter("--links says how many nodes and devices there are")
+            raise typer.BadParameter("--links has the number of nodes and devices")
     elif request.device is not None:
         cluster, heading = _of_device(request.device, name)
     else:

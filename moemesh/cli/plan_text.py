@@ -178,8 +178,10 @@ def _size(number: float) -> str:
     return format_bytes(round(number))
 
 
-def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bool = False) -> str:
-    """The answer in about twenty lines. `asked`: options that `moemesh estimate` accepts, too;
+def plan_text(
+    planned: PlannedAnswer, arguments: str, file: str = "", *, explain: bool = False
+) -> str:
+    """The answer in about twenty lines. `arguments`: options that `moemesh estimate` accepts, too;
     `file`: the written configuration; `explain`: add parts, limits and assumptions."""
     best, cluster = planned.candidates[0], planned.cluster
     capacity = cluster.memory_bytes * planned.pricing.usable_share
@@ -260,7 +262,7 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
             else ()
         ),
         "",
-        *command_lines(planned, best, asked),
+        *command_lines(planned, best, arguments),
     ]
     return "\n".join(lines)
 
@@ -456,7 +458,7 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
             size = _size(near.memory.needed)
             reasons.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     if rival.verdict == "equal":
-        return [*reasons, "as fast as the first: the time model does not tell them apart"]
+        return [*reasons, "as fast as the first: the time model cannot distinguish them"]
     share, word = rival.slower / best.seconds, "slower" if rival.slower > 0 else "faster"
     times = f"{candidate.seconds:.4g} s, the first {best.seconds:.4g} s"
     reasons.append(f"{abs(share):.1%} {word}: {times}")
@@ -467,11 +469,11 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     return reasons
 
 
-def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:
+def command_lines(planned: PlannedAnswer, best: Candidate, arguments: str) -> list[str]:
     """The command that trains the layout; if it cannot be trained, the one that prices it."""
     if not not_trained(best.layout, planned.model):
         return folded(train_command(best.layout, planned.model))
-    return folded(f"moemesh estimate {asked} --plan {best.layout.text}")
+    return folded(f"moemesh estimate {arguments} --plan {best.layout.text}")
 
 
 def memory_parts(one: Candidate) -> list[tuple[str, float]]:
@@ -480,8 +482,8 @@ def memory_parts(one: Candidate) -> list[tuple[str, float]]:
     return [*parts, ("libraries", one.memory.needed - sum(size for _, size in parts))]
 
 
-def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
-    """The page of a plan; `asked`: options that `moemesh estimate` accepts, too."""
+def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
+    """The page of a plan; `arguments`: options that `moemesh estimate` accepts, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
     (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
@@ -532,7 +534,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
         num_names=2,
     )
     cards = [("Layout", [*choices[0].items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
-    code = "\n".join(command_lines(planned, best, asked))
+    code = "\n".join(command_lines(planned, best, arguments))
     pairs = (line.rpartition(": ") for line in planned.advice.why_not)
     near = [(change, [rest.strip()]) for change, _, rest in pairs]
     chapters = [

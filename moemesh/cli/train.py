@@ -47,19 +47,19 @@ class TrainOptions:
         {"metavar": "N", "min": 1},
     ] = None
     dry_run: Annotated[
-        bool, "Check everything and say what would be done; write and start nothing."
+        bool, "Check everything and print what would be done; write and start nothing."
     ] = False
     stop_after: Annotated[
         int | None,
-        "Save and end behind this step; the same command without it goes on.",
+        "Save and stop after this step; rerun without it to continue.",
         {"metavar": "STEP", "min": 1},
     ] = None
     takeover: Annotated[
-        bool, "Take run folder and train.checkpoint_folder from a run at work there."
+        bool, "Take over the run folder and train.checkpoint_folder from an active run."
     ] = False
     profile: Annotated[
         int | None,
-        "Profile N steps behind four without it on every rank into DIR/profile, and end.",
+        "Profile N steps on every rank after four others; write DIR/profile and stop.",
         {"metavar": "N", "min": 1},
     ] = None
 
@@ -68,9 +68,9 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
-    Without a file it trains the preset "tiny" on Python's own library sources. The folder of a run
-    in place of a file goes on with that run; with --out it starts a new one of its configuration.
-    Examples:
+    Without a file it trains the preset "tiny" on Python's own library sources. Given the folder of
+    a run in place of a file, it resumes that run; with --out it starts a new one with its
+    configuration. Examples:
 
         moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
 
@@ -251,7 +251,7 @@ class LaunchRequest:
 def launch(request: LaunchRequest) -> None:
     """Write a commented file that starts a run on a cluster, checked as train would check it.
 
-    Nothing is submitted. The same file goes on with a run that was stopped. Example:
+    Nothing is submitted. The same file resumes a run that was stopped. Example:
 
         moemesh launch --set plan.dp=16 --set plan.ep=8 --out /shared/runs/first --slurm
     """
@@ -305,12 +305,14 @@ def launch(request: LaunchRequest) -> None:
         from moemesh.config.errors import UserError
 
         raise UserError(
-            f"{target} is there and is not what would be written, perhaps with changes of yours: "
+            f"{target} exists with other content, perhaps with changes of yours: "
             "name another with --file, or remove it"
         )
     write_texts([(target, text)])
     nodes = f"{job.nodes} node(s) of {job.ranks_per_node} ranks"
-    typer.echo(f"{nodes}: wrote {shlex.quote(str(target))}; its first lines say how to start it")
+    typer.echo(
+        f"{nodes}: wrote {shlex.quote(str(target))}; see its first lines for how to start it"
+    )
     if run.data.path is None and not run.data.sources:
         typer.echo(
             "note: data.path is not set: the job would train on Python's own library sources, by "
@@ -321,11 +323,11 @@ def launch(request: LaunchRequest) -> None:
 @app.command(short_help="Repeat a step whose numbers were not finite, and find the first of them.")
 def replay(
     bundle: Annotated[Path, "A folder of failures/ in a run, such as step-12.", "<BUNDLE>"],
-    alone: Annotated[bool, "Replay on one rank, whatever the plan of the run was."] = False,
+    alone: Annotated[bool, "Replay on one rank, for any plan of the run."] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the forward and backward of one step again, from a replay bundle.
+    """Repeat the forward and backward of one step, from a replay bundle.
 
     A run writes a bundle when the loss or a gradient of a step is not finite. Example:
 
@@ -346,7 +348,7 @@ def repro(
     out: Annotated[Path | None, "Folder of the second run; default: RUN-repro.", "DIR"] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the first steps of a run again, from the files of its folder, and compare.
+    """Retrain the first steps of a run, from the files of its folder, and compare.
 
     Exit code 0: equal to the bit; 1: something differs, and what differs between the two runs is
     named; 2: the run cannot be repeated. Example:

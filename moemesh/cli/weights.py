@@ -59,8 +59,7 @@ class ConvertRequest:
 def convert(request: ConvertRequest) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
-    One tensor is in memory at a time, and a conversion that was interrupted goes on where it
-    stopped. Example:
+    One tensor is in memory at a time, and an interrupted conversion can be resumed. Example:
 
         moemesh convert runs/first exported
 
@@ -111,7 +110,7 @@ def convert(request: ConvertRequest) -> None:
             source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=log
         )
     typer.echo(weight_sources.written_text(out, kind), err=True)
-    start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
+    start = f"a run to continue: moemesh train {out / 'config.toml'} --out {out}"
     typer.echo(start if kind == "run" else str(out))
 
 
@@ -203,7 +202,7 @@ def generate(request: GenerateRequest) -> None:
         (
             request.prompt is not None and request.prompts is not None,
             "--prompts",
-            "stands beside --prompt; fix: give one of them",
+            "conflicts with --prompt; fix: give one of them",
         ),
         (not has_text and not request.chat, "--prompt", f"is missing{need}"),
         (not has_text and request.as_json, "--json", f"answers one --prompt{need}"),

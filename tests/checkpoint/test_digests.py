@@ -83,7 +83,7 @@ def test_ranks_of_two_minds_save_nothing(tmp_path: Path) -> None:
         writing.commit(tmp, tmp_path / "step-1", 1, reports, {})
 
 
-# Work on chunks map_in_thread their writing: in order, at the same time, ended by errors.
+# Work on chunks in a thread during their writing: in order, at the same time, ended by errors.
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [1 << 20], [1 << 20, 3, 1 << 20, 1 << 20, 5, 7]])

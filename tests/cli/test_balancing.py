@@ -85,7 +85,7 @@ def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = place(BalanceSettings(loads=reversed_loads, previous=old, **SIZES)).to_json()
     assert sum(moved["moved"]) > 0
     assert [sum(map(len, rounds)) for rounds in moved["transfers"]] == moved["moved"]
-    with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas says 24"):
+    with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas is 24"):
         place(BalanceSettings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
     assert "warning" not in capsys.readouterr().err
     place(BalanceSettings(loads=path, previous=old, **(SIZES | {"gpus": 4})))

@@ -242,7 +242,7 @@ def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
     for arguments, message in (
         (("ls", tmp_path / "nowhere"), "nowhere: no folder"),
         (("ls", tmp_path), "holds no checkpoint"),
-        (("verify", made / "step-8"), "no such checkpoint; there are the steps 1, 2, 3"),
+        (("verify", made / "step-8"), "this checkpoint does not exist; it has the steps 1, 2, 3"),
         (("prune", made / "step-1"), "is one checkpoint; give the run"),
         (("prune", made, "--keep", 0), "--keep must be at least 1, not 0"),
     ):

@@ -176,7 +176,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         ("absent", 0.2, "holds no run"),
         ("file", 60.0, "is a file"),
         ("no/such", 0.2, "holds no run"),
-        ("no/such/run", 60.0, "there is no folder"),
+        ("no/such/run", 60.0, "must exist before"),
     ):
         with pytest.raises(UserError, match=reason):
             watch(tmp_path / name, every=None, wait=wait)
