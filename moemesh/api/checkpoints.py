@@ -57,9 +57,9 @@ def save_checkpoint(
         shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
         values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
         store.refuse_nonfinite(values)
-    own = store.own_shards(shards, axis, check_replicas=check_replicas)
+    saved_shards = store.own_shards(shards, axis, check_replicas=check_replicas)
     values = store.merged_values(values, axis)
-    return store.save_together(place, number, own, {"values": values}, axis)
+    return store.save_together(place, number, saved_shards, {"values": values}, axis)
 
 
 @known_keywords

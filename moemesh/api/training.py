@@ -66,12 +66,14 @@ def parallelize(
             f"the plan needs {plan.world_size} ranks, the mesh has {mesh.world_size}: "
             "Mesh.create(plan.layout, device)"
         )
-    needed, own = (
+    needed, actual = (
         ", ".join(f"{name} = {getattr(layout, name)}" for name in DEGREES)
         for layout in (plan.layout, mesh.layout)
     )
-    if own != needed:
-        raise UserError(f"the plan has {needed}, the mesh {own}: Mesh.create(plan.layout, device)")
+    if actual != needed:
+        raise UserError(
+            f"the plan has {needed}, the mesh {actual}: Mesh.create(plan.layout, device)"
+        )
     if plan.data != "replicate":
         raise UserError(
             f'plan.data = "{plan.data}" shards states over an optimizer that moemesh steps itself: '
@@ -105,13 +107,19 @@ class ParallelModel(Shown):
     _masters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     def __post_init__(self) -> None:
-        for name, own in self.parallel.model.named_parameters():
-            is_short = own.dtype == torch.bfloat16
-            self._masters[name] = nn.Parameter(own.detach().float()) if is_short else own
+        for name, parameter in self.parallel.model.named_parameters():
+            is_short = parameter.dtype == torch.bfloat16
+            self._masters[name] = (
+                nn.Parameter(parameter.detach().float()) if is_short else parameter
+            )
 
     def facts(self) -> dict[str, object]:
-        own = sum(one.numel() for one in self.parameters())
-        return {"mesh": self.parallel.mesh, "own_parameters": own, "num_steps": self.num_steps}
+        num_local = sum(parameter.numel() for parameter in self.parameters())
+        return {
+            "mesh": self.parallel.mesh,
+            "own_parameters": num_local,
+            "num_steps": self.num_steps,
+        }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Logical name -> this rank's shard, for an optimizer; for bfloat16 weights their fp32
@@ -149,10 +157,10 @@ class ParallelModel(Shown):
         batches = self._own(tokens, targets, valid, loss_mask, documents, parts, self.num_steps + 1)
         check_limit("clip", clip)
         with torch.no_grad():
-            for name, own in self.parallel.model.named_parameters():
-                self._masters[name].grad = own.grad = None
-                if self._masters[name] is not own:
-                    own.copy_(self._masters[name])
+            for name, parameter in self.parallel.model.named_parameters():
+                self._masters[name].grad = parameter.grad = None
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
         self.num_steps += 1
         recorder = TimelineRecorder(self.parallel.mesh.rank)
         result = gradients_of_step(self.parallel, batches, recorder)
@@ -175,8 +183,8 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
-        own = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
-        return evaluate(self.parallel, own)
+        batches = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
+        return evaluate(self.parallel, batches)
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or

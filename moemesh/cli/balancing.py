@@ -93,7 +93,9 @@ class Placed:
         }
         if self.moved is not None:
             shown["moved"] = list(self.moved)
-            rounds = [[[one._asdict() for one in step] for step in own] for own in self.transfers]
+            rounds = [
+                [[one._asdict() for one in step] for step in layer] for layer in self.transfers
+            ]
             shown["transfers"] = rounds
         if self.shares is not None:
             shown["shares"] = self.shares.tolist()
@@ -156,7 +158,7 @@ def place(settings: BalanceSettings) -> Placed:
         # The function, like the published one, ignores nodes under the global policy.
         near = nearest_divisors(settings.gpus, settings.nodes)
         raise BalanceError(
-            f"--nodes ({settings.nodes}) must divide --gpus ({settings.gpus}), whatever the "
+            f"--nodes ({settings.nodes}) must divide --gpus ({settings.gpus}), under every "
             f"policy: take {near} nodes"
         )
     loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))

@@ -204,7 +204,7 @@ def verify(
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             faults = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
-        state = "DAMAGED" if damages else f"{format_bytes(size)} are what was written"
+        state = "DAMAGED" if damages else f"{format_bytes(size)} are intact"
         if not as_json:  # as soon as each is read
             typer.echo("\n  ".join([f"{selected.path(step)}: {state}", *faults]))
     if as_json:

@@ -317,7 +317,7 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
 
 def dispatch_text(example: "RoutingExample") -> str:
     """Matrices of rows of every dispatcher, then a table of their bytes."""
-    counts = sorted({len(own) for own in example.choices})
+    counts = sorted({len(tokens) for tokens in example.choices})
     each = "-".join(map(str, (counts[0], counts[-1]))) if len(counts) > 1 else str(counts[0])
     lines = [
         *([example.about] if example.about else []),

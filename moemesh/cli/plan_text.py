@@ -211,7 +211,7 @@ def plan_text(
     if refused:
         lines += wrapped(f"this version plans {', '.join(refused)} and does not train it")
         if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
-            lines.append("the best of what it trains: the same call with --trainable")
+            lines.append("for the best layout that it trains: the same call with --trainable")
     else:
         lines.append(f"wrote {name}:" if file else f"the same call with --write {name}, then:")
         lines += [f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]

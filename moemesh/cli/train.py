@@ -150,10 +150,10 @@ def preparation_text(prepared: "Preparation") -> str:
         resume = f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
     elif folder.has_run:
         resume = f"{folder.path} holds a run without a checkpoint: from the first step"
-    kept = prepared.request.readable.config
+    recorded = prepared.request.readable.config
     # With many ranks, check the first of each stage.
     step = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
-    each = (predicted_memory(kept, rank) for rank in range(0, plan.world_size, step))
+    each = (predicted_memory(recorded, rank) for rank in range(0, plan.world_size, step))
     worst = max(each, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
@@ -195,7 +195,7 @@ def preparation_text(prepared: "Preparation") -> str:
         f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(files)}",
-        *(f"note: {warning}" for warning in warnings_before_ranks(kept)),
+        *(f"note: {warning}" for warning in warnings_before_ranks(recorded)),
         *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]

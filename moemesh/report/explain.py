@@ -152,8 +152,9 @@ def _verdict(
         return "", "", False
     if rose:
         return (
-            f"The training loss rose again, from {lowest:.2f} at steps {first:,} to {last:,} to "
-            f"{latest:.2f}: lower train.lr or train.clip, or look at the data read since.",
+            f"The training loss rose after its minimum, from {lowest:.2f} at steps "
+            f"{first:,} to {last:,} to {latest:.2f}: lower train.lr or train.clip, or check the "
+            "data read since.",
             lower_rate(run),
             False,
         )
@@ -174,7 +175,7 @@ def _verdict(
     if gap > max(_GAP, _GAP_SHARE * loss):
         text = (
             f"The validation loss is {gap:.2f} above the training loss: the text that is held "
-            "out differs, or the run learns its samples by heart."
+            "out differs, or the run memorises its samples."
         )
         return text, "", False
     return "", "", False
@@ -260,7 +261,7 @@ _MOST_LINES, _LABEL = 7, 10
 #: Smaller shares of a step are not listed.
 _SHOWN = 0.005
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-_KILLED = "without a word (it was killed, or the machine went down)"
+_KILLED = "without a record (it was killed, or the machine went down)"
 _STATES: dict[State, str] = {
     "finished": "finished {step}",
     "running": "is at {step}",
@@ -391,7 +392,7 @@ def explain(run: Run) -> Explanation:
         if state == "running":
             rest = "timeline.json is written at the end of the run"
         sentences += [
-            f"Where the time of a step goes cannot be said: {rest}.",
+            f"The time of a step cannot be explained: {rest}.",
             *_plan(evidence, run.planned),
         ]
     return Explanation(
@@ -500,7 +501,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
         f"{kind}: {message}." if message else f"{kind}.",
     ]
     if action := failure.get("action"):
-        sentences.append(f"What was done: {one_line(str(action), _MAX_MESSAGE)}.")
+        sentences.append(f"Action taken: {one_line(str(action), _MAX_MESSAGE)}.")
     arguments: Sequence[str] = cause.arguments
     if cause.name == "diverged" and (lower := lower_rate(run)):
         arguments = ("--set", lower, "--allow-change", "train.lr")
@@ -513,8 +514,8 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
         # The weights of the newest checkpoint gave no finite step.
         sentences.append(
-            f"The checkpoint of step {newest:,} holds the weights that gave no finite step: begin "
-            "anew in another folder."
+            f"The checkpoint of step {newest:,} holds the weights that gave no finite step: start "
+            "a new run in another folder."
         )
         command = _changed(run, [lower_rate(run)], continues=False) or command
     if cause.name == "damaged checkpoint":
@@ -538,10 +539,10 @@ def _checkpoint(folder: Path) -> str:
     with suppress(OSError, ConfigError):
         config = load_run([folder / "config.toml"], [], environ={}).config
         if place := config.train.checkpoint_folder:
-            return f"The next start goes on from the newest checkpoint in {place}, if there is one."
+            return f"The next start resumes from the newest checkpoint in {place}, if one exists."
     if not step:
-        return "There is no checkpoint: the next start begins again."
-    return f"The next start goes on from the checkpoint of step {step:,}."
+        return "The run has no checkpoint: the next start begins at step 1."
+    return f"The next start resumes from the checkpoint of step {step:,}."
 
 
 def _resume(run: Run, arguments: Sequence[str] = ()) -> str:

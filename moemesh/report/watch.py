@@ -280,7 +280,7 @@ class Watched:
         """Whether the run ended without a failure, and a text; None while it is running, by its
         files."""
         if self._last_kind in _ENDS:
-            how = "has come to its end" if self._last_kind == "finished" else "has been stopped"
+            how = "has finished" if self._last_kind == "finished" else "has been stopped"
             return True, f"the run {how}"
         # Whether the process with the lease is alive; None if unknown.
         lives: bool | None = None
@@ -305,7 +305,7 @@ class Watched:
         if lives is not False:
             return None
         reason = self._failure()
-        return False, f"the run has failed: {reason}" if reason else "the run is no longer at work"
+        return False, f"the run has failed: {reason}" if reason else "the run has stopped running"
 
     def _failure(self) -> str | None:
         try:

@@ -38,24 +38,24 @@ def all_reduce(num_elements: int, element_size: int, size: int, index: int) -> W
     every chunk but its own. With equal chunks that is 2(n-1)/n of the tensor each way.
     """
     chunks = shard_sizes(num_elements, size)
-    left, own, right = chunks[index - 1], chunks[index], chunks[(index + 1) % size]
+    left, chunk, right = chunks[index - 1], chunks[index], chunks[(index + 1) % size]
     return WireBytes(
         num_elements * element_size,
-        (2 * num_elements - own - right) * element_size,
-        (2 * num_elements - own - left) * element_size,
+        (2 * num_elements - chunk - right) * element_size,
+        (2 * num_elements - chunk - left) * element_size,
     )
 
 
 def all_gather(block_bytes: Sequence[int], index: int) -> WireBytes:
     """All-gather of blocks of `block_bytes[i]` bytes, one for each rank."""
-    own, total = block_bytes[index], sum(block_bytes)
-    return WireBytes(total, own * (len(block_bytes) - 1), total - own)
+    block, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, block * (len(block_bytes) - 1), total - block)
 
 
 def reduce_scatter(block_bytes: Sequence[int], index: int) -> WireBytes:
     """Reduce-scatter in which rank i keeps the sum of block i, of `block_bytes[i]` bytes."""
-    own, total = block_bytes[index], sum(block_bytes)
-    return WireBytes(total, total - own, own * (len(block_bytes) - 1))
+    block, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, total - block, block * (len(block_bytes) - 1))
 
 
 def all_to_all(input_bytes: Sequence[int], output_bytes: Sequence[int], index: int) -> WireBytes:

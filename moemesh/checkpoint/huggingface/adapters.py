@@ -40,7 +40,7 @@ _FUSED = "gate_up_proj"
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
-#: Fields of PEFT's LoraConfig that are read here, that the names of the stored tensors tell, and
+#: Fields of PEFT's LoraConfig that are read here, that follow from the names of tensors, and
 #: that have no effect on what stored adapters compute. Any other must be empty.
 KNOWN_FIELDS = frozenset(
     {
@@ -116,8 +116,8 @@ class Adaptation(NamedTuple):
         if not self.is_stack:
             return piece.store(factors[0])
         joined = factors[0].new_zeros((*self.weight.shape[:-1], rank))
-        for index, (part, own) in enumerate(zip(self.parts, factors, strict=True)):
-            _rows(joined, part)[..., index * self.rank : (index + 1) * self.rank] = own
+        for index, (part, weight_B) in enumerate(zip(self.parts, factors, strict=True)):
+            _rows(joined, part)[..., index * self.rank : (index + 1) * self.rank] = weight_B
         stored = piece.store(joined)
         by_expert = stored.transpose(1, 2) if _is_transposed(piece) else stored
         return by_expert.permute(1, 2, 0).reshape(self.shape("B", rank))
@@ -176,13 +176,13 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
         parts = parts_of(rest[-1], weight.shape) if rest else ()
         if owner != "layers" or int(index) >= model.num_layers:
             continue
-        own = tuple(part for part in parts if lora.adapts(part.target))
-        every = pieces(weight.name, weight.shape, kind, fused=True) if own else []
-        if weight.is_expert and own:
+        adapted = tuple(part for part in parts if lora.adapts(part.target))
+        every = pieces(weight.name, weight.shape, kind, fused=True) if adapted else []
+        if weight.is_expert and adapted:
             wraps = rest[-1] == "gate_up" and lora.adapts("down_proj")
-            yield Adaptation(weight, own, kind, lora.rank, every[0].source, wraps)
+            yield Adaptation(weight, adapted, kind, lora.rank, every[0].source, wraps)
             continue
-        for part in own:
+        for part in adapted:
             module = every[parts.index(part)].source.removesuffix(".weight")
             yield Adaptation(weight, (part,), kind, lora.rank, module)
 

@@ -90,8 +90,8 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            kept = dtype if origin.packed else torch_dtype(stored.dtype)
-            tensors[name] = whole_tensor(origin.read, name, stored.shape, kept)
+            stored_dtype = dtype if origin.packed else torch_dtype(stored.dtype)
+            tensors[name] = whole_tensor(origin.read, name, stored.shape, stored_dtype)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -114,18 +114,20 @@ def stored_tensors(
 ) -> dict[str, DeferredTensor]:
     """The stored tensors of a folder, computed from the `logical` tensors of `weights`."""
 
-    def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
+    def make(
+        name: str, tensor: LogicalTensor, piece: TensorPiece, stored_dtype: torch.dtype
+    ) -> Tensor:
         if tensor.view == tensor.shape:
-            return piece.store(weights(name, piece.box).to(kept))
-        table = whole_tensor(weights, name, tensor.shape, kept).make().reshape(tensor.view)
+            return piece.store(weights(name, piece.box).to(stored_dtype))
+        table = whole_tensor(weights, name, tensor.shape, stored_dtype).make().reshape(tensor.view)
         return piece.store(table[slices(piece.box)])
 
     tensors: dict[str, DeferredTensor] = {}
     for name, tensor in logical.items():
-        kept = _kept(name, dtype)
+        stored_dtype = _stored_dtype(name, dtype)
         for piece in tensor.pieces:
-            made = partial(make, name, tensor, piece, kept)
-            tensors[piece.source] = DeferredTensor(kept, piece.stored, made)
+            made = partial(make, name, tensor, piece, stored_dtype)
+            tensors[piece.source] = DeferredTensor(stored_dtype, piece.stored, made)
     return tensors
 
 
@@ -140,10 +142,10 @@ def write_checkpoint(
     if architecture is not None:
         stacks = frozenset(one.name for one in architecture.parameters if one.is_expert)
     for stack, shape in logical_shapes(model).items():
-        kept, names = _kept(stack, dtype), [stack]
+        stored_dtype, names = _stored_dtype(stack, dtype), [stack]
         if architecture is not None and stack in architecture.buffers:
-            kept = weights(stack, [range(0) for _ in shape]).dtype
-            kept = torch.float32 if kept.is_floating_point else kept
+            stored_dtype = weights(stack, [range(0) for _ in shape]).dtype
+            stored_dtype = torch.float32 if stored_dtype.is_floating_point else stored_dtype
         is_stack = architecture is None or stack in stacks
         if is_stack and (match := _STACK.fullmatch(stack)) is not None:
             names = [f"{match[1]}.{expert}.{match[2]}" for expert in range(shape[0])]
@@ -153,15 +155,15 @@ def write_checkpoint(
                 name=f"model.{name}",
                 shape=shape,
                 offset=(0,) * len(shape),
-                tensor=torch.empty(shape, dtype=kept, device="meta"),
-                make=whole_tensor(weights, name, shape, kept).make,
+                tensor=torch.empty(shape, dtype=stored_dtype, device="meta"),
+                make=whole_tensor(weights, name, shape, stored_dtype).make,
             )
             for name in names
         ]
     store.save(folder, 0, shards, state)
 
 
-def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("selection_bias") else dtype
 
 

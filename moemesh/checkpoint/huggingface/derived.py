@@ -48,8 +48,8 @@ def merged(weights: Read, model: ModelConfig) -> Read:
                 into[dim] = slice(first - rows[dim].start, last - rows[dim].start)
                 rows[dim] = range(first - part.start, last - part.start)
             a, b = (
-                weights(f"{block}.{factor_name(part.target, factor)}", own).to(wide)
-                for factor, own in (("A", [*experts, rank, columns]), ("B", [*rows, rank]))
+                weights(f"{block}.{factor_name(part.target, factor)}", ranges).to(wide)
+                for factor, ranges in (("A", [*experts, rank, columns]), ("B", [*rows, rank]))
             )
             delta = b.flatten(len(experts), -2) @ a
             weight = weight.to(wide, copy=True)

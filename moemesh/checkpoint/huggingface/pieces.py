@@ -55,8 +55,8 @@ class TensorPiece(NamedTuple):
     def overlap(self, box: Sequence[range]) -> list[range] | None:
         """Part of `box` that this piece holds, in the dims of the logical tensor; None if empty."""
         common = [
-            range(max(wanted.start, own.start), min(wanted.stop, own.stop))
-            for wanted, own in zip(box, self.box, strict=True)
+            range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+            for wanted, held in zip(box, self.box, strict=True)
         ]
         return common if all(common) else None
 
