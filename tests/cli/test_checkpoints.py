@@ -206,7 +206,7 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     assert code == 0 and "step 1: deleted" in out and "for its heartbeat" in err
     # One that was only asleep commits nothing more; the next run waits for nobody.
     assert owner.lost() is not None
-    Claim.take(place_of(place), "the next", say=pytest.fail).release()
+    Claim.take(place_of(place), "the next", log=pytest.fail).release()
 
 
 def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
